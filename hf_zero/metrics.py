@@ -127,19 +127,23 @@ def _folder(output_path: str, job_name: str) -> Path:
 
 
 class TensorboardSink(Sink):
-    """TensorBoard event files in `<output_path>/<job_name>`."""
+    """TensorBoard event files in `<output_path>/<job_name>`.
+
+    Attributes:
+        writer: torch's `SummaryWriter`.
+    """
 
     def __init__(self, section: Tensorboard) -> None:
         tensorboard = _import("tensorboard", "torch.utils.tensorboard", "tensorboard")
-        self._writer = tensorboard.SummaryWriter(log_dir=str(_folder(section.output_path, section.job_name)))
+        self.writer = tensorboard.SummaryWriter(log_dir=str(_folder(section.output_path, section.job_name)))
 
     def write(self, record: Mapping[str, float], step: int) -> None:
         for name, value in record.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
 
     def close(self) -> None:
-        self._writer.close()
+        self.writer.close()
 
 
 class WandbSink(Sink):
@@ -163,7 +167,11 @@ class WandbSink(Sink):
 
 
 class CometSink(Sink):
-    """A Comet experiment, written at most once every `samples_log_interval` steps."""
+    """A Comet experiment, written at most once every `samples_log_interval` steps.
+
+    Attributes:
+        experiment: comet_ml's object.
+    """
 
     def __init__(self, section: Comet) -> None:
         comet = _import("comet", "comet_ml", "comet_ml")
@@ -175,9 +183,9 @@ class CometSink(Sink):
             "mode": section.mode,
             "online": section.online,
         }
-        self._experiment = comet.start(**{name: value for name, value in options.items() if value is not None})
+        self.experiment = comet.start(**{name: value for name, value in options.items() if value is not None})
         if section.experiment_name is not None:
-            self._experiment.set_name(section.experiment_name)
+            self.experiment.set_name(section.experiment_name)
         self._interval = section.samples_log_interval
         self._last: int | None = None
 
@@ -185,10 +193,10 @@ class CometSink(Sink):
         if self._last is not None and step - self._last < self._interval:
             return
         self._last = step
-        self._experiment.log_metrics(dict(record), step=step)
+        self.experiment.log_metrics(dict(record), step=step)
 
     def close(self) -> None:
-        self._experiment.end()
+        self.experiment.end()
 
 
 class TrackioSink(Sink):

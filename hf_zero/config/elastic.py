@@ -9,8 +9,10 @@ the maximum is no candidate (DeepSpeed takes it, and trains on more samples than
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import re
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -24,6 +26,10 @@ from hf_zero.config.schema.parallel import Elasticity
 from hf_zero.errors import ConfigError
 
 LATEST_VERSION = 0.2
+SCHEDULER_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"
+"""Environment variable in which the scheduler of a cluster says, as JSON, by which ``elasticity`` section it chooses numbers of ranks."""
+_FIRST_TARGET = (0, 3, 8)  # the first DeepSpeed with elasticity
+_AGREED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
 # Far beyond any job, and small enough that all divisors of a batch are found at once.
 _MOST_SAMPLES, _MOST_RANKS, _MOST_SIZES = 10**9, 10**6, 64
@@ -183,16 +189,34 @@ def take_elastic_batch(data: dict[str, Any], world_size: int, origin: dict[str, 
         return
     try:
         section = Elasticity.model_validate(values)
+        _check_against_scheduler(section)
         found = elastic_batch(section, world_size)
     except (ElasticityError, ValidationError) as error:
         problems.error("elasticity", str(error))
+        problems.kind = ElasticityConfigError
         return
     micro = found.micro or 1
     for key, value in ((TOTAL, found.total), (MICRO, micro), (ACCUMULATION, found.total // (micro * world_size))):
         if data.get(key, value) != value and not section.ignore_non_elastic_batch_info:
             text = f"is {data[key]}, and elasticity makes it {value}; remove it or set elasticity.ignore_non_elastic_batch_info"
             problems.error(key, text)
+            problems.kind = ElasticityConfigError
         data[key], origin[key] = value, "derived <- elasticity and data-parallel size"
+
+
+def _check_against_scheduler(section: Elasticity) -> None:
+    """A scheduler that counts ranks by other values would start jobs that cannot train."""
+    text = os.environ.get(SCHEDULER_VARIABLE)
+    if not text:
+        return
+    try:
+        expected = Elasticity.model_validate({key: value for key, value in json.loads(text).items() if key in _AGREED})
+    except (ValueError, AttributeError) as failure:
+        raise ElasticityConfigError(f"environment variable {SCHEDULER_VARIABLE} is no elasticity section in JSON: {failure}") from None
+    for name in _AGREED:
+        ours, theirs = getattr(section, name), getattr(expected, name)
+        if ours != theirs:
+            raise ElasticityConfigError(f"elasticity.{name} is {ours}, and {SCHEDULER_VARIABLE} says {theirs}; make them the same")
 
 
 # -- the functions of deepspeed.elasticity ----------------------------------------------------------------------------
@@ -210,17 +234,18 @@ def compute_elastic_config(
 
     Args:
         ds_config: Dictionary with an ``elasticity`` section that is switched on.
-        target_deepspeed_version: Not needed: every version has the same arithmetic.
+        target_deepspeed_version: From 0.3.8 on, the first with elasticity; every version has the same arithmetic.
         world_size: Number of data-parallel ranks; 0 is not known (version 0.2 then reads ``WORLD_SIZE``).
-        return_microbatch: Give the micro batch although ``world_size`` is 0.
+        return_microbatch: Give the micro batch although ``world_size`` is 0; ``WORLD_SIZE`` says then how many ranks there are.
 
     Returns:
         Global batch in samples, numbers of ranks that can share it, and with a world size or ``return_microbatch`` the micro batch.
 
     Raises:
-        ElasticityConfigError: The section is missing, switched off or wrong.
+        ElasticityConfigError: The section is missing, switched off or wrong, the version too old, or the number of ranks not known.
         ElasticityIncompatibleWorldSize: ``world_size`` ranks cannot share the batch.
     """
+    _check_target(target_deepspeed_version)
     if not isinstance(ds_config, Mapping):
         raise ValueError(f"compute_elastic_config needs the configuration as a dictionary, got {type(ds_config).__name__}")
     if "elasticity" not in ds_config:
@@ -231,12 +256,19 @@ def compute_elastic_config(
     ranks_now = world_size
     if not ranks_now and (section.version > 0.1 or return_microbatch):
         ranks_now = int(os.environ.get("WORLD_SIZE") or 0) // section.model_parallel_size
-        if not ranks_now and section.version > 0.1:
-            raise ElasticityConfigError("elasticity.version 0.2 needs the number of ranks: pass world_size or set WORLD_SIZE")
+        if not ranks_now:
+            what = "return_microbatch" if return_microbatch else "elasticity.version 0.2"
+            raise ElasticityConfigError(f"{what} needs the number of ranks: pass world_size or set WORLD_SIZE")
     found = elastic_batch(section, ranks_now)
     if world_size or return_microbatch:
         return found.total, found.ranks, found.micro
     return found.total, found.ranks
+
+
+def _check_target(version: str) -> None:
+    numbers = tuple(int(part) for part in re.findall(r"[0-9]{1,9}", version)[:3])
+    if numbers and numbers < _FIRST_TARGET:
+        raise ElasticityConfigError(f"target_deepspeed_version is {version!r}; allowed: from {'.'.join(map(str, _FIRST_TARGET))} on")
 
 
 def _read(values: Mapping[str, Any]) -> Elasticity:

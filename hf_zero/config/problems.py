@@ -18,9 +18,11 @@ class Problems:
 
     Args:
         strict: Warnings count as errors.
+        kind: Class of the exception; a more special one where some caller may want to tell it from others.
     """
 
     strict: bool = False
+    kind: type[ConfigError] = ConfigError
     errors: list[str] = field(default_factory=list)
     refusals: list[str] = field(default_factory=list)
     mismatches: list[str] = field(default_factory=list)
@@ -70,7 +72,7 @@ class Problems:
         if self.refusals:
             raise RefusedKeyError(self.report())
         if self.found:
-            raise ConfigError(self.report())
+            raise self.kind(self.report())
 
 
 def _block(head: str, lines: list[str]) -> str:

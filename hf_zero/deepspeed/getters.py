@@ -84,6 +84,11 @@ def _throughput(engine: ConfiguredEngine) -> EngineThroughput:
     return found
 
 
+def _parallel_sizes(engine: ConfiguredEngine) -> dict[str, int]:
+    pipe = engine.collectives.topology.pipe
+    return {"dp": _groups_of_ranks(engine), "tp": _layer_ranks(engine), **({"pp": pipe.world} if pipe is not None else {})}
+
+
 # Questions about features that are not provided.
 _NEVER = (
     "amp_enabled",
@@ -141,6 +146,7 @@ METHODS: dict[str, Getter] = {
     "autotp_size": _layer_ranks,
     "get_data_parallel_rank": lambda engine: engine.collectives.topology.replica,
     "get_data_parallel_world_size": _groups_of_ranks,
+    "get_parallel_world_sizes": _parallel_sizes,
     **{f"get_{axis}_parallel_rank": _place_in_layer for axis in ("model", "tensor")},
     **{f"get_{axis}_parallel_world_size": _layer_ranks for axis in ("model", "tensor")},
     "get_pipeline_parallel_rank": lambda engine: getattr(engine.collectives.topology.pipe, "rank", 0),

@@ -253,6 +253,10 @@ class WarmupCosineLR(IterationSchedule):
         ratio = self._ratio(iteration)
         return [peak * ratio for peak in self._peaks]
 
+    def get_lr_ratio(self) -> float:
+        """Returns the fraction of the peak rates at the present iteration."""
+        return self._ratio(self.last_batch_iteration)
+
     def _ratio(self, iteration: int) -> float:
         """Fraction of the peak rate, 0 to 1."""
         if iteration < 0:
@@ -283,8 +287,8 @@ class OneCycle(IterationSchedule):
         cycle_second_stair_count: the fall goes in this many stairs; None for as many as the rise.
         decay_step_size: iterations per decay interval; 0 turns both decays off.
         cycle_momentum: whether to cycle beta 1; off, with one warning, for optimizers without ``betas``.
-        cycle_min_mom: beta 1 in the middle of the cycle.
-        cycle_max_mom: beta 1 at its ends.
+        cycle_min_mom: beta 1 in the middle of the cycle; a number or a list.
+        cycle_max_mom: beta 1 at its ends; a number or a list.
         decay_mom_rate: after the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
         last_batch_iteration: the iteration to continue from.
 
@@ -307,8 +311,8 @@ class OneCycle(IterationSchedule):
         cycle_second_stair_count: int | None = None,
         decay_step_size: int = 0,
         cycle_momentum: bool = True,
-        cycle_min_mom: float = 0.8,
-        cycle_max_mom: float = 0.9,
+        cycle_min_mom: float | list[float] = 0.8,
+        cycle_max_mom: float | list[float] = 0.9,
         decay_mom_rate: float = 0.0,
         last_batch_iteration: int = -1,
     ) -> None:
@@ -319,55 +323,61 @@ class OneCycle(IterationSchedule):
         self.decay_lr_rate = number(f"{SECTION}.decay_lr_rate", decay_lr_rate)
         self.decay_mom_rate = number(f"{SECTION}.decay_mom_rate", decay_mom_rate)
         self.decay_step_size = at_least(f"{SECTION}.decay_step_size", decay_step_size, 0)
-        self.rise_steps = at_least(f"{SECTION}.cycle_first_step_size", cycle_first_step_size, 1)
-        fall_steps = self.rise_steps if cycle_second_step_size is None else cycle_second_step_size
-        self.fall_steps = at_least(f"{SECTION}.cycle_second_step_size", fall_steps, 0)
-        self.rise_stairs = at_least(f"{SECTION}.cycle_first_stair_count", cycle_first_stair_count, 0)
-        fall_stairs = self.rise_stairs if cycle_second_stair_count is None else cycle_second_stair_count
-        self.fall_stairs = at_least(f"{SECTION}.cycle_second_stair_count", fall_stairs, 0)
-        self.min_mom = number(f"{SECTION}.cycle_min_mom", cycle_min_mom)
-        self.max_mom = number(f"{SECTION}.cycle_max_mom", cycle_max_mom)
+        self.first_step_size = at_least(f"{SECTION}.cycle_first_step_size", cycle_first_step_size, 1)
+        fall_steps = self.first_step_size if cycle_second_step_size is None else cycle_second_step_size
+        self.second_step_size = at_least(f"{SECTION}.cycle_second_step_size", fall_steps, 0)
+        self.first_stair_count = at_least(f"{SECTION}.cycle_first_stair_count", cycle_first_stair_count, 0)
+        fall_stairs = self.first_stair_count if cycle_second_stair_count is None else cycle_second_stair_count
+        self.second_stair_count = at_least(f"{SECTION}.cycle_second_stair_count", fall_stairs, 0)
+        self.min_moms = per_group(f"{SECTION}.cycle_min_mom", cycle_min_mom, groups)
+        self.max_moms = per_group(f"{SECTION}.cycle_max_mom", cycle_max_mom, groups)
         self.cycle_momentum = boolean(f"{SECTION}.cycle_momentum", cycle_momentum) and self._has_betas()
         self._apply()
 
     @property
-    def cycle_steps(self) -> float:
+    def total_size(self) -> float:
         """Length of the whole cycle."""
-        return self.rise_steps + self.fall_steps
+        return self.first_step_size + self.second_step_size
+
+    @property
+    def step_ratio(self) -> float:
+        """Which part of the cycle is the rise."""
+        return self.first_step_size / self.total_size
 
     def rates(self, iteration: int) -> list[float]:
         """Returns each group's rate in the cycle, or in the decay after it."""
-        if iteration < self.cycle_steps:
+        if iteration < self.total_size:
             height = self._height(iteration + 1)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
         factor = 1.0 + self.decay_lr_rate * self._decay_intervals(iteration)
         return [low / factor for low in self.min_lrs]
 
-    def momentum(self, iteration: int) -> float:
-        """Returns beta 1 of ``iteration`` (-1 or more), the same for every group."""
-        if iteration < self.cycle_steps:
-            return self.max_mom - (self.max_mom - self.min_mom) * self._height(iteration + 1)
-        return self.max_mom * (1.0 + self.decay_mom_rate * self._decay_intervals(iteration))
+    def momenta(self, iteration: int) -> list[float]:
+        """Returns each group's beta 1 of ``iteration`` (-1 or more)."""
+        if iteration < self.total_size:
+            height = self._height(iteration + 1)
+            return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
+        factor = 1.0 + self.decay_mom_rate * self._decay_intervals(iteration)
+        return [high * factor for high in self.max_moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
         """Returns the betas of the present iteration, one pair per group, or None when momentum is not cycled."""
         if not self.cycle_momentum:
             return None
-        betas = (self.momentum(self.last_batch_iteration), self._SECOND_BETA)
-        return [betas] * len(self.base_lrs)
+        return [(momentum, self._SECOND_BETA) for momentum in self.momenta(self.last_batch_iteration)]
 
     def _height(self, position: float) -> float:
         """How high the cycle stands at ``position`` (0 to its length): 0 at the ends, 1 in the middle."""
-        if position <= self.rise_steps:
-            climbed, steps, stairs = position, self.rise_steps, self.rise_stairs
+        if position <= self.first_step_size:
+            climbed, steps, stairs = position, self.first_step_size, self.first_stair_count
         else:
-            climbed, steps, stairs = self.cycle_steps - position, self.fall_steps, self.fall_stairs
+            climbed, steps, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
         # Multiplied before divided: a whole number of stairs must come out whole, or floor() loses one.
         return math.floor(climbed * stairs / steps) / stairs if stairs else climbed / steps
 
     def _decay_intervals(self, iteration: int) -> float:
         """Decay intervals since the cycle's end."""
-        return (iteration - self.cycle_steps + 1) / self.decay_step_size if self.decay_step_size else 0.0
+        return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _has_betas(self) -> bool:
         """Whether every group has ``betas``; warns once otherwise."""
@@ -382,8 +392,8 @@ class OneCycle(IterationSchedule):
     def _apply(self) -> None:
         super()._apply()
         # Before the first step DeepSpeed's groups have the lowest momentum, while its get_mom() tells the highest.
-        for group, betas in zip(self._groups(), self.get_mom() or [], strict=False):
-            group["betas"] = betas if self.last_batch_iteration >= 0 else (self.min_mom, self._SECOND_BETA)
+        for group, betas, lowest in zip(self._groups(), self.get_mom() or [], self.min_moms, strict=False):
+            group["betas"] = betas if self.last_batch_iteration >= 0 else (lowest, self._SECOND_BETA)
 
 
 class LRRangeTest(IterationSchedule):

@@ -32,12 +32,29 @@ def _attention_backward(_grad: Sequence[int], query: Sequence[int], key: Sequenc
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
 
-# torch's counter knows the attention kernels of GPUs (as of 2.13) and would take that of CPUs for nothing.
+def _matrix_by_vector(matrix: Sequence[int], _vector: Sequence[int], *_: Any, **__: Any) -> int:
+    rows, columns = matrix
+    return 2 * rows * columns
+
+
+def _added_matrix_by_vector(_added: Sequence[int], matrix: Sequence[int], vector: Sequence[int], *_: Any, **__: Any) -> int:
+    return _matrix_by_vector(matrix, vector)
+
+
+def _vectors(one: Sequence[int], _other: Sequence[int], *_: Any, **__: Any) -> int:
+    return 2 * one[0]
+
+
+# torch's counter knows the attention kernels of GPUs (as of 2.13) and would take that of CPUs for nothing, and so products with a vector.
 FORMULAS = {
     packet: formula
     for name, formula in (
         ("_scaled_dot_product_flash_attention_for_cpu", _attention),
         ("_scaled_dot_product_flash_attention_for_cpu_backward", _attention_backward),
+        ("mv", _matrix_by_vector),
+        ("addmv", _added_matrix_by_vector),
+        ("dot", _vectors),
+        ("vdot", _vectors),
     )
     if (packet := getattr(torch.ops.aten, name, None)) is not None and packet not in flop_registry
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -9,7 +10,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_zero.config.elastic import ElasticityConfigError, ElasticityError, ElasticityIncompatibleWorldSize, compute_elastic_config
+from hf_zero.config.elastic import (
+    SCHEDULER_VARIABLE,
+    ElasticityConfigError,
+    ElasticityError,
+    ElasticityIncompatibleWorldSize,
+    compute_elastic_config,
+)
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError
 from tests.support import ranks
@@ -119,12 +126,38 @@ def test_the_configuration_takes_it() -> None:
 
 def test_other_batch_keys_contradict_it() -> None:
     source: dict[str, Any] = {"train_batch_size": 10, "elasticity": {"enabled": True, "max_train_batch_size": 64, "version": 0.1}}
-    with pytest.raises(ConfigError, match="`train_batch_size` is 10, and elasticity makes it 48"):
+    with pytest.raises(ElasticityConfigError, match="`train_batch_size` is 10, and elasticity makes it 48"):
         resolve(source, world_size=2)
     source["elasticity"]["ignore_non_elastic_batch_info"] = True
     assert resolve(source, world_size=2).batch.total == 48
     with pytest.raises(ConfigError, match="7 data-parallel ranks cannot share"):
         resolve(source, world_size=7)
+
+
+def test_the_scheduler_counts_by_the_same_section(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = {"elasticity": {"enabled": True, "max_train_batch_size": 64, "micro_batch_sizes": [2, 4], "version": 0.1}}
+    monkeypatch.setenv(SCHEDULER_VARIABLE, json.dumps(source["elasticity"]))
+    assert resolve(source, world_size=2).batch.total == 48
+    monkeypatch.setenv(SCHEDULER_VARIABLE, json.dumps(source["elasticity"] | {"max_train_batch_size": 27}))
+    with pytest.raises(ElasticityConfigError, match=f"max_train_batch_size is 64, and {SCHEDULER_VARIABLE} says 27"):
+        resolve(source, world_size=2)
+    monkeypatch.setenv(SCHEDULER_VARIABLE, "yes")
+    with pytest.raises(ElasticityConfigError, match="is no elasticity section in JSON"):
+        resolve(source, world_size=2)
+
+
+def test_versions_before_elasticity_are_too_old() -> None:
+    assert compute_elastic_config(config(), target_deepspeed_version="0.19.6+unknown") == compute_elastic_config(config())
+    with pytest.raises(ElasticityConfigError, match=r"target_deepspeed_version is '0\.2'; allowed: from 0\.3\.8 on"):
+        compute_elastic_config(config(), target_deepspeed_version="0.2")
+
+
+def test_a_micro_batch_needs_a_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    with pytest.raises(ElasticityConfigError, match="return_microbatch needs the number of ranks"):
+        compute_elastic_config(config(), return_microbatch=True)
+    monkeypatch.setenv("WORLD_SIZE", "64")
+    assert compute_elastic_config(config(), return_microbatch=True) == compute_elastic_config(config(), world_size=64)
 
 
 def _of_engine() -> tuple[int, int, int, bool, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -119,6 +120,15 @@ def test_import_is_lazy_and_attribute_chains_resolve() -> None:
         print(deepspeed.comm.is_initialized(), comm is deepspeed.comm, "torch" in sys.modules)
     """)
     assert out.split("\n")[:2] == ["False .deepspeed_env deepspeed.runtime.lr_schedules", "False True True"]
+
+
+def test_modules_that_are_commands_run_with_python_m(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "argv", ["runner", "--dry-run", "--num_gpus", "3", "train.py", "--deepspeed"])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("deepspeed.launcher.runner", run_name="__main__")
+    assert ended.value.code == 0 and "--nproc_per_node 3" in capsys.readouterr().out
+    with pytest.raises(ImportError, match=r"'deepspeed\.comm' is a package and cannot be directly executed"):
+        runpy.run_module("deepspeed.comm", run_name="__main__")
 
 
 def test_install_by_hand_needs_no_hook() -> None:

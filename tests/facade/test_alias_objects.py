@@ -39,7 +39,7 @@ class TestOptimizers:
         options = {"lr": 0.1, "betas": (0.8, 0.9), "eps": 1e-3, "weight_decay": 0.2}
         user = kind([ours], **options)
         built = DeepSpeedCPUAdam(user.param_groups, lr=0.1, weight_decay=0.2, adamw_mode=adamw_mode)
-        assert built.param_groups[0] is user.param_groups[0]
+        assert built.param_groups[0] is user.param_groups[0] and built.adam_w_mode is adamw_mode
         torch.testing.assert_close(_steps(kind([theirs], **options), theirs), _steps(built, ours), rtol=1e-6, atol=1e-7)
 
     def test_adamw_mode_decides_over_the_groups_own_flag(self) -> None:

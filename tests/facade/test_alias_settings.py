@@ -9,13 +9,17 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from pydantic import Field, ValidationError
 
 import hf_zero
 from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
-from hf_zero.deepspeed.served.monitors import MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
-from hf_zero.deepspeed.served.schedule_names import add_tuning_arguments
+from hf_zero.deepspeed.served.config_model import DeepSpeedConfigModel
+from hf_zero.deepspeed.served.monitors import CometMonitor, MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
+from hf_zero.deepspeed.served.schedule_arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
 from hf_zero.deepspeed.served.settings import (
+    TORCH_INFO,
     DeepSpeedConfig,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
@@ -25,6 +29,8 @@ from hf_zero.deepspeed.served.settings import (
     get_monitor_config,
 )
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.observe import logger
+from hf_zero.optim.scheduler_factory import build_scheduler
 
 pytestmark = pytest.mark.quick
 
@@ -127,14 +133,91 @@ def test_trackio_is_a_monitor(monkeypatch: pytest.MonkeyPatch) -> None:
     assert calls == [("init", {"project": "mine"}), ({"Train/Loss": 0.5}, 100), "finish"]
 
 
+def test_monitors_give_what_is_written_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, writer = SimpleNamespace(set_name=lambda name: None), SimpleNamespace()
+    monkeypatch.setitem(sys.modules, "comet_ml", SimpleNamespace(start=lambda **keys: run))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda **keys: writer))
+    for on in (True, False):
+        sections = DeepSpeedMonitorConfig(comet={"enabled": on}, tensorboard={"enabled": on})
+        assert CometMonitor(sections.comet).experiment is (run if on else None)
+        assert TensorBoardMonitor(sections.tensorboard).summary_writer is (writer if on else None)
+
+
 def test_script_arguments_of_schedules() -> None:
     args = add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", "WarmupLR", "--warmup_num_steps", "7"])
     assert (args.lr_schedule, args.warmup_num_steps, args.warmup_type, args.lr_range_test_staircase) == ("WarmupLR", 7, "log", False)
 
 
+@pytest.mark.parametrize(
+    ("words", "params"),
+    [
+        ("LRRangeTest --lr_range_test_staircase", {"lr_range_test_staircase": True, "lr_range_test_min_lr": 1e-3}),
+        ("LRRangeTest --lr_range_test_staircase false", {"lr_range_test_staircase": False}),
+        ("OneCycle --cycle_first_step_size 4", {"cycle_first_step_size": 4, "cycle_max_lr": 0.1, "cycle_momentum": False}),
+        ("OneCycle --cycle_second_stair_count 2 --cycle_momentum", {"cycle_second_stair_count": 2, "cycle_momentum": True}),
+        ("WarmupDecayLR --warmup_max_lr 0.5", {"warmup_max_lr": 0.5, "warmup_num_steps": 1000, "warmup_type": "log"}),
+        ("WarmupCosineLR --cos_min_ratio 0.05", {"cos_min_ratio": 0.05, "warmup_min_ratio": 0.01}),
+    ],
+)
+def test_the_arguments_of_a_schedule_build_it(words: str, params: dict[str, Any]) -> None:
+    args = add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", *words.split()])
+    config, wrong = get_config_from_args(args)
+    assert config is not None and wrong is None and config["params"].items() >= params.items()
+    optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    total = {"total_num_steps": 2000} if args.lr_schedule in ("WarmupDecayLR", "WarmupCosineLR") else {}
+    schedule = build_scheduler(config["type"], {**config["params"], **total}, optimizer)
+    if args.lr_schedule == "OneCycle":  # what was not given is the schedule's own default: the fall is as long as the rise
+        assert schedule.second_step_size == schedule.first_step_size and schedule.cycle_momentum is args.cycle_momentum
+    rate, wrong = get_lr_from_config(config)
+    assert (rate is None and "WarmupCosineLR" in wrong) if args.lr_schedule == "WarmupCosineLR" else rate in config["params"].values()
+
+
+def test_arguments_and_sections_without_a_schedule_say_so() -> None:
+    args = add_tuning_arguments(argparse.ArgumentParser()).parse_args([])
+    assert get_config_from_args(args) == (None, "--lr_schedule is not among the arguments")
+    args.lr_schedule = "WarmupLRR"
+    assert "WarmupLRR" in str(get_config_from_args(args)[1]) and "WarmupLRR" in get_lr_from_config({"type": "WarmupLRR", "params": {}})[1]
+    assert get_lr_from_config({"type": "WarmupLR"}) == (None, "the scheduler section has no params")
+
+
+class Part(DeepSpeedConfigModel):
+    size: int = 0
+
+
+class Whole(DeepSpeedConfigModel):
+    count: int = Field(1, alias="number")
+    name: str | None = Field(None, json_schema_extra={"deprecated": True, "new_param": "names", "new_param_fn": lambda name: [name]})
+    names: list[str] = []
+    size: int = Field(0, json_schema_extra={"deprecated": True, "new_param": "part.size"})
+    speed: int = Field(0, json_schema_extra={"deprecated": True, "deprecated_msg": "it has no effect"})
+    part: Part = Part()
+
+
+def test_sections_of_a_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    warnings: list[str] = []
+    monkeypatch.setattr(logger, "warning", warnings.append)
+    whole = Whole(number=3, name="one", size=4, speed=5)
+    assert (whole.count, whole.names, whole.part.size, whole.speed) == (3, ["one"], 4, 5) and Whole(count=2).count == 2
+    assert warnings == ["name is deprecated; use names", "size is deprecated; use part.size", "speed is deprecated; it has no effect"]
+    assert Whole(count="auto").count == 1
+    for wrong in ({"count": "many"}, {"counts": 1}):
+        with pytest.raises(ValidationError):
+            Whole(**wrong)
+    with pytest.raises(ValidationError):
+        whole.count = "many"  # type: ignore[assignment]
+    with pytest.raises(AssertionError, match="name is the old name of names, and both are given"):
+        Whole(name="one", names=["one"])
+
+
 def test_sections_of_number_formats_alone() -> None:
     assert get_bfloat16_config({"bfloat16": {"enabled": True}, "unread": 1}).enabled and not get_bfloat16_config({}).enabled
     assert get_float16_config({"fp16": {"enabled": True, "loss_scale": 8}}).loss_scale == 8
+
+
+def test_versions_that_a_script_splits_are_there() -> None:
+    for name in ("version", "cuda_version", "nccl_version"):
+        assert all(part.isdecimal() for part in str(TORCH_INFO[name]).split(".")[:2])
+    assert TORCH_INFO["nccl_version"] != "0.0", "scripts ask torch.cuda.nccl then, which raises where PyTorch has no CUDA"
 
 
 def test_misuse_is_caught_as_an_assertion_too() -> None:

@@ -94,6 +94,7 @@ def _places() -> None:
     assert (engine.get_data_parallel_world_size(), engine.get_data_parallel_rank()) == (2, ranks.rank() // 2)
     assert (engine.get_tensor_parallel_world_size(), engine.get_model_parallel_rank()) == (2, ranks.rank() % 2)
     assert (engine.get_pipeline_parallel_world_size(), engine.get_sequence_parallel_world_size()) == (1, 1)
+    assert engine.get_parallel_world_sizes() == {"dp": 2, "tp": 2}
     assert engine.global_rank == engine.local_rank == ranks.rank()
     with engine.no_sync():
         assert engine.inside_no_sync_ctxt

@@ -323,3 +323,26 @@ def test_one_cycle_tells_the_momentum_of_deepspeed_before_the_first_step() -> No
         optimizer.step()
         scheduler.step()
     assert scheduler.get_mom() == [optimizer.param_groups[0]["betas"]] == [(0.08, 0.99)]
+
+
+def test_one_cycle_takes_numbers_per_group() -> None:
+    groups = [{"params": [torch.nn.Parameter(torch.zeros(1))]} for _ in range(2)]
+    optimizer = torch.optim.Adam(groups)
+    momenta = {"cycle_min_mom": [0.8, 0.85], "cycle_max_mom": [0.9, 0.95]}
+    scheduler = OneCycle(optimizer, [0.1, 0.2], [1.0, 2.0], cycle_first_step_size=5, **momenta)
+    assert scheduler.step_ratio == 0.5 and [group["betas"][0] for group in optimizer.param_groups] == [0.8, 0.85]
+    scheduler.step(4)
+    assert scheduler.get_lr() == [1.0, 2.0] and [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.8, 0.85])
+    scheduler.step(9)
+    assert scheduler.get_lr() == [0.1, 0.2] and [group["betas"][0] for group in optimizer.param_groups] == pytest.approx([0.9, 0.95])
+    with pytest.raises(ConfigError, match="cycle_max_mom has 3 values but the optimizer has 2"):
+        OneCycle(optimizer, 0.1, 1.0, cycle_max_mom=[0.9, 0.95, 0.99])
+
+
+def test_warmup_cosine_tells_its_ratio() -> None:
+    scheduler = WarmupCosineLR(adam(), 8, warmup_num_steps=4, warmup_type="linear")
+    ratios = [scheduler.get_lr_ratio()]
+    for _ in range(4):
+        scheduler.step()
+        ratios.append(scheduler.get_lr_ratio())
+    assert ratios == pytest.approx([0.0, 0.0, 0.25, 0.5, 0.75])

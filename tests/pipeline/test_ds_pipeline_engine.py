@@ -158,6 +158,7 @@ def check_weights_without_seed() -> None:
     torch.manual_seed(100 + ranks.rank())
     net = PipelineModule(tied_layers(), num_stages=2, loss_fn=loss_of)
     engine = parity.initialize(net, RUN)
+    assert engine.get_parallel_world_sizes() == {"dp": ranks.world() // 2, "tp": 1, "pp": 2}
     tied = net.get_parameter("tied_modules.embed.tokens.weight").detach().clone()
     everyone: list[Any] = [None] * ranks.world()
     torch.distributed.all_gather_object(everyone, tied)

@@ -159,6 +159,17 @@ def test_what_backward_computes_again_is_no_forward() -> None:
     assert profiler.tree().children[0].cost.calls == 1
 
 
+@pytest.mark.parametrize(("left", "right"), [((8,), (8,)), ((4, 8), (8,)), ((8,), (8, 5)), ((3, 4, 8), (8,))])
+def test_products_with_vectors_count_too(left: tuple[int, ...], right: tuple[int, ...]) -> None:
+    """torch's own counter takes them for nothing."""
+    with OperationCounter() as counter:
+        result = torch.ones(left) @ torch.ones(right)
+    assert counter.total == 2 * 8 * result.numel()
+    with OperationCounter() as counter:
+        nn.Linear(8, 5)(torch.ones(8))
+    assert counter.total == 2 * 8 * 5
+
+
 def test_a_forward_that_fails_leaves_nothing_behind() -> None:
     model = stack()
     profiler = FlopsProfiler(model)

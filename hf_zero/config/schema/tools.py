@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, Size, part, section, used
+from hf_zero.config.schema.fields import Bool, Int, NonNegative, Section, Size, accepted, part, section, used
 
 
 class Throughput(Section):
@@ -34,6 +34,7 @@ class FlopsProfiler(Section, switch="enabled"):
     top_modules: Size = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
     detailed: Bool = part(True, "Print a line for every module")
     output_file: str | None = part(None, "File that the report is written to; null prints it")
+    step: Size = accepted(1, "What some configurations say for profile_step", "DeepSpeed does not read it; write profile_step")
 
 
 class CommsLogger(Section, switch="enabled"):

@@ -31,6 +31,12 @@ Summary: The part of DeepSpeed's API that Hugging Face libraries use, served by 
 License: Apache-2.0
 """
 
+# What `python -m` runs of a module, which is a package here and so asks for its `__main__`.
+_COMMANDS = {
+    "deepspeed.env_report.__main__": "hf_zero.environment:cli_main",
+    "deepspeed.launcher.runner.__main__": "hf_zero.deepspeed.launcher:main",
+}
+
 _forced = False
 
 
@@ -101,6 +107,11 @@ class AliasLoader(importlib.abc.Loader):
         if reason is not None:
             raise RefusedImportError(_refusal_message(spec.name, reason) + _nearest(spec.name), spec.name)
         return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
+
+    def get_code(self, fullname: str) -> types.CodeType:
+        """What ``python -m`` runs; only modules of ``_COMMANDS`` come so far."""
+        module, _, function = _COMMANDS[fullname].partition(":")
+        return compile(f"import sys\nfrom {module} import {function}\nsys.exit({function}())", fullname, "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
         """Nothing to execute. The file is what Python names when a name is missing; the package itself carries a version too."""
@@ -185,7 +196,11 @@ def real_deepspeed_importable() -> bool:
 
 def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
     """The spec of one alias module, provided or refused; None when the alias is off or does not know the name."""
-    if not alias_is_active() or (fullname not in MODULES and refusal(fullname) is None):
+    if not alias_is_active():
+        return None
+    if fullname in _COMMANDS:
+        return importlib.machinery.ModuleSpec(fullname, AliasLoader(), origin="hf_zero")
+    if fullname.endswith(".__main__") or (fullname not in MODULES and refusal(fullname) is None):
         return None
     # Every module is a package, even without submodules: `from deepspeed.x import y` then asks the finder for
     # `deepspeed.x.y` when there is no such attribute, which is where a refused name can say why.

@@ -24,6 +24,16 @@ _OPTIMIZER_NAMES = (
     "TORCH_ADAM_PARAM",
     "ADAM_W_MODE",
 )
+_SCHEDULE_ARGUMENTS = (
+    "add_tuning_arguments",
+    "get_config_from_args",
+    "get_lr_from_config",
+    "override_1cycle_params",
+    "override_lr_range_test_params",
+    "override_params",
+    "override_warmupLR_params",
+    "parse_arguments",
+)
 _MOE_PARAMS = (
     "configure_moe_param_groups",
     "has_moe_layers",
@@ -162,6 +172,7 @@ HELPERS: Final[dict[str, str]] = {
     # Configuration.
     **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.served.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
     **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
+    "deepspeed.runtime.config_utils.DeepSpeedConfigModel": "hf_zero.deepspeed.served.config_model:DeepSpeedConfigModel",
     **_rows("runtime.config", "deepspeed.served.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
     **_rows("runtime.engine", "deepspeed.served.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
     "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.served.settings:ADAM_OPTIMIZER",
@@ -199,8 +210,9 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_names", (*_SCHEDULE_NAMES, "add_tuning_arguments")),
-    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_names:add_tuning_arguments",
+    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_names", _SCHEDULE_NAMES),
+    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_arguments", _SCHEDULE_ARGUMENTS),
+    "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_arguments:add_tuning_arguments",
     # Gradients, devices and numbers.
     **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
     **_rows("runtime.utils", "deepspeed.served.helpers", _SMALL),

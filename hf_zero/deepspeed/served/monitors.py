@@ -72,6 +72,11 @@ class TensorBoardMonitor(_Single):
 
     kind = "tensorboard"
 
+    @property
+    def summary_writer(self) -> Any:
+        """torch's ``SummaryWriter``, for images, texts, histograms; None where it is off, and on other ranks than 0."""
+        return next((sink.writer for sink in self.sinks if isinstance(sink, TensorboardSink)), None)
+
 
 class WandbMonitor(_Single):
     """Weights & Biases alone."""
@@ -83,6 +88,11 @@ class CometMonitor(_Single):
     """Comet alone."""
 
     kind = "comet"
+
+    @property
+    def experiment(self) -> Any:
+        """comet_ml's experiment; None where it is off, and on other ranks than 0."""
+        return next((sink.experiment for sink in self.sinks if isinstance(sink, CometSink)), None)
 
 
 class csvMonitor(_Single):  # noqa: N801  (DeepSpeed's name)

@@ -51,6 +51,9 @@ class DeepSpeedCPUAdam(HostAdam):
         adamw_mode: True is AdamW, false is Adam with decay added to the gradient; wins over the groups' own flags.
         fp32_optimizer_states: False keeps the moments of bf16 parameters in bf16; fp16 would lose small second moments.
 
+    Attributes:
+        adam_w_mode: As ``adamw_mode``.
+
     Raises:
         UnsupportedError: A value that is not provided.
     """
@@ -76,6 +79,7 @@ class DeepSpeedCPUAdam(HostAdam):
                 group["decoupled_weight_decay"] = adamw_mode
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode, bias_correction=bias_correction)
         self.fp32_optimizer_states = fp32_optimizer_states
+        self.adam_w_mode = adamw_mode
 
     def _moment_dtype_of(self, param: torch.Tensor) -> torch.dtype:
         if not self.fp32_optimizer_states and param.dtype == torch.bfloat16:

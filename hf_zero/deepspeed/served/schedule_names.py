@@ -1,8 +1,6 @@
-"""DeepSpeed's constants for the names of schedules and of their parameters, and the script arguments that set them."""
+"""DeepSpeed's constants for the names of schedules and of their parameters."""
 
 from __future__ import annotations
-
-import argparse
 
 LR_SCHEDULE = "lr_schedule"
 LR_RANGE_TEST = "LRRangeTest"
@@ -41,46 +39,3 @@ TOTAL_NUM_STEPS = "total_num_steps"
 
 NAMES: tuple[str, ...] = tuple(name for name in dir() if name.isupper())
 """Every constant above."""
-
-_ARGUMENTS: tuple[tuple[str, type, float | str | None, str], ...] = (
-    (LR_RANGE_TEST_MIN_LR, float, 1e-3, "first learning rate"),
-    (LR_RANGE_TEST_STEP_RATE, float, 1.0, "growth per interval"),
-    (LR_RANGE_TEST_STEP_SIZE, int, 1000, "steps of an interval"),
-    (CYCLE_FIRST_STEP_SIZE, int, 1000, "steps of the first half of the cycle"),
-    (CYCLE_FIRST_STAIR_COUNT, int, -1, "stairs of the first half"),
-    (CYCLE_SECOND_STEP_SIZE, int, -1, "steps of the second half"),
-    (CYCLE_SECOND_STAIR_COUNT, int, -1, "stairs of the second half"),
-    (DECAY_STEP_SIZE, int, 1000, "steps of a decay interval"),
-    (CYCLE_MIN_LR, float, 0.01, "lowest learning rate of the cycle"),
-    (CYCLE_MAX_LR, float, 0.1, "highest learning rate of the cycle"),
-    (DECAY_LR_RATE, float, 0.0, "decay of the learning rate per interval"),
-    (CYCLE_MIN_MOM, float, 0.8, "lowest momentum of the cycle"),
-    (CYCLE_MAX_MOM, float, 0.9, "highest momentum of the cycle"),
-    (DECAY_MOM_RATE, float, 0.0, "decay of the momentum per interval"),
-    (WARMUP_MIN_LR, float, 0.0, "learning rate the warm-up starts from"),
-    (WARMUP_MAX_LR, float, 0.001, "learning rate the warm-up ends at"),
-    (WARMUP_NUM_STEPS, int, 1000, "steps of the warm-up"),
-    (WARMUP_TYPE, str, WARMUP_LOG_RATE, "log or linear"),
-)
-
-
-def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--lr_schedule`` and one argument per parameter of the schedules, under their names in the configuration.
-
-    Args:
-        parser: The script's parser; it is changed.
-
-    Returns:
-        The same parser.
-    """
-    group = parser.add_argument_group("Learning rate schedule", "schedules of the configuration's scheduler section")
-    group.add_argument(f"--{LR_SCHEDULE}", type=str, default=None, help="name of the schedule")
-    group.add_argument(f"--{LR_RANGE_TEST_STAIRCASE}", type=_truth, default=False, help="grow at the end of intervals only")
-    group.add_argument(f"--{CYCLE_MOMENTUM}", default=False, action="store_true", help="cycle the momentum too")
-    for name, kind, default, text in _ARGUMENTS:
-        group.add_argument(f"--{name}", type=kind, default=default, help=text)
-    return parser
-
-
-def _truth(text: str) -> bool:
-    return text.strip().lower() in ("1", "true", "yes", "on")

@@ -28,7 +28,8 @@ TORCH_INFO = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
     "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
-    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0",
+    # Without nccl three numbers: who reads "0.0" asks torch.cuda.nccl.version() instead, which PyTorch without CUDA does not have.
+    "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0.0",
     "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
 }
 """The PyTorch that runs; DeepSpeed names the one that it was built with."""
