@@ -113,9 +113,7 @@ class ZeroOptimization(Section):
     allgather_partitions: Bool = accepted(
         True, "All-gather updated weights instead of broadcasts", "updated shards are always all-gathered, one collective per unit"
     )
-    allgather_bucket_size: Size = accepted(
-        500000000, "Elements per weight all-gather; an even number at stages 1 and 2", NO_BUCKETS
-    )
+    allgather_bucket_size: Size = accepted(500000000, "Elements per weight all-gather; an even number at stages 1 and 2", NO_BUCKETS)
     overlap_comm: Bool | None = used(
         None, "Overlap gathers and reductions with computation; unset means true: overlapping changes no number"
     )

@@ -222,11 +222,7 @@ PROVIDED: Final[dict[str, str]] = {
     ),
     "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
-    **{
-        f"deepspeed.{path}.tensor_fragment.{name}": f"hf_zero.utils:{name}"
-        for path in ("utils", "runtime.zero")
-        for name in _FULL_VALUES
-    },
+    **{f"deepspeed.{path}.tensor_fragment.{name}": f"hf_zero.utils:{name}" for path in ("utils", "runtime.zero") for name in _FULL_VALUES},
     # A function and a module of the same name: `from deepspeed.utils import z3_leaf_module` means the function.
     "deepspeed.utils.z3_leaf_module": "hf_zero.utils:z3_leaf_module",
     **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
