@@ -160,6 +160,14 @@ class TestAccelerator:
         if get_accelerator().device_name() == "cpu":
             assert get_accelerator().device_count() == count
 
+    @pytest.mark.parametrize("native", [True, False])
+    def test_fp16_is_told_of_the_processor(self, monkeypatch: pytest.MonkeyPatch, native: bool) -> None:
+        """Scripts choose a type by it; training in fp16 works either way."""
+        if get_accelerator().device_name() == "cpu":
+            monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", lambda: native, raising=False)
+            assert get_accelerator().is_fp16_supported() is native
+            assert (torch.float16 in get_accelerator().supported_dtypes()) is native
+
     def test_memory_and_seeds_are_answered_by_any_device(self) -> None:
         accelerator = get_accelerator()
         accelerator.synchronize()

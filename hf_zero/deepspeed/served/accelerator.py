@@ -96,12 +96,16 @@ class TorchAccelerator:
         return True if check is None else bool(check())
 
     def is_fp16_supported(self) -> bool:
-        """Whether fp16 arithmetic works on the device."""
-        return True
+        """Whether the device computes in fp16 itself. Training in fp16 works on other CPUs too, by way of fp32, and is slow there."""
+        if not self._is_cpu:
+            return True
+        has = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # not in every build of torch
+        return has is not None and bool(has())
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes that training may use."""
-        return [torch.float32, *([torch.bfloat16] if self.is_bf16_supported() else []), torch.float16]
+        """Dtypes that the device computes in itself."""
+        halves = {torch.bfloat16: self.is_bf16_supported(), torch.float16: self.is_fp16_supported()}
+        return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
 
     def total_memory(self, device_index: int | None = None) -> int:
         """Bytes of memory of the device (of the machine, on a CPU)."""
