@@ -192,8 +192,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "a cycle never begins anew",
-            "        self._in_cycle = 0\n        self.boundary = self._awaits_step = self.held_back = False",
-            "        self.boundary = self._awaits_step = self.held_back = False",
+            "        self._in_cycle = self._backwards = self._lost = 0\n",
+            "        self._backwards = self._lost = 0\n",
             (ACCUMULATION, TRACE),
         ),
     ),
