@@ -1,6 +1,7 @@
 """Pipelines on CPU ranks: time and bytes beside peers, how long stages wait, memory of activations, and a slow link.
 
     python -m benchmarks.pipelines peers --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines.json
+    python -m benchmarks.pipelines peers --width 512 --length 256 --only ', 1F1B' --json benchmarks/results/pipelines_wide.json
     python -m benchmarks.pipelines bubbles --json benchmarks/results/pipelines_bubbles.json --plot docs/pipelines.png
     python -m benchmarks.pipelines memory --json benchmarks/results/pipelines_memory.json
     python -m benchmarks.pipelines link --json benchmarks/results/pipelines_link.json          # as root, see slow_network.py
@@ -34,6 +35,7 @@ PORTS = itertools.count(29700)
 SINGLE = ("GPipe", "1F1B")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")  # two stages on each rank
 SCRIPT = "script"
+SIZE = {"layers": 8, "width": 256, "vocab": 512, "length": 128, "rows": 1, "parts": 8}  # of the model and a batch, unless told otherwise
 MODEL = (
     "A Llama ({layers} layers, {width} wide, vocabulary {vocab}) in fp32 on {world} gloo ranks of one thread; a batch is {parts} parts of "
     "{rows} x {length} tokens, AdamW. "
@@ -110,7 +112,7 @@ def title_of(name: str) -> str:
 
 def size_of(arguments: argparse.Namespace, **changes: int) -> dict[str, Any]:
     """What ranks build and are fed."""
-    return {name: getattr(arguments, name) for name in ("layers", "width", "vocab", "length", "rows", "parts")} | changes
+    return {name: getattr(arguments, name) for name in SIZE} | changes
 
 
 def in_rounds(found: list[Contender], world: int, size: dict[str, Any], arguments: argparse.Namespace, **more: Any) -> None:
@@ -170,9 +172,12 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
         "without their waiting; other work changes that less. Sent: what the busier rank writes to its connections in a step. "
         "transformers' `pp_size` has no backward: both forwards give logits on all ranks."
     )
-    command = "python -m benchmarks.pipelines peers" + (" --peer-python PYTHON" if arguments.peer_python else "")
+    other = "".join(f" --{name} {value}" for name, value in size.items() if value != SIZE[name])
+    only = " --only" + "".join(f" '{word}'" for word in arguments.only) if arguments.only else ""
+    command = "python -m benchmarks.pipelines peers" + other + only + (" --peer-python PYTHON" if arguments.peer_python else "")
     columns = ["", "s", "ratio to hf_zero", "s on the CPU", "ratio to hf_zero", "MiB sent", "loss"]
-    return ResultTable("Pipelines", command, text, columns, rows)
+    title = "Pipelines" if not other else f"Pipelines, {size['width']} wide"
+    return ResultTable(title, command, text, columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------ bubbles
@@ -340,12 +345,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("what", choices=("peers", "bubbles", "memory", "link"))
     parser.add_argument("--rounds", type=int, help="7; of link 3")
     parser.add_argument("--steps", type=int, help="in a round: 2; of link 1, where one of stage 3 takes a dozen seconds")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--vocab", type=int, default=512)
-    parser.add_argument("--length", type=int, default=128)
-    parser.add_argument("--rows", type=int, default=1)
-    parser.add_argument("--parts", type=int, default=8)
+    for name, default in SIZE.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of memory")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8, 16], help="parts, of memory")
     parser.add_argument("--only", nargs="+", metavar="WORD", help="of peers: contenders whose title has one of these words")
