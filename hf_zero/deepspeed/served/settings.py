@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.config.mesh import requested_slices
 from hf_zero.config.read import read_config
-from hf_zero.config.resolve import resolve
+from hf_zero.config.resolve import ResolvedConfig, resolve
 from hf_zero.config.view import ConfigView, MonitorView, ZeroView
 from hf_zero.deepspeed.served.comm import get_world_size
 from hf_zero.deepspeed.served.groups import _get_sequence_data_parallel_world_size, _get_sequence_parallel_world_size
@@ -92,6 +92,10 @@ def _replicas(config: dict[str, Any], mpu: Any) -> int:
     return ranks // sharers if ranks % sharers == 0 else ranks
 
 
+def _with_section(keys: dict[str, Any]) -> ResolvedConfig:
+    return resolve({"train_micro_batch_size_per_gpu": 1, "zero_optimization": keys}, world_size=get_world_size(), match_sources=False)
+
+
 class DeepSpeedZeroConfig(ZeroView):
     """The ``zero_optimization`` section, from its keys.
 
@@ -100,8 +104,11 @@ class DeepSpeedZeroConfig(ZeroView):
     """
 
     def __init__(self, **keys: Any) -> None:
-        section = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": keys}
-        super().__init__(resolve(section, world_size=get_world_size(), match_sources=False))
+        # A section that names no stage contradicts nothing yet, so this key is judged at the one stage that has it.
+        node = {} if "stage" in keys else {name: keys.pop(name) for name in ("zero_hpz_partition_size",) if name in keys}
+        super().__init__(_with_section(keys))
+        if node:
+            self.zero_hpz_partition_size = _with_section({"stage": 3, **node}).config.zero_optimization.zero_hpz_partition_size
 
 
 class DeepSpeedMonitorConfig(MonitorView):
