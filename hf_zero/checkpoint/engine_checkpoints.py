@@ -127,7 +127,7 @@ class EngineCheckpoints:
         model_axis = self._collectives.topology.model
         if model_axis is not None:
             # What else is resumed, loaders and random states, may be that of other groups.
-            SameData(engine.module, open_collectives(model_axis))
+            SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
         return Restored(str(loaded.path), loaded.client_state, loaded.counters)
 

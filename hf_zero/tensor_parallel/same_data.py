@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -14,6 +14,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
 from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel.call_arguments import named_arguments
+
+TENSOR_GROUP_TEXT: Final = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
 
 
 class SameData:
@@ -24,10 +26,13 @@ class SameData:
 
     Attributes:
         collectives: The group.
+        tensor_only: Its ranks divide layers only, no stages of a pipeline: the error's text is DeepSpeed's for that, which scripts
+            compare, and the ranks and the argument are in a note below it.
     """
 
-    def __init__(self, module: nn.Module, collectives: Collectives) -> None:
+    def __init__(self, module: nn.Module, collectives: Collectives, tensor_only: bool = False) -> None:
         self.collectives = collectives
+        self.tensor_only = tensor_only
         self._handle: Any = module.register_forward_pre_hook(self.look, with_kwargs=True, prepend=True)
 
     def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -52,11 +57,21 @@ class SameData:
         for rank, other in zip(self.collectives.topology.ranks, everyone, strict=True):
             groups[other.get(name) if name else tuple(other)].append(rank)
         sides = " and ".join(f"ranks {', '.join(map(str, ranks))}" if len(ranks) > 1 else f"rank {ranks[0]}" for ranks in groups.values())
-        raise StateError(
+        raise self._error(
             f"{sides} were given different {name or 'arguments'} in the first step, but they hold one model together (tensor_parallel."
             "autotp_size, pipeline.stages) and must see the same samples. Give the data loader one sampler per model: num_replicas = "
             f"ranks / {self.collectives.world}, rank = (global rank % (ranks / pipeline.stages)) // tensor_parallel.autotp_size"
         )
+
+    def _error(self, details: str) -> StateError:
+        """What is raised; Python's notes are printed below an error's text and leave that as scripts compare it."""
+        if not self.tensor_only:
+            return StateError(details)
+        error = StateError(TENSOR_GROUP_TEXT)
+        if not hasattr(error, "add_note"):  # Python 3.10
+            return StateError(f"{TENSOR_GROUP_TEXT} {details}")
+        error.add_note(details)
+        return error
 
     def _random_state(self) -> str:
         device = self.collectives.topology.device

@@ -90,7 +90,7 @@ def split_model(
         equal_weights(module, collectives, "a tensor-parallel group")
     apply_plan(module, agreed, ModelGroup(collectives))
     equal_random_state(collectives)
-    SameData(module, collectives)
+    SameData(module, collectives, tensor_only=True)
     log_rank0("%s", "; ".join((summary(module, agreed), *agreed.notes)))
     return module
 

@@ -249,6 +249,7 @@ def test_what_the_configuration_names_is_marked(stage: int) -> None:
 
 def test_files_of_foreign_checkpoints() -> None:
     assert checkpoint_names.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
+    assert checkpoint_names.WHOLE_PARAM_OPTIMIZER_STATES == "whole_param_optimizer_states"
     assert checkpoint_names.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
     assert checkpoint_names.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
 

@@ -77,7 +77,8 @@ def _different_data() -> str:
     try:
         case.forward(engine, case.rows(0, 0, ranks.rank()))
     except StateError as error:
-        return str(error)
+        assert isinstance(error, AssertionError) and str(error).startswith("Data inconsistency within the TP group. Please check the Data")
+        return " ".join(getattr(error, "__notes__", [str(error)]))
     return ""
 
 
