@@ -1,7 +1,8 @@
 """Pipelines on CPU ranks: time and bytes beside peers, how long stages wait, memory of activations, and a slow link.
 
     python -m benchmarks.pipelines peers --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines.json
-    python -m benchmarks.pipelines peers --width 512 --length 256 --only ', 1F1B' --json benchmarks/results/pipelines_wide.json
+    python -m benchmarks.pipelines pairs --json benchmarks/results/pipelines_pairs.json
+    python -m benchmarks.pipelines pairs --width 512 --length 256 --json benchmarks/results/pipelines_pairs_wide.json
     python -m benchmarks.pipelines bubbles --json benchmarks/results/pipelines_bubbles.json --plot docs/pipelines.png
     python -m benchmarks.pipelines memory --json benchmarks/results/pipelines_memory.json
     python -m benchmarks.pipelines link --json benchmarks/results/pipelines_link.json          # as root, see slow_network.py
@@ -172,12 +173,42 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
         "without their waiting; other work changes that less. Sent: what the busier rank writes to its connections in a step. "
         "transformers' `pp_size` has no backward: both forwards give logits on all ranks."
     )
-    other = "".join(f" --{name} {value}" for name, value in size.items() if value != SIZE[name])
-    only = " --only" + "".join(f" '{word}'" for word in arguments.only) if arguments.only else ""
-    command = "python -m benchmarks.pipelines peers" + other + only + (" --peer-python PYTHON" if arguments.peer_python else "")
+    command = "python -m benchmarks.pipelines peers" + _changed(size) + (" --peer-python PYTHON" if arguments.peer_python else "")
     columns = ["", "s", "ratio to hf_zero", "s on the CPU", "ratio to hf_zero", "MiB sent", "loss"]
-    title = "Pipelines" if not other else f"Pipelines, {size['width']} wide"
-    return ResultTable(title, command, text, columns, rows)
+    return ResultTable("Pipelines", command, text, columns, rows)
+
+
+def _changed(size: dict[str, Any]) -> str:
+    """What of a command gives a size that is not the usual one."""
+    return "".join(f" --{name} {value}" for name, value in size.items() if value != SIZE[name])
+
+
+# ------------------------------------------------------------------------------------------------ pairs
+
+
+def pairs(arguments: argparse.Namespace) -> ResultTable:
+    """Steps of ours and of torch's schedules by hand in turn, in the same processes: where memory lies is the same for both."""
+    size, rows = size_of(arguments), []
+    for name in (*SINGLE, *SEVERAL):
+        if arguments.only and name not in arguments.only:
+            continue
+        print(f"building {name}", file=sys.stderr)
+        ranks = RankProcesses(name, WORKER, ["pair", settings(name), size], 2)
+        try:
+            found = ranks.ask(pairs=arguments.rounds * arguments.steps)[0]
+        finally:
+            ranks.stop()
+        medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch")]
+        rows.append([name, *medians, f"{ratio(found['torch'], found['hf_zero'])}", f"{min(found['torch']) / min(found['hf_zero']):.2f}"])
+    text = MODEL.format(**size, world=2) + (
+        f"{arguments.rounds * arguments.steps} steps of each in turn, both models in the same two processes: in processes of its own, an "
+        "engine takes up to a tenth more or less from start to start, here both have the same luck. By hand as in the table of pipelines: "
+        "without norm, loss scale and the model's own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the "
+        "last column is that of the fastest steps."
+    )
+    columns = ["", "s, hf_zero", "s, torch by hand", "ratio (lowest-highest)", "of the fastest"]
+    title = f"Pipelines step by step, {size['width']} wide"
+    return ResultTable(title, f"python -m benchmarks.pipelines pairs{_changed(size)}", text, columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------ bubbles
@@ -342,14 +373,16 @@ def over_link(arguments: argparse.Namespace) -> ResultTable:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("peers", "bubbles", "memory", "link"))
+    parser.add_argument("what", choices=("peers", "pairs", "bubbles", "memory", "link"))
     parser.add_argument("--rounds", type=int, help="7; of link 3")
     parser.add_argument("--steps", type=int, help="in a round: 2; of link 1, where one of stage 3 takes a dozen seconds")
     for name, default in SIZE.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4], help="of memory")
     parser.add_argument("--counts", type=int, nargs="+", default=[2, 4, 8, 16], help="parts, of memory")
-    parser.add_argument("--only", nargs="+", metavar="WORD", help="of peers: contenders whose title has one of these words")
+    parser.add_argument(
+        "--only", nargs="+", metavar="WORD", help="of peers: contenders whose title has one of these words; of pairs: schedules"
+    )
     parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed and transformers")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--plot", type=Path, help="of bubbles: draw the timelines (needs matplotlib)")
@@ -362,7 +395,7 @@ def parse() -> argparse.Namespace:
 def main() -> int:
     """Measures and prints."""
     arguments = parse()
-    result = {"peers": with_peers, "bubbles": bubbles, "memory": memory, "link": over_link}[arguments.what](arguments)
+    result = {"peers": with_peers, "pairs": pairs, "bubbles": bubbles, "memory": memory, "link": over_link}[arguments.what](arguments)
     result.print()
     if arguments.json:
         result.save(arguments.json)

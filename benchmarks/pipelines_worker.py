@@ -3,7 +3,7 @@
 Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, those on
 the CPU, the bytes sent in one and the last loss; ``{"forwards": K}`` the same of forwards without gradients; ``{"trace": true}`` gives
 when each part went through each stage in one step, ``{"peak": true, "parts": N}`` the bytes of tensors that forward and backward of N
-parts add at their peak.
+parts add at their peak. Of the contender ``pair``, which is two in these processes, ``{"pairs": K}`` gives the seconds of K steps of each.
 """
 
 from __future__ import annotations
@@ -250,7 +250,26 @@ class Forward:
             self._model(input_ids=torch.cat(parts))
 
 
-KINDS: dict[str, Any] = {"hf_zero": Engine, "torch": ByHand, "deepspeed": Module, "ddp": Ddp, "transformers": Forward}
+class Pair:
+    """hf_zero and the layers cut by hand in the same processes, for steps in turn."""
+
+    def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
+        self._members = {"hf_zero": Engine(options, size), "torch": ByHand(options, size)}
+
+    def steps(self, count: int, size: dict[str, Any]) -> dict[str, list[float]]:
+        """Seconds of ``count`` steps of each on the slowest rank, behind two that are not counted; who goes first changes."""
+        seconds: dict[str, list[float]] = {name: [] for name in self._members}
+        for step in range(count + 2):
+            for name in sorted(self._members, reverse=bool(step % 2)):
+                dist.barrier()
+                began = time.perf_counter()
+                train(self._members[name], batch_of(step, size))
+                dist.barrier()
+                seconds[name].append(time.perf_counter() - began)
+        return {name: found[2:] for name, found in seconds.items()}
+
+
+KINDS: dict[str, Any] = {"hf_zero": Engine, "torch": ByHand, "deepspeed": Module, "ddp": Ddp, "transformers": Forward, "pair": Pair}
 
 
 def batch_of(step: int, size: dict[str, Any]) -> Parts:
@@ -306,7 +325,9 @@ def main() -> int:
     answers.write("{}\n")
     for line in sys.stdin:
         request = json.loads(line)
-        if request.get("trace"):
+        if request.get("pairs"):
+            found = trainer.steps(request["pairs"], size)
+        elif request.get("trace"):
             dist.barrier()
             found = traced(trainer, batch_of(done, size), arguments.options.get("schedule") == "script")
             done += 1
