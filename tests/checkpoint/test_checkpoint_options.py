@@ -340,14 +340,16 @@ def test_names_of_the_output_and_errors_of_zero_to_fp32(
 
 
 def check_files_of_torch(folder: Path, weight: torch.Tensor) -> None:
-    """DeepSpeed's names write what its users torch.load: tied weights under both names, in one file or several, in the type asked for."""
+    """Where no safetensors are asked for, files for torch.load: tied weights under both names, in one file or several, in any type."""
     from deepspeed.utils.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, convert_zero_checkpoint_to_state_dict
 
-    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "torch")
+    convert_zero_checkpoint_to_state_dict(folder, folder / "default")
+    assert [file.name for file in (folder / "default").iterdir()] == ["model.safetensors"]
+    convert_zero_checkpoint_to_fp32_state_dict(folder, folder / "torch", safe_serialization=False)
     whole = torch.load(folder / "torch" / "pytorch_model.bin")
     assert whole["twin.weight"] is whole["head.weight"] and torch.equal(whole["entry.weight"], weight)
     build().load_state_dict(whole)
-    convert_zero_checkpoint_to_state_dict(folder, folder / "several", dtype="bf16", max_shard_size="1KB")
+    convert_zero_checkpoint_to_state_dict(folder, folder / "several", dtype="bf16", max_shard_size="1KB", safe_serialization=False)
     named = json.loads((folder / "several" / "pytorch_model.bin.index.json").read_text())["weight_map"]
     parts = {file: torch.load(folder / "several" / file) for file in {*named.values()}}
     assert len(parts) > 1 and set(named) == set(whole)

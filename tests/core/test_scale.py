@@ -26,7 +26,8 @@ pytestmark = pytest.mark.quick
 
 PACKAGE = str(Path(hf_zero.__file__).parent)
 NODE, WORLD = 8, 64
-GROWTH = 3 << 13  # bytes; a list with an entry per rank is larger, from 16 to 4096 ranks: 32 KiB. What is kept varies by 4 KiB from run to run
+# A list with an entry per rank is larger, from 16 to 4096 ranks: 32 KiB. What is kept varies by 4 KiB from run to run.
+GROWTH = 3 << 13  # bytes
 RESHARD = {"stage3_max_reuse_distance": 0}
 LAYOUTS: dict[str, tuple[dict[str, Any], Layout]] = {
     "1": ({"stage": 1}, Layout("", 1)),

@@ -251,10 +251,12 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.utils.zero_to_fp32.get_fp32_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:get_fp32_state_dict_from_zero_checkpoint"
     ),
-    **{
-        f"deepspeed.utils.zero_to_fp32.{name}": f"hf_zero.deepspeed.served.state_files:{name}"
-        for name in ("convert_zero_checkpoint_to_fp32_state_dict", "convert_zero_checkpoint_to_state_dict")
-    },
+    "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict": (
+        "hf_zero.checkpoint.zero_to_fp32:convert_zero_checkpoint_to_fp32_state_dict"
+    ),
+    "deepspeed.utils.zero_to_fp32.convert_zero_checkpoint_to_state_dict": (
+        "hf_zero.deepspeed.served.state_files:convert_zero_checkpoint_to_state_dict"
+    ),
     "deepspeed.utils.zero_to_fp32.load_state_dict_from_zero_checkpoint": (
         "hf_zero.checkpoint.zero_to_fp32:load_state_dict_from_zero_checkpoint"
     ),

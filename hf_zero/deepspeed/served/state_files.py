@@ -27,32 +27,18 @@ _ENDING = ".pt"
 _scratch: Path | None = None
 
 
-def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
-    max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-) -> None:
-    """As hf_zero's own function of this name, with DeepSpeed's default: `pytorch_model.bin` in ``output_dir``, which scripts load next.
-
-    Raises:
-        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged.
-    """
-    convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters)
-
-
 def convert_zero_checkpoint_to_state_dict(
     checkpoint_dir: str | os.PathLike[str],
     output_dir: str | os.PathLike[str],
     dtype: str = "fp32",
     max_shard_size: str | int | None = "5GB",
-    safe_serialization: bool = False,
+    safe_serialization: bool = True,
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """The same in another type: "fp32", "bf16" or "fp16".
+    """``convert_zero_checkpoint_to_fp32_state_dict`` in any type: "fp32", "bf16" or "fp16".
+
+    Safetensors; `pytorch_model.bin` where ``safe_serialization=False`` is said, as no pickle is written by default.
 
     Raises:
         FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged; or no such type.
