@@ -199,12 +199,11 @@ def pairs(arguments: argparse.Namespace) -> ResultTable:
         finally:
             ranks.stop()
         medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch")]
-        rows.append([name, *medians, f"{ratio(found['torch'], found['hf_zero'])}", f"{min(found['torch']) / min(found['hf_zero']):.2f}"])
+        rows.append([name, *medians, ratio(found["torch"], found["hf_zero"]), f"{min(found['torch']) / min(found['hf_zero']):.2f}"])
     text = MODEL.format(**size, world=2) + (
-        f"{arguments.rounds * arguments.steps} steps of each in turn, both models in the same two processes: in processes of its own, an "
-        "engine takes up to a tenth more or less from start to start, here both have the same luck. By hand as in the table of pipelines: "
-        "without norm, loss scale and the model's own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the "
-        "last column is that of the fastest steps."
+        f"{arguments.rounds * arguments.steps} steps of each in turn, both models in the same two processes, so that what differs from "
+        "start to start (where memory lies) is the same for both. By hand as in the table of pipelines: without norm, loss scale and the model's "
+        "own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the last column is that of the fastest steps."
     )
     columns = ["", "s, hf_zero", "s, torch by hand", "ratio (lowest-highest)", "of the fastest"]
     title = f"Pipelines step by step, {size['width']} wide"

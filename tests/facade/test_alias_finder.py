@@ -127,6 +127,11 @@ def test_modules_that_are_commands_run_with_python_m(monkeypatch: pytest.MonkeyP
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("deepspeed.launcher.runner", run_name="__main__")
     assert ended.value.code == 0 and "--nproc_per_node 3" in capsys.readouterr().out
+    for name, option in (("checkpoint.ds_to_universal", "--output_folder"), ("utils.zero_to_fp32", "--max_shard_size")):
+        monkeypatch.setattr(sys, "argv", [name, "--help"])
+        with pytest.raises(SystemExit) as ended:
+            runpy.run_module(f"deepspeed.{name}", run_name="__main__")
+        assert ended.value.code == 0 and option in capsys.readouterr().out
     with pytest.raises(ImportError, match=r"'deepspeed\.comm' is a package and cannot be directly executed"):
         runpy.run_module("deepspeed.comm", run_name="__main__")
 
