@@ -203,7 +203,8 @@ def pairs(arguments: argparse.Namespace) -> ResultTable:
     text = MODEL.format(**size, world=2) + (
         f"{arguments.rounds * arguments.steps} steps of each in turn, both models in the same two processes, so that what differs from "
         "start to start (where memory lies) is the same for both. By hand as in the table of pipelines: without norm, loss scale and the "
-        "model's own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the last column is that of the fastest steps."
+        "model's own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the last column is that of the "
+        "fastest steps."
     )
     columns = ["", "s, hf_zero", "s, torch by hand", "ratio (lowest-highest)", "of the fastest"]
     title = f"Pipelines step by step, {size['width']} wide"
