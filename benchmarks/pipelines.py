@@ -187,7 +187,7 @@ def _changed(size: dict[str, Any]) -> str:
 
 
 def pairs(arguments: argparse.Namespace) -> ResultTable:
-    """Steps of ours and of torch's schedules by hand in turn, in the same processes: where memory lies is the same for both."""
+    """Steps of ours and of torch's schedules by hand in turn, in the same processes: where memory lies is the same for all."""
     size, rows = size_of(arguments), []
     for name in (*SINGLE, *SEVERAL):
         if arguments.only and name not in arguments.only:
@@ -198,15 +198,15 @@ def pairs(arguments: argparse.Namespace) -> ResultTable:
             found = ranks.ask(pairs=arguments.rounds * arguments.steps)[0]
         finally:
             ranks.stop()
-        medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch")]
-        rows.append([name, *medians, ratio(found["torch"], found["hf_zero"]), f"{min(found['torch']) / min(found['hf_zero']):.2f}"])
+        medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch", "norm")]
+        rows.append([name, *medians, *(ratio(found[kind], found["hf_zero"]) for kind in ("torch", "norm"))])
     text = MODEL.format(**size, world=2) + (
-        f"{arguments.rounds * arguments.steps} steps of each in turn, both models in the same two processes, so that what differs from "
-        "start to start (where memory lies) is the same for both. By hand as in the table of pipelines: without norm, loss scale and the "
-        "model's own Python. Ratios are to hf_zero in the same turn, above 1 is slower than hf_zero; the last column is that of the "
-        "fastest steps."
+        f"{arguments.rounds * arguments.steps} steps of each in turn, all three models in the same two processes: what differs from start "
+        "to start (where memory lies) is the same for all. By hand as in the table of pipelines; *with norm*: and the norm of all stages' "
+        "gradients before the optimizer's step, as clipping needs it and hf_zero always has it. Ratios are to hf_zero in the same turn "
+        "(lowest to highest), above 1 is slower than hf_zero."
     )
-    columns = ["", "s, hf_zero", "s, torch by hand", "ratio (lowest-highest)", "of the fastest"]
+    columns = ["", "s, hf_zero", "s, by hand", "s, with norm", "ratio, by hand", "ratio, with norm"]
     title = f"Pipelines step by step, {size['width']} wide"
     return ResultTable(title, f"python -m benchmarks.pipelines pairs{_changed(size)}", text, columns, rows)
 

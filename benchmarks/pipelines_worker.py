@@ -3,13 +3,15 @@
 Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, those on
 the CPU, the bytes sent in one and the last loss; ``{"forwards": K}`` the same of forwards without gradients; ``{"trace": true}`` gives
 when each part went through each stage in one step, ``{"peak": true, "parts": N}`` the bytes of tensors that forward and backward of N
-parts add at their peak. Of the contender ``pair``, which is two in these processes, ``{"pairs": K}`` gives the seconds of K steps of each.
+parts add at their peak. Of the contender ``pair``, which is several in these processes, ``{"pairs": K}`` gives the seconds of K steps
+of each.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import tempfile
@@ -86,7 +88,7 @@ class Piece(nn.Module):
 
 
 class ByHand:
-    """``torch.distributed.pipelining`` with the layers cut by hand."""
+    """``torch.distributed.pipelining`` with the layers cut by hand; the option ``norm`` adds what clipping by the global norm needs."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         from torch.distributed.pipelining import PipelineStage
@@ -102,8 +104,10 @@ class ByHand:
         stages = [PipelineStage(piece, index, count, torch.device("cpu")) for piece, index in zip(pieces, indices, strict=True)]
         kind = get_schedule_class(options["schedule"])
         self._schedule: Any = kind(stages if each > 1 else stages[0], n_microbatches=size["parts"], loss_fn=loss_of)
-        self._optimizer = torch.optim.AdamW([param for piece in pieces for param in piece.parameters()], **ADAMW)
+        self._params = [param for piece in pieces for param in piece.parameters()]
+        self._optimizer = torch.optim.AdamW(self._params, **ADAMW)
         self._first, self._last = 0 in indices, count - 1 in indices
+        self._norm = options.get("norm", False)
 
     def gradients(self, parts: Parts) -> float:
         """Forward and backward; the mean loss where the last stage is."""
@@ -112,7 +116,12 @@ class ByHand:
         return float(torch.stack(losses).detach().mean()) if losses else 0.0
 
     def step(self) -> None:
-        """The optimizer's."""
+        """The optimizer's, behind the norm of all stages' gradients."""
+        if self._norm:
+            square = torch.nn.utils.get_total_norm([param.grad for param in self._params if param.grad is not None]) ** 2
+            dist.all_reduce(square)
+            if not math.isfinite(float(square.sqrt())):
+                return
         self._optimizer.step()
         self._optimizer.zero_grad()
 
@@ -251,16 +260,18 @@ class Forward:
 
 
 class Pair:
-    """hf_zero and the layers cut by hand in the same processes, for steps in turn."""
+    """hf_zero and the layers cut by hand, without and with the norm, in the same processes, for steps in turn."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
-        self._members = {"hf_zero": Engine(options, size), "torch": ByHand(options, size)}
+        by_hand = {"torch": ByHand(options, size), "norm": ByHand({**options, "norm": True}, size)}
+        self._members = {"hf_zero": Engine(options, size), **by_hand}
 
     def steps(self, count: int, size: dict[str, Any]) -> dict[str, list[float]]:
-        """Seconds of ``count`` steps of each on the slowest rank, behind two that are not counted; who goes first changes."""
+        """Seconds of ``count`` steps of each on the slowest rank, behind two that are not counted; who goes first rotates."""
         seconds: dict[str, list[float]] = {name: [] for name in self._members}
         for step in range(count + 2):
-            for name in sorted(self._members, reverse=bool(step % 2)):
+            names = list(self._members)
+            for name in names[step % len(names) :] + names[: step % len(names)]:
                 dist.barrier()
                 began = time.perf_counter()
                 train(self._members[name], batch_of(step, size))
