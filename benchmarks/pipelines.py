@@ -1,8 +1,8 @@
 """Pipelines on CPU ranks: time and bytes beside peers, how long stages wait, memory of activations, and a slow link.
 
     python -m benchmarks.pipelines peers --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines.json
-    python -m benchmarks.pipelines pairs --json benchmarks/results/pipelines_pairs.json
-    python -m benchmarks.pipelines pairs --width 512 --length 256 --json benchmarks/results/pipelines_pairs_wide.json
+    python -m benchmarks.pipelines pairs --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines_pairs.json
+    python -m benchmarks.pipelines pairs --width 512 --length 256 --rounds 3 --json benchmarks/results/pipelines_pairs_wide.json
     python -m benchmarks.pipelines bubbles --json benchmarks/results/pipelines_bubbles.json --plot docs/pipelines.png
     python -m benchmarks.pipelines memory --json benchmarks/results/pipelines_memory.json
     python -m benchmarks.pipelines link --json benchmarks/results/pipelines_link.json          # as root, see slow_network.py
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.pipeline_timeline import UNITS, Event, own_seconds, theory, waiting
-from benchmarks.processes import RankProcesses
+from benchmarks.processes import REPOSITORY, RankProcesses
 from benchmarks.slow_network import LINK, slow_network, why_not
 from benchmarks.tables import ResultTable
 from benchmarks.tensor_parallel import last_error
@@ -35,6 +35,7 @@ MTU = 9000
 PORTS = itertools.count(29700)
 SINGLE = ("GPipe", "1F1B")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")  # two stages on each rank
+PAIRED = ("torch", "norm", "deepspeed")
 SCRIPT = "script"
 SIZE = {"layers": 8, "width": 256, "vocab": 512, "length": 128, "rows": 1, "parts": 8}  # of the model and a batch, unless told otherwise
 MODEL = (
@@ -187,28 +188,33 @@ def _changed(size: dict[str, Any]) -> str:
 
 
 def pairs(arguments: argparse.Namespace) -> ResultTable:
-    """Steps of ours and of torch's schedules by hand in turn, in the same processes: where memory lies is the same for all."""
+    """Steps of ours, of torch's schedules by hand and of DeepSpeed in turn, in the same processes: memory lies alike for all."""
     size, rows = size_of(arguments), []
     for name in (*SINGLE, *SEVERAL):
         if arguments.only and name not in arguments.only:
             continue
         print(f"building {name}", file=sys.stderr)
-        ranks = RankProcesses(name, WORKER, ["pair", settings(name), size], 2)
+        options, python, variables = settings(name), sys.executable, {}
+        if arguments.peer_python and name == "1F1B":  # DeepSpeed's only schedule, in its venv, which is shown this package
+            paths = (REPOSITORY, WORKER.parent)
+            options, python, variables = options | {"deepspeed": True}, arguments.peer_python, {"PYTHONPATH": ":".join(map(str, paths))}
+        ranks = RankProcesses(name, WORKER, ["pair", options, size], 2, python, **variables)
         try:
             found = ranks.ask(pairs=arguments.rounds * arguments.steps)[0]
         finally:
             ranks.stop()
         medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch", "norm")]
-        rows.append([name, *medians, *(ratio(found[kind], found["hf_zero"]) for kind in ("torch", "norm"))])
+        rows.append([name, *medians, *(ratio(found[kind], found["hf_zero"]) if kind in found else "" for kind in PAIRED)])
     text = MODEL.format(**size, world=2) + (
-        f"{arguments.rounds * arguments.steps} steps of each in turn, all three models in the same two processes: what differs from start "
-        "to start (where memory lies) is the same for all. By hand as in the table of pipelines; *with norm*: and the norm of all stages' "
-        "gradients before the optimizer's step, as clipping needs it and hf_zero always has it. Ratios are to hf_zero in the same turn "
-        "(lowest to highest), above 1 is slower than hf_zero."
+        f"{arguments.rounds * arguments.steps} steps of each in turn, all models in the same two processes: what differs from start to "
+        "start (where memory lies) is the same for all. By hand as in the table of pipelines; *with norm*: and the norm of all stages' "
+        "gradients before the optimizer's step, as clipping needs it and hf_zero always has it; DeepSpeed: its `PipelineModule`, without "
+        "a norm. Ratios are to hf_zero in the same turn (lowest to highest), above 1 is slower than hf_zero."
     )
-    columns = ["", "s, hf_zero", "s, by hand", "s, with norm", "ratio, by hand", "ratio, with norm"]
+    columns = ["", "s, hf_zero", "s, by hand", "s, with norm", "ratio, by hand", "ratio, with norm", "ratio, DeepSpeed"]
     title = f"Pipelines step by step, {size['width']} wide"
-    return ResultTable(title, f"python -m benchmarks.pipelines pairs{_changed(size)}", text, columns, rows)
+    command = f"python -m benchmarks.pipelines pairs{_changed(size)}" + (" --peer-python PYTHON" if arguments.peer_python else "")
+    return ResultTable(title, command, text, columns, rows)
 
 
 # ------------------------------------------------------------------------------------------------ bubbles

@@ -193,6 +193,7 @@ class Module:
         import deepspeed
         from deepspeed.pipe import PipelineModule
 
+        deepspeed.init_distributed("gloo")
         model, layers = build(size), size["layers"]
         pieces = [Piece(model, range(0), True, False)]
         pieces += [Piece(model, range(index, index + 1), False, False) for index in range(layers)]
@@ -260,11 +261,13 @@ class Forward:
 
 
 class Pair:
-    """hf_zero and the layers cut by hand, without and with the norm, in the same processes, for steps in turn."""
+    """hf_zero, the layers cut by hand, without and with the norm, and DeepSpeed, in the same processes, for steps in turn."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         by_hand = {"torch": ByHand(options, size), "norm": ByHand({**options, "norm": True}, size)}
-        self._members = {"hf_zero": Engine(options, size), **by_hand}
+        self._members: dict[str, Any] = {"hf_zero": Engine(options, size), **by_hand}
+        if options.get("deepspeed"):
+            self._members["deepspeed"] = Module(options, size)
 
     def steps(self, count: int, size: dict[str, Any]) -> dict[str, list[float]]:
         """Seconds of ``count`` steps of each on the slowest rank, behind two that are not counted; who goes first rotates."""
@@ -326,12 +329,7 @@ def main() -> int:
     arguments = parser.parse_args()
     answers, size, done = open_answers(), arguments.size, 0
     torch.set_num_threads(1)
-    if arguments.kind == "deepspeed":
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
+    dist.init_process_group("gloo")
     trainer = KINDS[arguments.kind](arguments.options, size)
     answers.write("{}\n")
     for line in sys.stdin:
