@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
-from hf_zero.config.schema.fields import Fate, Section
+from hf_zero.config.schema.fields import Fate, Section, is_section_class
 from hf_zero.config.schema.root import ZeroConfig
 
 
@@ -74,7 +74,7 @@ def nested_of(section: type[Section], name: str) -> Nested | None:
 
 
 def _nested(annotation: Any) -> Nested | None:
-    if isinstance(annotation, type) and issubclass(annotation, Section):
+    if is_section_class(annotation):
         return Nested("one", annotation)
     origin, args = get_origin(annotation), get_args(annotation)
     if origin in (Union, UnionType):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import types
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from pydantic import ValidationError
 
 from hf_zero.config.keys import adapter_of, all_keys, default_of, nested_of, spellings_of
 from hf_zero.config.resolve import resolve
-from hf_zero.config.schema.fields import Section
+from hf_zero.config.schema.fields import Section, is_section_class
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.config.table import reference_page
 from tests.support.rows import each
@@ -179,3 +180,16 @@ def test_sections_are_immutable() -> None:
 def test_reference_page_is_current() -> None:
     written = (ROOT / "docs/config.md").read_text(encoding="utf-8")
     assert written == reference_page(), "run `python -m hf_zero.config.table --write docs/config.md`"
+
+
+class _AliasOf310(types.GenericAlias):
+    """``X[int]`` as Python 3.10 has it: an instance of ``type`` that is no class; older pydantic raises when asked for its bases."""
+
+    __class__ = type  # type: ignore[assignment]
+
+
+def test_a_list_of_something_is_no_section_in_python_3_10_either() -> None:
+    for origin in (list, ZeroConfig):
+        alias = _AliasOf310(origin, (int,))
+        assert isinstance(alias, type) and not is_section_class(alias)
+    assert is_section_class(ZeroConfig)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, TypeGuard, get_origin
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic.fields import FieldInfo
@@ -137,6 +137,11 @@ class Section(BaseModel):
 
 
 SectionClass = type[Section]
+
+
+def is_section_class(value: Any) -> TypeGuard[SectionClass]:
+    """Whether ``value`` is a section; in Python 3.10 ``list[str]`` too is an instance of ``type``."""
+    return isinstance(value, type) and get_origin(value) is None and issubclass(value, Section)
 
 
 class FreeSection(Section):

@@ -11,7 +11,20 @@ from typing import Any
 from pydantic import create_model
 from pydantic.fields import FieldInfo
 
-from hf_zero.config.schema.fields import Bool, Float, FreeSection, Int, Section, SectionClass, Share, accepted, part, refused, section
+from hf_zero.config.schema.fields import (
+    Bool,
+    Float,
+    FreeSection,
+    Int,
+    Section,
+    SectionClass,
+    Share,
+    accepted,
+    is_section_class,
+    part,
+    refused,
+    section,
+)
 
 _TYPES: dict[type, Any] = {bool: Bool, int: Int, float: Float, str: str, dict: dict[str, Any], type(None): dict[str, Any] | None}
 
@@ -20,7 +33,7 @@ def _field(value: Any) -> tuple[Any, Any]:
     """Annotation and pydantic field of one value given to `_block`."""
     if isinstance(value, FieldInfo):
         return _TYPES[type(value.default)], value
-    if isinstance(value, type) and issubclass(value, Section):
+    if is_section_class(value):
         return value | None, section(None, "")
     if isinstance(value, dict) and value:
         ((each, model),) = value.items()
