@@ -64,7 +64,8 @@ class Load:
 
         on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)
         named = self.files is not None and all(str(file).endswith(_SAFETENSORS) for file in self.files)
-        return named and not self.config.disable_mmap and not any(on_mount(file) for file in self.files)
+        disabled = getattr(self.config, "disable_mmap", None)  # newer than transformers 5.5
+        return named and not disabled and not any(on_mount(file) for file in self.files)
 
 
 def open_slices(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:

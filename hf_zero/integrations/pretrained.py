@@ -5,6 +5,7 @@ Imports little: every program that loads a model of transformers comes here.
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -30,12 +31,19 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
     return loaded
 
 
-def load_weights(
+def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts or layers.
+
+    Up to transformers 5.0 it is a class method, which loads in other ways: there every rank reads all, and the engine divides it.
+    """
+    if not _configuration_in_use() or next(iter(inspect.signature(method).parameters)) != "model":
+        return method(*args, **kwargs)
+    return _load_share(method, *args, **kwargs)
+
+
+def _load_share(
     method: Callable[..., Any], model: Any, state_dict: Any, checkpoint_files: Any, load_config: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts or layers."""
-    if not _configuration_in_use():
-        return method(model, state_dict, checkpoint_files, load_config, *args, **kwargs)
     from hf_zero.integrations.checkpoint_slices import Load
 
     load = Load(method, model, state_dict, checkpoint_files, load_config, args, kwargs)
