@@ -16,13 +16,13 @@ from hf_zero.core.schedule.outside_reads import GuardedParameters
 from hf_zero.core.schedule.torch_internals import (
     call_after_backward,
     in_backward,
-    is_only_view,
     outside_compile,
     outside_transforms,
     reaches,
     replace_parameters,
     transforming,
 )
+from hf_zero.core.units.memory_uses import is_only_view, other_uses
 
 
 def test_a_transform_is_noticed_and_left() -> None:
@@ -128,7 +128,7 @@ def test_copies_and_pickles_of_guarded_modules_are_plain() -> None:
 
 def test_views_of_memory_are_counted() -> None:
     whole = torch.zeros(4)
-    assert is_only_view(whole)
+    assert is_only_view(whole) and not other_uses(whole)
     part = whole.view(torch.uint8)[4:8].view(torch.float32)
     assert not is_only_view(whole)
     del whole

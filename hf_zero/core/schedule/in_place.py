@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import nn
 
-from hf_zero.core.schedule.torch_internals import is_only_view
+from hf_zero.core.units.memory_uses import is_only_view
 
 
 class InPlace:

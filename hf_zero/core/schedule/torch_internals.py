@@ -55,12 +55,6 @@ def _accumulates(param: torch.Tensor) -> bool:
         return False
 
 
-def is_only_view(tensor: torch.Tensor) -> bool:
-    """Whether nobody else has the memory of ``tensor``: no view of it, no other tensor but the one of which it is itself a view."""
-    known = 2 if tensor._base is None else 3  # its own, what it is a view of, and what is asked here
-    return bool(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata) == known)
-
-
 # -- torch.compile ------------------------------------------------------------------------------------------------------
 
 # What torch.compile does with frames of this thread now: None is nothing. Some versions of torch do not tell.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Container, Iterable, Sequence
 from enum import Enum, auto
@@ -11,6 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
+from hf_zero.core.units.memory_uses import other_uses
 from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.core.units.packed import bytes_as
 from hf_zero.core.units.sharded_parameter import point
@@ -174,7 +174,7 @@ class WholeBuffer:
         so the tensor shares the buffer's storage. When such a tensor, or one that autograd saved, is alive, the storage stays with
         it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
         """
-        return _uses(self.flat) > _uses_of_one() + len(self._views)
+        return other_uses(self.flat) > len(self._views)
 
     def view(self, index: int) -> torch.Tensor:
         """Parameter ``index`` as it lies in the buffer."""
@@ -193,13 +193,3 @@ def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
 
 def _unknown(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     return torch.full((1,), math.nan if dtype.is_floating_point else 0, dtype=dtype, device=device)
-
-
-def _uses(tensor: torch.Tensor) -> int:
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))  # type: ignore[attr-defined]
-
-
-@functools.cache
-def _uses_of_one() -> int:
-    """What a tensor counts that nobody else shares: asking is one more use in newer versions of torch (2.13, not 2.8)."""
-    return _uses(torch.empty(1))
