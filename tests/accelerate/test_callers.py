@@ -8,14 +8,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from functools import cache
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
 import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations import callers, rotation
+from hf_zero.integrations import callers, pretrained, rotation
+from hf_zero.integrations.checkpoint_slices import Load
 from hf_zero.observe import logger
 from tests.support.processes import run_python
 from tests.support.rows import slow_but
@@ -224,3 +225,15 @@ def test_the_installed_libraries_have_every_method_whenever_they_are_imported(or
 def test_imports_leave_the_environment_alone_until_a_state_is_made(printed: Callable[[str], list[str]]) -> None:
     """mpirun sets no RANK; accelerate, which reads it when a state is made, finds it then."""
     assert printed("after")[-1] == "False 1 1 2"
+
+
+def test_loads_of_older_transformers_are_left_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    def of_4(cls: str, model: str, state_dict: None, checkpoint_files: list[str], name: str, **kwargs: Any) -> tuple[Any, ...]:
+        return cls, model, checkpoint_files, name, kwargs
+
+    monkeypatch.setattr(pretrained, "_configuration_in_use", lambda: True)
+    assert pretrained.load_weights(of_4, "class", "model", None, ["a.safetensors"], "name", dtype=1) == (
+        "class", "model", ["a.safetensors"], "name", {"dtype": 1},
+    )  # fmt: skip
+    of_5_1 = SimpleNamespace(is_quantized=False, device_map=None, device_mesh=None)  # files are always mapped
+    assert Load(of_4, None, None, ["a.safetensors"], of_5_1, (), {})._are_mapped()
