@@ -14,7 +14,7 @@ from typing import Any
 from unittest import mock
 
 from tests.support import ranks, trainers
-from tests.support.processes import REPO
+from tests.support.processes import REPO, inside
 
 
 def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
@@ -24,7 +24,7 @@ def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str,
 
     found: dict[str, str] = {}
     words = ["--config_file", str(config), "--main_process_port", str(ranks._free_port()), *flags, "script.py"]
-    with contextlib.chdir(REPO), mock.patch.object(torch.distributed.run, "run", lambda _: found.update(os.environ)):
+    with inside(REPO), mock.patch.object(torch.distributed.run, "run", lambda _: found.update(os.environ)):
         launch_command(launch_command_parser().parse_args(words))
     assert found, "the launcher started nothing"
     return {name: value for name, value in found.items() if name != "PYTHONPATH" and os.environ.get(name) != value}
@@ -62,7 +62,7 @@ def _run(script: Path, words: Sequence[str]) -> str:
             import datasets
 
             stack.enter_context(mock.patch.object(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"])))
-        stack.enter_context(contextlib.chdir(REPO))
+        stack.enter_context(inside(REPO))
         stack.enter_context(contextlib.redirect_stdout(printed))
         runpy.run_path(str(script), run_name="__main__")
     for name in sys.modules.keys() - modules:  # those of the script's own folders: the next one's may have the same names

@@ -9,7 +9,8 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,6 +40,17 @@ for number in (1, 2):
 sys.argv = ["-c", folder]
 exec(compile(code, "<script>", "exec"))
 """
+
+
+@contextmanager
+def inside(folder: Path) -> Iterator[None]:
+    """Works in ``folder``; contextlib's own came with Python 3.11."""
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
 
 
 @dataclass(frozen=True)
