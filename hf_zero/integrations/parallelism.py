@@ -75,6 +75,8 @@ def validate_launch(method: Callable[..., Any], args: Any) -> Any:
 
     The check also reads the file of ``accelerate config``, which may be what chooses DeepSpeed or gives the sizes: so it comes first.
     """
+    if not hasattr(args, "use_parallelism_config"):  # accelerate before 1.10
+        return method(args)
     asked, given = args.use_parallelism_config, dict(vars(args))
     if asked and args.use_fsdp:
         return method(args)

@@ -348,3 +348,4 @@ def test_accelerate_launch_takes_the_sizes_beside_use_deepspeed() -> None:
         assert bool(args.use_parallelism_config) is served, (given, read)
     with pytest.raises(ValueError, match="You cannot"):
         validate_launch(check, launch_flags(use_parallelism_config=True))
+    assert validate_launch(lambda args: args, SimpleNamespace(use_deepspeed=True)) == SimpleNamespace(use_deepspeed=True)  # accelerate 1.6
