@@ -6,8 +6,10 @@ adjacent. Imports nothing but the standard library: every program that uses Trai
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 _MESH = "_hf_zero_mesh"  # in accelerate's state
@@ -21,8 +23,19 @@ def stages_here() -> int:
 
 
 def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
-    """``Trainer.get_tp_size``, by which it counts the ranks that train on the same samples."""
-    return int(method(trainer)) * stages_here()
+    """``Trainer.get_tp_size``, by which it counts the ranks that train on the same samples.
+
+    Before transformers 5.19 Trainer multiplies its loss with all processes and counts the tokens of all, but TRL's loss goes by this size:
+    so it stays without stages there. The samples that Trainer counts are then those of all stages.
+    """
+    size = int(method(trainer))
+    return size * stages_here() if _counts_by_it() else size
+
+
+@cache
+def _counts_by_it() -> bool:
+    counted = vars(sys.modules["transformers.trainer"])["Trainer"]._get_num_items_in_batch
+    return "get_tp_size" in inspect.unwrap(counted).__code__.co_names
 
 
 def prepare_data_loader(

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import sys
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 
 import hf_zero
 from hf_zero.config.mesh import Claim, solve
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.integrations import pipelines
 from tests.support import parity, ranks
 from tests.support.parity import Run
 from tests.support.pipelines import with_stages
@@ -85,3 +90,18 @@ def test_training_arguments_and_distributed_config_say_it() -> None:
         ZeroTrainingArguments(output_dir="unused", report_to=[], pipeline_parallel_size=2)
     assert ZeroTrainingArguments(output_dir="unused", report_to=[], pipeline_parallel_size=1).deepspeed.get("pipeline") is None
     assert Claim("pp", 2, "DistributedConfig.pp_size") in NotedSizes({"pp_size": 2})._claims
+
+
+@pytest.mark.parametrize("newer", [True, False])
+def test_stages_count_among_the_ranks_of_a_sample_where_trainer_divides_by_these(newer: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def divides(trainer: Any) -> Any:
+        return trainer.get_tp_size()
+
+    def before_5_19(trainer: Any) -> Any:
+        return trainer.non_data_parallel_size
+
+    trainer = type("Trainer", (), {"_get_num_items_in_batch": divides if newer else before_5_19})
+    monkeypatch.setitem(sys.modules, "transformers.trainer", SimpleNamespace(Trainer=trainer))  # type: ignore[misc]
+    monkeypatch.setattr(pipelines, "stages_here", lambda: 2)
+    monkeypatch.setattr(pipelines, "_counts_by_it", pipelines._counts_by_it.__wrapped__)
+    assert pipelines.get_tp_size(lambda trainer: 3, None) == (6 if newer else 3)
