@@ -61,6 +61,10 @@ def test_a_class_that_is_only_imported_refuses_to_be_made() -> None:
         assert isinstance(kind, type) and not isinstance(object(), kind)
         with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not provided.*optimizer\.type OneBitAdam"):
             kind([torch.zeros(1)], lr=0.1)
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    with pytest.raises(UnsupportedError, match="checkpoint writers are not pluggable"):
+        TorchCheckpointEngine()
 
 
 def test_misspelt_name_is_an_attribute_error_with_the_nearest_name() -> None:

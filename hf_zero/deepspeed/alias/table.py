@@ -426,6 +426,7 @@ REFUSED: Final[dict[str, str]] = {
 UNUSED: Final = frozenset(
     {
         *(f"deepspeed.runtime.fp16.onebit.{name}" for name in _OTHER_ONEBIT),
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
         "deepspeed.runtime.utils.PartitionedTensor",
         "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles",
         "deepspeed.sequence.fpdt_layer.FPDT_InputConstruct",
