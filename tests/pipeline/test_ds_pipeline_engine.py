@@ -119,14 +119,30 @@ def check_data_that_ends() -> None:
     engine.destroy()
 
 
+class Counting:
+    """A schedule by samples, as Megatron's: ``step`` must be told how many."""
+
+    samples = 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+
+
 def check_configured() -> None:
     config = {**RUN.config(), "pipeline": {"activation_checkpoint_interval": 2, "schedule": "GPipe", "pipe_partitioned": False}}
     import hf_zero
 
-    net = build(2)
-    engine = hf_zero.initialize(model=net, config=config, mpu=net.mpu())[0]
+    net, schedule = build(2), Counting()
+    engine = hf_zero.initialize(model=net, config=config, mpu=net.mpu(), lr_scheduler=schedule)[0]
     assert net.activation_checkpoint_interval == 2
     first = [float(engine.train_batch(feed(RUN, 0))) for _ in range(1)]
+    assert schedule.samples == engine.train_batch_size()
     engine.destroy()
     plain = parity.initialize(build(2), RUN)
     assert first == [float(plain.train_batch(feed(RUN, 0)))]
