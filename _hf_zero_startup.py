@@ -13,6 +13,7 @@ WATCHED = frozenset(
         "accelerate.accelerator",
         "accelerate.commands.launch",
         "accelerate.state",
+        "accelerate.utils.dataclasses",
         "lightning.pytorch.callbacks.model_checkpoint",
         "pytorch_lightning.callbacks.model_checkpoint",
         "transformers.integrations.deepspeed",

@@ -20,6 +20,7 @@ from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.expert_parallel.held import mark_again
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
 from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
+from hf_zero.tensor_parallel.own_layers import mark_own_layers
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
 
@@ -90,6 +91,8 @@ def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
     if is_to_split(axes.mesh) or is_split(model):
         keeps = modules_of_experts(model) if axes.mesh.ep > 1 else ()
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers, keeps=keeps)
+    elif axes.mesh.tp > 1 and axes.topology.model is not None:
+        mark_own_layers(model, axes.topology.model)
     if pipeline is not None:
         mark_again(model)
         divide_layers(model, pipeline, axes.topology)

@@ -20,6 +20,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.clock import Clock
+from hf_zero.core.step.learning_rate import step_schedule
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Progress, Reports
@@ -277,7 +278,7 @@ class Engine(nn.Module):
         stages 0 to 2: the mean over ranks counts, and a loss scale is divided out as of all others.
 
         Args:
-            lr_kwargs: Keyword arguments for the scheduler's ``step``.
+            lr_kwargs: Keyword arguments for the scheduler's ``step``; without any, one that asks for a number gets that of samples.
 
         Raises:
             StateError: The engine has no optimizer, another engine has taken its module, or the last backward broke off.
@@ -299,7 +300,7 @@ class Engine(nn.Module):
         progress = self.progress
         progress.count_step(self.samples_per_step, result.norm, result.skipped)
         if self.lr_scheduler is not None and not result.skipped:
-            self.lr_scheduler.step(**(lr_kwargs or {}))
+            step_schedule(self.lr_scheduler, lr_kwargs, self.samples_per_step)
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)

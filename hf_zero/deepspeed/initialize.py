@@ -25,7 +25,7 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.deepspeed.pipe.engine import PipelineEngine
-from hf_zero.deepspeed.pipe.module import PipelineModule
+from hf_zero.deepspeed.pipe.module import PipelineModule, require_undivided
 from hf_zero.deepspeed.tp_model_init import require_consistent
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
@@ -75,6 +75,8 @@ def initialize(
     """
     if model is None:
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
+    if isinstance(model, PipelineModule):
+        require_undivided(model)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     # A PipelineModule says itself where ranks stand; scripts hand its grid over as mpu all the same.

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from hf_zero.deepspeed import safe_values
+from hf_zero.observe import warn_once
 
 
 def _parts_by_rank(engine: Any) -> list[list[torch.Tensor]]:
@@ -72,7 +73,14 @@ def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..
     return write
 
 
+def _quantize_nontrainable_params(optimizer: Any) -> None:
+    """Nothing is left to do: where the key is set, frozen weights travel as codes already; without it, warns."""
+    if not optimizer._engine().zero_quantized_nontrainable_weights():
+        warn_once("quantize_nontrainable_params() does nothing: zero_optimization.zero_quantized_nontrainable_weights is not set")
+
+
 METHODS: dict[str, Callable[..., Any]] = {
+    "quantize_nontrainable_params": _quantize_nontrainable_params,
     "get_full_hp_param": _reader(safe_values.safe_get_full_fp32_param, safe_values.safe_get_full_optimizer_state),
     "set_full_hp_param": _writer(safe_values.safe_set_full_fp32_param, safe_values.safe_set_full_optimizer_state),
     "get_local_fp32_param": _reader(safe_values.safe_get_local_fp32_param, safe_values.safe_get_local_optimizer_state),

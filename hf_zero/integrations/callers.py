@@ -79,6 +79,12 @@ ACCELERATOR_STATE = Method(
     "a ParallelismConfig would be ignored",
     around="hf_zero.integrations.parallelism:start_accelerator_state",
 )
+INIT_SWITCH = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.zero3_init_context_manager",
+    "from_pretrained shards models under zero3_init_context_manager(enable=False) too",
+    around="hf_zero.integrations.loading:zero3_init_context_manager",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -171,8 +177,8 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG, EVALUATE,
-    MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
+    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

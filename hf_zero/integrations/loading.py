@@ -1,4 +1,4 @@
-"""``zero.Init`` and ``GatheredParameters`` as transformers calls them around ``from_pretrained``."""
+"""``zero.Init`` and ``GatheredParameters`` as transformers calls them around ``from_pretrained``, and when it is to load models whole."""
 
 from __future__ import annotations
 
@@ -91,6 +91,32 @@ class GatheredParameters(gathered.GatheredParameters):
             # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
         super().__init__(params, *args, **kwargs)
+
+
+@contextmanager
+def zero3_init_context_manager(method: Any, plugin: Any, enable: bool = False) -> Iterator[None]:
+    """`DeepSpeedPlugin.zero3_init_context_manager` of accelerate, whose ``enable=False`` means it.
+
+    Scripts load models that only run forward, and that nobody prepares, under it (diffusers' examples do). accelerate notes the flag,
+    but from 1.1 on it shows transformers the configuration all the same: at stage 3 such a model would be sharded, and never gathered.
+
+    Args:
+        method: The method itself.
+        plugin: Whose it is.
+        enable: Whether ``from_pretrained`` shards inside.
+    """
+    from transformers.integrations import deepspeed
+
+    with method(plugin, enable):
+        if enable:
+            yield
+            return
+        deepspeed.unset_hf_deepspeed_config()
+        try:
+            yield
+        finally:
+            if getattr(plugin, "dschf", None) is not None:
+                deepspeed.set_hf_deepspeed_config(plugin.dschf)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
 
 
 class HostAdagrad(HostOptimizer):
-    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers.
+    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers; sparse gradients too.
 
     Args:
         params: Parameters or group dicts.
@@ -50,6 +50,11 @@ class HostAdagrad(HostOptimizer):
             "eps": eps,
         }
         super().__init__(params, defaults)
+
+    def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        if group["weight_decay"] or not group["eps"]:
+            return super()._dense(group, param, grad)
+        return grad.to_dense()  # a gradient of zero changes neither the sum nor the value
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32

@@ -107,15 +107,23 @@ class HostOptimizer(torch.optim.Optimizer):
         threads: int | None = None,
     ) -> None:
         if grad.is_sparse:
-            raise UnsupportedError(
-                f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
-                "build the embedding with sparse=False."
-            )
+            grad = self._dense(group, param, grad)
         sign = -1.0 if group.get("maximize") else 1.0
         with working_copy(param) as master:
             wide = grad.to(master.dtype) if master.dtype == torch.float64 else grad
             tensors = PassTensors(master, wide.detach().contiguous(), low, sign * grad_factor, threads or torch.get_num_threads())
             self._pass(group, param, tensors)
+
+    def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
+        """The sparse gradient ``grad`` with its zeros, for optimizers that update nothing where a gradient is zero.
+
+        Raises:
+            UnsupportedError: In all others: an update of the rows that were read alone would be another optimizer.
+        """
+        raise UnsupportedError(
+            f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
+            "build the embedding with sparse=False."
+        )
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         """Updates ``tensors.master``, which stands for ``param``."""

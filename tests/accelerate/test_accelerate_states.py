@@ -59,8 +59,13 @@ def _variables(models: Path) -> None:
         accelerator = Accelerator()
         plugin = accelerator.state.deepspeed_plugin
         assert plugin.zero_stage == 3 and plugin.zero3_init_flag
-        model = trainers.load(models)
-        assert all(param.numel() == 0 for param in model.parameters())
+        for flag in (False, True):  # a model that nobody prepares is loaded whole, whatever the plugin says otherwise
+            plugin.zero3_init_flag = flag
+            with plugin.zero3_init_context_manager(enable=False):
+                assert all(param.numel() for param in trainers.load(models).parameters())
+            assert plugin.zero3_init_flag is flag
+            model = trainers.load(models)
+            assert all(param.numel() == 0 for param in model.parameters())
         engine, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), _loader(16))
         _epoch(accelerator, engine, optimizer, loader)
         section = engine.settings.zero_optimization

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, random_states, recompute, seed_model_parallel
 from hf_zero.activation_checkpointing.saved_inputs import HostInputs, SavedOnHost
 from hf_zero.deepspeed.served import checkpointing
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from tests.support import ranks
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import Run, Trace, check_bitwise, initialize, train
@@ -147,6 +147,17 @@ def test_arguments_win_over_the_configuration() -> None:
     assert recompute._present.settings == CheckpointSettings(to_host=True)
     checkpointing.configure(None, deepspeed_config={"train_batch_size": 4})
     assert recompute._present.settings == CheckpointSettings()
+
+
+def test_contiguous_checkpoints_ask_for_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpointing, "_layers", None)
+    with pytest.raises(ConfigError, match="number of layers"):
+        checkpointing.configure(None, partition_activations=True, contiguous_checkpointing=True)
+    section = {"activation_checkpointing": {"number_checkpoints": 2}}
+    checkpointing.configure(None, deepspeed_config=section, contiguous_checkpointing=True)
+    checkpointing.configure(None, contiguous_checkpointing=True, num_checkpoints=2)
+    checkpointing.set_num_layers(2)
+    checkpointing.configure(None, contiguous_checkpointing=True)
 
 
 def test_random_states_are_named_seeded_and_kept_apart() -> None:

@@ -12,6 +12,7 @@ import pickle
 from collections import namedtuple
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from hf_zero import observe
 from hf_zero.deepspeed.loss_scalers import CreateLossScaler, DynamicLossScaler, LossScaler
 from hf_zero.deepspeed.served import builders, checkpoint_names, helpers, hosts, logs, norms
 from hf_zero.deepspeed.served.accelerator import get_accelerator
+from hf_zero.deepspeed.served.curriculum import CurriculumScheduler
 from hf_zero.deepspeed.timers import NoopTimer, SynchronizedWallClockTimer, ThroughputTimer, instrument_w_nvtx, trim_mean
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.utils import (
@@ -249,6 +251,8 @@ def test_what_the_configuration_names_is_marked(stage: int) -> None:
 
 def test_files_of_foreign_checkpoints() -> None:
     assert checkpoint_names.get_model_ckpt_name_for_rank("a", "00") == "a/mp_rank_00_model_states.pt"
+    assert checkpoint_names.VOCABULARY_PARAMETER_PATTERNS == "vocabulary_parameter_patterns"
+    assert checkpoint_names.UNIVERSAL_CHECKPOINT_VERSION_VALUE == 0.2
     assert checkpoint_names.WHOLE_PARAM_OPTIMIZER_STATES == "whole_param_optimizer_states"
     assert checkpoint_names.get_zero_ckpt_name_for_rank("a", 1, 2) == "a/zero_pp_rank_1_mp_rank_02_optim_states.pt"
     assert checkpoint_names.get_layer_ckpt_name_for_rank("a", "layer_03", 1) == "a/layer_03-model_01_model_states.pt"
@@ -337,3 +341,41 @@ def test_the_report_of_the_environment(capsys: pytest.CaptureFixture[str]) -> No
 
     environment.cli_main(hide_operator_status=True)
     assert "`import deepspeed` is" in capsys.readouterr().out
+
+
+LINEAR = {"total_curriculum_step": 10, "difficulty_step": 4}
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "expected"),
+    [
+        ("fixed_linear", LINEAR, {0: 8, 1: 12, 5: 36, 10: 64, 99: 64}),  # 8 + 56 * share, down to a multiple of 4
+        ("fixed_root", LINEAR | {"root_degree": 2}, {0: 8, 1: 24, 5: 44, 10: 64}),
+        ("fixed_discrete", {"difficulty": [8, 16, 64], "max_step": [2, 4]}, {0: 8, 2: 8, 3: 16, 4: 16, 5: 64}),
+    ],
+)
+def test_schedule_of_a_curriculum(kind: str, schedule: dict[str, Any], expected: dict[int, int]) -> None:
+    made = CurriculumScheduler({"min_difficulty": 8, "max_difficulty": 64, "schedule_type": kind, "schedule_config": schedule})
+    assert made.get_current_difficulty() == 8
+    assert {step: made.get_difficulty(step) for step in expected} == expected
+    assert made.update_difficulty(1000) == 64 == made.update_difficulty(0)  # the greatest stays
+    other = CurriculumScheduler({"min_difficulty": 1, "max_difficulty": 2, "schedule_type": "custom"})
+    other.set_state(made.get_state())
+    assert other.get_current_difficulty() == 64
+
+
+def test_curricula_that_cannot_be() -> None:
+    settings = {"min_difficulty": 8, "max_difficulty": 64, "schedule_type": "custom"}
+    made = CurriculumScheduler(settings)
+    with pytest.raises(ConfigError, match="set_custom_get_difficulty"):
+        made.update_difficulty(1)
+    made.set_custom_get_difficulty(lambda step: 8 + step)
+    assert made.update_difficulty(3) == 11
+    for wrong, text in (
+        ({"min_difficulty": 1}, "max_difficulty, schedule_type must be given"),
+        (settings | {"schedule_type": "square"}, "'square'"),
+        (settings | {"schedule_type": "fixed_linear"}, r"schedule_config\.total_curriculum_step"),
+        (settings | {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": [1]}}, "one longer"),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            CurriculumScheduler(wrong)

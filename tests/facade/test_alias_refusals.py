@@ -61,6 +61,14 @@ def test_a_class_that_is_only_imported_refuses_to_be_made() -> None:
         assert isinstance(kind, type) and not isinstance(object(), kind)
         with pytest.raises(UnsupportedError, match=rf"{kind.__name__} is not provided.*optimizer\.type OneBitAdam"):
             kind([torch.zeros(1)], lr=0.1)
+    from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
+
+    with pytest.raises(UnsupportedError, match="checkpoint writers are not pluggable"):
+        TorchCheckpointEngine()
+    from deepspeed.compression.compress import init_compression  # so does Megatron's training.py, whatever it trains
+
+    with pytest.raises(UnsupportedError, match=r"init_compression is not provided.*torchao"):
+        init_compression(torch.nn.Linear(1, 1), {})
 
 
 def test_misspelt_name_is_an_attribute_error_with_the_nearest_name() -> None:

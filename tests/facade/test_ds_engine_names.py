@@ -259,6 +259,7 @@ def _optimizer_values(stage: int) -> None:
     optimizer._set_fp32_optimizer_param_groups()
     assert {held.dtype for group in optimizer.optimizer.param_groups for held in group["params"]} == {torch.float32}
     optimizer._clear_fp32_optimizer_param_groups()
+    assert optimizer.quantize_nontrainable_params() is None
     assert optimizer.dp_process_group is engine.seq_data_parallel_group and optimizer.dtype == torch.bfloat16
     assert optimizer.partition_count == [ranks.world()] * len(optimizer.param_groups) and optimizer.module is engine.module
     if engine.zero_optimization_stage() < 3:

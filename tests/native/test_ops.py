@@ -88,3 +88,18 @@ def test_sparse_gradients_are_refused() -> None:
     table(torch.tensor([1])).sum().backward()
     with pytest.raises(NotImplementedError, match=r"HostSGD got a sparse gradient for a parameter of shape \(4, 2\)"):
         HostSGD(table.parameters()).step()
+    with pytest.raises(NotImplementedError, match="HostAdagrad got a sparse gradient"):
+        HostAdagrad(table.parameters(), weight_decay=0.1).step()
+
+
+def test_adagrad_takes_sparse_gradients_as_torchs_does() -> None:
+    first = torch.nn.Embedding(6, 3, sparse=True)
+    second = torch.nn.Embedding.from_pretrained(first.weight.detach().clone(), freeze=False, sparse=True)
+    one, other = HostAdagrad(first.parameters(), lr=0.1), torch.optim.Adagrad(second.parameters(), lr=0.1)
+    for rows in ([1, 4, 1], [4, 5, 0]):
+        for table, optimizer in ((first, one), (second, other)):
+            optimizer.zero_grad()
+            (table(torch.tensor(rows)) * torch.arange(3.0)).sum().backward()
+            optimizer.step()
+    torch.testing.assert_close(first.weight, second.weight)
+    torch.testing.assert_close(one.state[first.weight]["sum"], other.state[second.weight]["sum"])

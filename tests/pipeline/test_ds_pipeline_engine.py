@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.deepspeed.pipe.module import PipelineModule
+from hf_zero.deepspeed.served.checkpointing import checkpoint
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.support import parity, ranks
 from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, loss_of, replica_of, rows, tied_layers
@@ -118,18 +119,63 @@ def check_data_that_ends() -> None:
     engine.destroy()
 
 
+class Counting:
+    """A schedule by samples, as Megatron's: ``step`` must be told how many."""
+
+    samples = 0
+
+    def step(self, increment: int) -> None:
+        self.samples += increment
+
+    def state_dict(self) -> dict[str, int]:
+        return {"samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.samples = state["samples"]
+
+
 def check_configured() -> None:
     config = {**RUN.config(), "pipeline": {"activation_checkpoint_interval": 2, "schedule": "GPipe", "pipe_partitioned": False}}
     import hf_zero
 
-    net = build(2)
-    engine = hf_zero.initialize(model=net, config=config, mpu=net.mpu())[0]
+    net, schedule = build(2), Counting()
+    engine = hf_zero.initialize(model=net, config=config, mpu=net.mpu(), lr_scheduler=schedule)[0]
     assert net.activation_checkpoint_interval == 2
     first = [float(engine.train_batch(feed(RUN, 0))) for _ in range(1)]
+    assert schedule.samples == engine.train_batch_size()
     engine.destroy()
     plain = parity.initialize(build(2), RUN)
     assert first == [float(plain.train_batch(feed(RUN, 0)))]
     plain.destroy()
+
+
+class Reporting(PipelineModule):
+    """Reports the greatest logit of each micro-batch beside the loss."""
+
+    def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
+        self.greatest = outputs.detach().max()
+        return super().loss_of(outputs, labels)
+
+    def get_additional_losses(self) -> dict[str, torch.Tensor]:
+        return {"greatest": self.greatest}
+
+
+def check_additional_losses() -> None:
+    torch.manual_seed(5)
+    engine = parity.initialize(Reporting(tied_layers(), num_stages=2, loss_fn=loss_of, partition_method="uniform"), RUN)
+    assert engine.get_additional_losses() is None
+    _, logits = engine.eval_batch(feed(RUN, 0), return_logits=True, num_micro_batches=1)
+    everyone: list[Any] = [None] * ranks.world()
+    torch.distributed.all_gather_object(everyone, None if logits is None else float(logits.max()))
+    assert float(engine.get_additional_losses()["greatest"]) == pytest.approx(everyone[-1])
+    engine.train_batch(feed(RUN, 0))
+    assert list(engine.get_additional_losses()) == ["greatest"]
+    engine.destroy()
+    engine = parity.initialize(build(2), RUN)
+    engine.set_has_attention_mask(True)
+    engine.train_batch(feed(RUN, 0))
+    assert engine.get_additional_losses() is None
+    engine.destroy()
 
 
 def check_order() -> None:
@@ -192,6 +238,8 @@ def check_given_modules() -> None:
         held = net.get_submodule(str(place))
         assert (held is layer) == (place in own) and (held.weight.numel() == 16) == (place in own or place in shared)
     assert net.get_submodule("0").weight is net.get_submodule("3").weight is layers[0].weight
+    net.activation_checkpoint_func = checkpoint
+    assert net.activation_checkpoint_func is net.recomputation.function is checkpoint
     assert net.forward_funcs == [layers[place] for place in own]
     assert net.mpu().pp_group == [ranks.rank() % (ranks.world() // 2) + stage * (ranks.world() // 2) for stage in range(2)]
 
@@ -199,6 +247,7 @@ def check_given_modules() -> None:
 def check_all() -> None:
     check_given_modules()
     check_order()
+    check_additional_losses()
     check_weights_without_seed()
     check_called_by_itself()
     check_evaluation()
@@ -238,8 +287,10 @@ def check_refusals() -> None:
             make()
     with pytest.raises(UnsupportedError, match=r"parameter scale of layer 1 \(Scalar\).*shape \(1,\)"):
         PipelineModule([nn.Linear(2, 2), LayerSpec(Scalar)], num_stages=2)
-    with pytest.raises(UnsupportedError, match="divides layers"):
-        PipelineModule(layers, topology=PipeModelDataParallelTopology(1, 2, 1))
+    divided = PipelineModule(layers, topology=PipeModelDataParallelTopology(1, 2, 1))
+    assert divided.mpu().get_slice_parallel_world_size() == 2  # what takes the list apart asks for no more
+    with pytest.raises(UnsupportedError, match="layers that are divided over the ranks of an axis model"):
+        parity.initialize(divided, Run(1))
     for stages in (1, 2):
         with pytest.raises(UnsupportedError, match="PipelineModule.*stage 3 exclude each other"):
             parity.initialize(build(stages), Run(3))

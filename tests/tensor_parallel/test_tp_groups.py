@@ -21,28 +21,11 @@ from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import ranks
 from tests.support.models import CASES
+from tests.support.mpu import Mpu, made
 from tests.support.parity import micro_step
 from tests.support.rows import slow_but
 
 CASE = CASES["gpt2"]
-
-
-class Mpu:
-    """Process groups as scripts hand them to ``initialize``."""
-
-    def __init__(self, model: dist.ProcessGroup, data: dist.ProcessGroup) -> None:
-        self.model, self.data = model, data
-
-    def get_model_parallel_group(self) -> dist.ProcessGroup:
-        return self.model
-
-    def get_data_parallel_group(self) -> dist.ProcessGroup:
-        return self.data
-
-
-def made(lines: list[list[int]]) -> dist.ProcessGroup:
-    found = [dist.new_group(line) for line in lines]
-    return next(group for group, line in zip(found, lines, strict=True) if dist.get_rank() in line)
 
 
 def config(ranks_together: int | None, **extra: Any) -> dict[str, Any]:

@@ -405,7 +405,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.zero.TiledLinear": "tiled layers are not implemented; ZeRO stage 3 shards a layer of any size",
     "deepspeed.runtime.zero.mics": "only MiCS_Init is provided; zero_optimization.mics_shard_size is all that deepspeed.initialize() needs",
     "deepspeed.runtime.dataloader": "pass training_data to deepspeed.initialize, or a torch DataLoader to accelerate",
-    "deepspeed.runtime.data_pipeline": "data efficiency is not implemented; do it in the dataset or the sampler",
+    "deepspeed.runtime.data_pipeline": "of data efficiency there is CurriculumScheduler; do it in the dataset or the sampler",
     "deepspeed.runtime.progressive_layer_drop": "progressive layer drop is not implemented; use the model's own layerdrop",
     "deepspeed.runtime.compiler": "use torch.compile or engine.compile()",
     "deepspeed.linear": "use peft for LoRA and quantized base weights",
@@ -422,12 +422,16 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 
-# Classes that scripts import at their top for an isinstance, or for a part of them that does not run: importing one is no use of it.
+# Classes and functions that scripts import at their top for an isinstance, or for a part of them that does not run: importing is no use.
 UNUSED: Final = frozenset(
     {
         *(f"deepspeed.runtime.fp16.onebit.{name}" for name in _OTHER_ONEBIT),
+        "deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine.TorchCheckpointEngine",
         "deepspeed.runtime.utils.PartitionedTensor",
         "deepspeed.runtime.zero.partition_parameters.MultipleAllGatherHandles",
+        "deepspeed.compression.compress.init_compression",
+        "deepspeed.compression.compress.redundancy_clean",
+        "deepspeed.runtime.data_pipeline.data_routing.helper.convert_to_random_ltd",
         "deepspeed.sequence.fpdt_layer.FPDT_InputConstruct",
         "deepspeed.sequence.fpdt_layer._FPDTGPUOffloadingAttentionImpl_",
     }

@@ -61,6 +61,7 @@ class PipelineEngine(Engine):
         self.grid = self.mpu = module.mpu()
         self.num_stages, self.stage_id = module.num_stages, module.stage_id
         self.feed = Feed()
+        self._additional_losses: dict[str, torch.Tensor] | None = None
         self._pipe = open_collectives(self.grid.pipe)
         interval = self.settings.pipeline.activation_checkpoint_interval
         if interval > 0:
@@ -91,6 +92,7 @@ class PipelineEngine(Engine):
         with whole_step(self):
             self._scheduler.train({self.stage_id: work}, len(work.parts), self.scaler.scale)
         loss = self._everywhere(work.losses)
+        self._report(work.additional)
         self.progress.last_loss = loss
         super().step()
         return loss
@@ -158,12 +160,19 @@ class PipelineEngine(Engine):
         """Whether this rank's stage has the loss."""
         return self.stage_id == self.num_stages - 1
 
+    def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
+        """What the module's ``get_additional_losses`` told of the last batch, means as its loss is; None where it tells nothing."""
+        return self._additional_losses
+
     def get_pipeline_parallel_rank(self) -> int:
         """This rank's stage."""
         return self.stage_id
 
     def reset_activation_shape(self) -> None:
         """Nothing to forget: shapes may change from one micro-batch to the next."""
+
+    def set_has_attention_mask(self, value: bool) -> None:
+        """Nothing to set: a mask is a tensor among others where stages meet, whatever its type."""
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
@@ -228,6 +237,13 @@ class PipelineEngine(Engine):
         self._pipe.broadcast(mean, self.num_stages - 1, "mean loss")
         return mean
 
+    def _report(self, found: list[dict[str, torch.Tensor]]) -> None:
+        """Keeps the means of the losses beside the loss that the last stage ``found``, on every rank; collective where a model has some."""
+        if getattr(type(self.module), "get_additional_losses", None) is PipelineModule.get_additional_losses:
+            return  # asked of the class, which is the same on all stages: a batch costs no message for it
+        names = self._pipe.broadcast_object(list(found[0]) if found else [], self.num_stages - 1, "names of losses")
+        self._additional_losses = {name: self._everywhere([losses[name] for losses in found]) for name in names} or None
+
     def _mean(self, values: list[torch.Tensor]) -> torch.Tensor:
         """The mean of tensors of one shape over data-parallel ranks too, in fp32; collective over these.
 
@@ -245,6 +261,7 @@ class PipelineEngine(Engine):
 
     def _result(self, work: BatchWork, reduce: str | None, everywhere: bool) -> Any:
         if reduce is not None and work.computes_loss and everywhere:
+            self._report(work.additional)
             return self._everywhere(work.losses)
         if not self.is_last_stage():
             return None

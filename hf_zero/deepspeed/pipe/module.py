@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -61,7 +61,7 @@ class PipelineModule(nn.Module):
     Raises:
         ConfigError: Neither or both of ``num_stages`` and ``topology`` are given, they do not fit the ranks, there are fewer layers than
             stages, or one is no layer.
-        UnsupportedError: The topology has an axis model, or a parameter no dimension.
+        UnsupportedError: A parameter has no dimension, and there are several stages.
     """
 
     def __init__(
@@ -88,12 +88,6 @@ class PipelineModule(nn.Module):
         self.dynamic_shape = dynamic_shape
         specs = require_layers(layers)
         shapes = [without_values(layer) for layer in specs]
-        if self._grid.slice_parallel_size > 1:
-            raise UnsupportedError(
-                f"PipelineModule(topology={self._grid.topology()}): an axis model divides layers over ranks, which the layers of a list "
-                "would have to do themselves; take PipeDataParallelTopology. Hugging Face models have both: pipeline.stages beside "
-                "tensor_parallel.autotp_size"
-            )
         if self.num_stages > 1:
             require_dimensions(specs, shapes)
         self.parts = stage_borders(partition_method, [_trainable(shape) for shape in shapes], list(map(name_of, specs)), self.num_stages)
@@ -132,6 +126,15 @@ class PipelineModule(nn.Module):
         self.recomputation.interval = interval
 
     @property
+    def activation_checkpoint_func(self) -> Callable[..., Any]:
+        """``f(function, *args)`` that recomputes. May be set."""
+        return self.recomputation.function
+
+    @activation_checkpoint_func.setter
+    def activation_checkpoint_func(self, function: Callable[..., Any]) -> None:
+        self.recomputation.function = function
+
+    @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
         """This rank's layers in their order: modules, functions, and what runs a tied layer; may be called, changes have no effect."""
         return [call.run for call in self.stages[self.stage_id].calls]  # type: ignore[union-attr]
@@ -164,6 +167,10 @@ class PipelineModule(nn.Module):
             shown = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
             raise ConfigError(f"PipelineModule: {made} is the loss, and is {shown}; a tensor of one number is allowed")
         return loss.reshape(())
+
+    def get_additional_losses(self) -> Mapping[str, torch.Tensor] | None:
+        """Losses to report beside the one that is trained on, by name, of the last micro-batch; a subclass may have some."""
+        return None
 
     def pipeline_plan(self) -> PipelinePlan:
         """Which stage holds what; what layers and borders are made of is known when they run.
@@ -206,6 +213,20 @@ class PipelineModule(nn.Module):
         if not 0 <= layer_idx < self.parts[-1]:
             raise ConfigError(f"stage_owner({layer_idx}): layers go from 0 to {self.parts[-1] - 1}")
         return bisect_right(self.parts, layer_idx) - 1
+
+
+def require_undivided(model: PipelineModule) -> None:
+    """Refuses an engine for layers that are divided over ranks; scripts take such apart and train the layers by themselves, on one stage.
+
+    Raises:
+        UnsupportedError: The topology has an axis model of several ranks.
+    """
+    if model.mpu().slice_parallel_size > 1:
+        raise UnsupportedError(
+            f"PipelineModule(topology={model.topology()}): its engine does not train layers that are divided over the ranks of an axis "
+            "model; take PipeDataParallelTopology, or the layers in an nn.Sequential with your mpu and no pipeline. Hugging Face models "
+            "have both: pipeline.stages beside tensor_parallel.autotp_size"
+        )
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:

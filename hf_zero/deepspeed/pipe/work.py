@@ -121,6 +121,7 @@ class BatchWork:
         computes_loss: Whether the loss is wanted.
         trains: Whether gradients are wanted.
         losses: Of each part so far, on the last stage.
+        additional: Likewise the losses that the model reports beside, by name; none of a model that has none.
         outputs: Results of the last layer, where they are wanted: without a loss, or ``keeps_outputs``.
         keeps_outputs: Whether they are wanted beside the loss.
     """
@@ -134,6 +135,7 @@ class BatchWork:
     trains: bool = True
     keeps_outputs: bool = False
     losses: list[torch.Tensor] = field(default_factory=list)
+    additional: list[dict[str, torch.Tensor]] = field(default_factory=list)
     outputs: list[Any] = field(default_factory=list)
 
     def expected(self, part: int) -> list[torch.Tensor]:
@@ -164,4 +166,7 @@ class BatchWork:
             return []
         loss = self.module.loss_of(outputs, self.parts[part].labels)
         self.losses.append(loss.detach())
+        more = self.module.get_additional_losses()
+        if more is not None:
+            self.additional.append({name: value.detach() for name, value in more.items()})
         return [loss / len(self.parts)]

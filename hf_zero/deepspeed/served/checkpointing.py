@@ -16,6 +16,7 @@ from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
+from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
 
 _settings = CheckpointSettings()
 _model_axis: Collectives | None = None
+_layers: int | None = None
 
 
 def configure(
@@ -53,16 +55,26 @@ def configure(
         deepspeed_config: Path, dict, JSON or base64 text; only its ``activation_checkpointing`` section is looked at.
         partition_activations: Divide saved inputs over those ranks; without them nothing is divided.
         contiguous_checkpointing: Without effect: PyTorch's allocator reuses the memory of checkpoints of one size.
-        num_checkpoints: Without effect, likewise.
+        num_checkpoints: Without effect, likewise. Where ``contiguous_checkpointing`` is true it must be known all the same, from here,
+            the section or ``set_num_layers``, as DeepSpeed asks.
         checkpoint_in_cpu: Saved inputs wait in pinned host memory; backward fetches them ahead.
         synchronize: Synchronise the device before and after each checkpointed function.
         profile: Log the time of each.
+
+    Raises:
+        ConfigError: ``contiguous_checkpointing`` without a number of checkpoints.
     """
     global _settings, _model_axis
-    settings = CheckpointSettings()
+    settings, known = CheckpointSettings(), num_checkpoints if num_checkpoints is not None else _layers
     if deepspeed_config is not None:
         section = resolve(_section_only(deepspeed_config), world_size=1).config.activation_checkpointing
         settings = checkpoint_settings(section) if section is not None else settings
+        known = section.number_checkpoints if known is None and section is not None else known
+    if contiguous_checkpointing and known is None:
+        raise ConfigError(
+            "checkpointing.configure(contiguous_checkpointing=True): the number of layers is not known; give num_checkpoints, "
+            "activation_checkpointing.number_checkpoints or set_num_layers(), or leave contiguous_checkpointing out, which has no effect"
+        )
     given = {"divided": partition_activations, "to_host": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
     _settings = replace(settings, **{name: bool(value) for name, value in given.items() if value is not None})
     for name, value in (("contiguous_checkpointing", contiguous_checkpointing), ("num_checkpoints", num_checkpoints)):
@@ -86,7 +98,9 @@ def partition_activations_in_checkpoint(partition_activation: bool) -> None:
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Accepted: the number of checkpoints sizes DeepSpeed's contiguous buffer, which PyTorch's allocator replaces."""
+    """Counts as ``num_checkpoints`` of ``configure``: sizes DeepSpeed's contiguous buffer, which PyTorch's allocator replaces."""
+    global _layers
+    _layers = nlayers
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:

@@ -1,0 +1,47 @@
+"""Layers that a script has divided over ranks itself, as Megatron's are: what it has written on a parameter becomes our mark."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from hf_zero.comm.topology import Topology
+from hf_zero.core.units.layout import Range
+from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
+from hf_zero.core.units.unit import full_shape
+from hf_zero.errors import ConfigError
+
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes of a parameter, true of one that is a part
+
+
+def mark_own_layers(model: nn.Module, axis: Topology) -> None:
+    """Marks what a script says is a part; without a mark a parameter counts as a copy that all ranks of the axis have.
+
+    So the norm counts every element once, and a checkpoint has the parts of all ranks. Of a parameter with ``model_parallel`` or
+    ``tensor_model_parallel`` the dimension is ``partition_dim`` (0 where there is none), and ``partition_stride`` is of how many pieces,
+    each divided over the ranks, the whole is made.
+
+    Args:
+        model: Of this rank; its parameters may be sharded already.
+        axis: The ranks that hold one model together.
+
+    Raises:
+        ConfigError: ``partition_dim`` is no dimension of the parameter, or ``partition_stride`` does not divide it.
+    """
+    for name, param in model.named_parameters():
+        if any(getattr(param, flag, False) for flag in _DIVIDED) and tp_shard_of(param) is None:
+            mark_tp_shard(param, _part(name, param, axis))
+
+
+def _part(name: str, param: nn.Parameter, axis: Topology) -> TpShard:
+    shape = full_shape(param)
+    dim, pieces = max(getattr(param, "partition_dim", 0), 0), getattr(param, "partition_stride", 1)
+    if dim >= len(shape) or pieces < 1 or shape[dim] % pieces:
+        raise ConfigError(
+            f"{name} {tuple(shape)} is marked as a part of a divided parameter, with partition_dim {dim} and partition_stride {pieces}; "
+            "a dimension of it, and a number that divides this dimension, are allowed"
+        )
+    size = shape[dim] // pieces
+    ranges = tuple(Range(start, start + size) for start in range(axis.rank * size, pieces * axis.world * size, axis.world * size))
+    whole = torch.Size((*shape[:dim], shape[dim] * axis.world, *shape[dim + 1 :]))
+    return TpShard(whole, dim, ranges)

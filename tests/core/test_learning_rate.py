@@ -1,0 +1,54 @@
+"""How a schedule is stepped: as torch's, or with the number of samples where it asks for one."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from hf_zero.core.step.learning_rate import step_schedule
+
+
+class Noted:
+    def __init__(self) -> None:
+        self.given: list[Any] = []
+
+
+class Plain(Noted):
+    def step(self, epoch: int | None = None) -> None:
+        self.given.append(epoch)
+
+
+class Samples(Noted):
+    def step(self, increment: int) -> None:
+        self.given.append(increment)
+
+
+class Anything(Noted):
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        self.given.append((args, kwargs))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "given"),
+    [
+        (Plain, None, None),
+        (Plain, {"epoch": 3}, 3),
+        (Samples, None, 16),
+        (Samples, {"increment": 4}, 4),
+        (Anything, {}, ((), {})),
+    ],
+)
+def test_a_schedule_that_asks_for_a_number_is_given_the_samples(kind: type[Noted], arguments: dict[str, int] | None, given: object) -> None:
+    schedule = kind()
+    step_schedule(schedule, arguments, 16)
+    assert schedule.given == [given]
+
+
+def test_torchs_own_schedules_are_stepped_once() -> None:
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    optimizer.step()
+    step_schedule(schedule, None, 16)
+    assert schedule.get_last_lr() == [0.5]
