@@ -42,6 +42,17 @@ def labelled(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {**inputs, "labels": inputs["input_ids"].clone()} if "input_ids" in inputs else inputs
 
 
+def padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The call with a mask that takes half of the second row for padding; without values, which would show it, one of queries and keys."""
+    tokens = inputs["input_ids"]
+    if tokens.device.type == "meta":
+        rows, length = tokens.shape
+        return {**inputs, "attention_mask": torch.zeros((rows, 1, length, length), device="meta")}
+    mask = torch.ones_like(tokens)
+    mask[1, mask.shape[1] // 2 :] = 0
+    return {**inputs, "attention_mask": mask}
+
+
 def _first(value: Any) -> Any:
     return value[0] if isinstance(value, (list, tuple)) and value else value
 

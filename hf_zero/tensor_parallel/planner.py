@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import product
 
 import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, labelled
+from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, labelled, padded
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
 from hf_zero.tensor_parallel.local_split import READ_ELSEWHERE
 from hf_zero.tensor_parallel.model_plan import SOURCE, named_layers, note_source, own_styles, preferences
@@ -136,6 +137,34 @@ def _remedy(model: nn.Module, ranks: int) -> str:
 
 
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
+    """What calls show of the model.
+
+    [Note: padded rows] Where no row is padded many models hand their key/value heads to the attention as they are; else they repeat
+    them, by a number that is read nowhere else, and that changes where several ranks hold the same heads. So a model that takes a mask
+    is also called with a padded row.
+    """
+    found = _infer_unpadded(copy, ranks, inputs, kept, forced)
+    if not {"input_ids", "attention_mask"} <= set(argument_names(copy)):
+        return found
+    for tokens, length in product((True, False), _LENGTHS):
+        try:
+            other = infer(copy, padded(example_inputs(copy, length, values=tokens)), ranks, kept, forced)
+        except Exception:  # the model's own errors, of any kind: nothing more is known
+            continue
+        if _splits(other) != _splits(found):
+            return other
+        for path, values in other.attributes.items():
+            found.attributes[path] = {**values, **found.attributes.get(path, {})}
+        break
+    return found
+
+
+def _splits(findings: Findings) -> dict[str, str | None]:
+    """How each parameter is split."""
+    return {name: findings.solution.states.get(value) for name, value in findings.graph.parameters.items()}
+
+
+def _infer_unpadded(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
     """What the first call that runs shows; where that does not run all of the model (every expert), what one with tokens shows."""
     error: Exception | None = None
     partly: Findings | None = None

@@ -275,7 +275,8 @@ class _Attempt:
         if not has_split:
             uniform = op.outputs and (op.outputs[0].origin == UNIFORM or (inputs and all(value in self.uniform for value in inputs)))
             for value in op.outputs:
-                self.states[value] = WHOLE
+                self.states[value] = SPLIT if self._repeats(op, value) else WHOLE
+                self.blame[value] = self.split_dims(value)
                 if uniform:
                     self.uniform.add(value)
             return
@@ -306,6 +307,10 @@ class _Attempt:
                     self.shared_pieces.add(value)
                 else:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
+
+    def _repeats(self, op: Op, value: Value) -> bool:
+        """Whether ``op`` repeats something whole along a split dim, as often as a rank needs it: the one key head of many query heads."""
+        return op.name == "expand" and value.needs_grad and not self.split_dims(value) <= self.split_dims(op.inputs[0])
 
     def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
         """The bias behind a partial sum must be one that a linear module can add later."""

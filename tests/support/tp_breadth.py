@@ -71,8 +71,8 @@ def relative(value: torch.Tensor, expected: torch.Tensor, floor: float = 1e-6) -
     return float((value.float() - expected.float()).abs().max() / expected.float().abs().max().clamp(min=floor))
 
 
-def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32) -> Row:
-    """One architecture, on this rank of the group; ``changes`` to its configuration.
+def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype = torch.float32, padded: bool = False) -> Row:
+    """One architecture, on this rank of the group; ``changes`` to its configuration. ``padded``: one of the rows is.
 
     A gradient that is zero but for rounding (of a key's bias, say) differs in fp32; float64 tells that from a wrong one.
     """
@@ -93,6 +93,8 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
         perturb(model)
         model.to(dtype)
     batch = zoo.batch(name, torch.Generator().manual_seed(0))
+    if padded:
+        batch = zoo.with_padding(whole, batch)
     try:
         expected = run(whole, batch)
     except RuntimeError as error:
@@ -121,7 +123,7 @@ def measure(name: str, changes: dict[str, Any] | None = None, dtype: torch.dtype
     largest = torch.tensor(row.grad)
     group.collectives.all_reduce(largest, "largest error").wait()
     if largest >= GRAD and dtype == torch.float32:
-        row.double = measure(name, changes, torch.float64).grad
+        row.double = measure(name, changes, torch.float64, padded).grad
     return row
 
 
@@ -139,7 +141,7 @@ def _made_once(collectives: Any, make: Callable[[], Any]) -> Any:
     return value
 
 
-def measure_each(names: list[str]) -> list[Row]:
+def measure_each(names: list[str], padded: bool = False) -> list[Row]:
     """On a rank of the pool: every architecture, errors noted."""
     from transformers.utils import logging
 
@@ -148,24 +150,24 @@ def measure_each(names: list[str]) -> list[Row]:
     rows = []
     for name in names:
         try:
-            rows.append(measure(name))
+            rows.append(measure(name, padded=padded))
         except Exception as error:  # an architecture that fails is a row of the table
             text = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
             rows.append(Row(name, zoo.architecture(name).model_type, error=text[:160]))
     return rows
 
 
-def measure_all(names: list[str], at_once: int = 4, world: int = 2) -> list[Row]:
+def measure_all(names: list[str], at_once: int = 4, world: int = 2, padded: bool = False) -> list[Row]:
     """The worse of the ranks' rows for every name."""
     rows: list[Row] = []
     for start in range(0, len(names), at_once):
         some = names[start : start + at_once]
-        outcomes = ranks.observe_ranks(measure_each, world, some, timeout=75 * world, group_timeout=15 * world)
+        outcomes = ranks.observe_ranks(measure_each, world, some, padded, timeout=75 * world, group_timeout=15 * world)
         broken = any(outcome.ok and any("CollectiveError" in row.error for row in outcome.value) for outcome in outcomes)
         if all(outcome.ok for outcome in outcomes) and not (broken and len(some) > 1):
             rows.extend(max(row, key=lambda row: (bool(row.error), row.grad)) for row in zip(*[o.value for o in outcomes], strict=True))
         elif len(some) > 1:
-            rows.extend(measure_all(some, 1, world))
+            rows.extend(measure_all(some, 1, world, padded))
         else:
             rows.append(Row(some[0], zoo.architecture(some[0]).model_type, error="the ranks did not finish"))
         print(f"{len(rows)} of {len(names)}", file=sys.stderr, flush=True)

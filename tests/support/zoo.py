@@ -250,6 +250,17 @@ def batch(name: str, generator: torch.Generator, rows: int = ROWS) -> dict[str, 
     return {"input_ids": tokens, "labels": labels}
 
 
+def with_padding(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The batch with the last tokens of the second row masked, for models that take a mask."""
+    if "attention_mask" not in inspect.signature(model.forward).parameters:
+        return inputs
+    inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), "labels": inputs["labels"].clone()}
+    inputs["attention_mask"][1, -5:] = 0
+    if inputs["labels"].shape == inputs["input_ids"].shape:
+        inputs["labels"][1, -5:] = -100
+    return inputs
+
+
 def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
     """The model's own outputs. No cache: training does not use it, and one class cannot build it."""
     takes_cache = "use_cache" in inspect.signature(getattr(model, "module", model).forward).parameters

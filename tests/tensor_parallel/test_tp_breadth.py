@@ -19,13 +19,20 @@ def test_kinds_of_architectures_are_exact_and_mostly_split(names: list[str]) -> 
         assert row.share >= 0.4, row
 
 
+def test_key_value_heads_of_several_ranks_are_repeated_as_often_as_padded_rows_need() -> None:
+    """Two key/value heads on four ranks: one model that runs with made-up tokens, and one that does not."""
+    for row in measure_all(["LlamaForCausalLM", "DbrxForCausalLM"], world=4, padded=True):
+        assert row.exact, row
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(2400)
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("world", WORLDS)
-def test_every_architecture_that_the_page_calls_exact(world: int) -> None:
+def test_every_architecture_that_the_page_calls_exact(world: int, padded: bool) -> None:
     """And no new wrong number: what cannot be split says so."""
     expected = {row.name: row for row in saved(world)}
-    rows = measure_all(buildable(), world=world)
+    rows = measure_all(buildable(), world=world, padded=padded)
     worse = [row for row in rows if row.name in expected and expected[row.name].exact and not row.exact]
     assert not worse
     known = {name for name, row in expected.items() if not row.error and not row.exact}

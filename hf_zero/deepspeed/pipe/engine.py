@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.engine import EngineParts, cast_floating
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch, agree
@@ -233,7 +234,7 @@ class PipelineEngine(Engine):
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
         """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
-        mean = self._mean(losses) if self.is_last_stage() else torch.zeros((), device=self.collectives.topology.device)
+        mean = _mean(losses, self.collectives.data) if self.is_last_stage() else torch.zeros((), device=self.collectives.topology.device)
         self._pipe.broadcast(mean, self.num_stages - 1, "mean loss")
         return mean
 
@@ -244,21 +245,6 @@ class PipelineEngine(Engine):
         names = self._pipe.broadcast_object(list(found[0]) if found else [], self.num_stages - 1, "names of losses")
         self._additional_losses = {name: self._everywhere([losses[name] for losses in found]) for name in names} or None
 
-    def _mean(self, values: list[torch.Tensor]) -> torch.Tensor:
-        """The mean of tensors of one shape over data-parallel ranks too, in fp32; collective over these.
-
-        Raises:
-            ConfigError: They are no tensors of one shape.
-        """
-        if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
-            raise ConfigError(
-                "eval_batch(reduce_output='avg'): the model does not return tensors of one shape; reduce_output=None gives a list"
-            )
-        mean = torch.stack([value.float() for value in values]).mean(0)
-        data = self.collectives.data
-        data.all_reduce(mean, "mean over micro-batches").wait()
-        return mean / data.world
-
     def _result(self, work: BatchWork, reduce: str | None, everywhere: bool) -> Any:
         if reduce is not None and work.computes_loss and everywhere:
             self._report(work.additional)
@@ -266,7 +252,22 @@ class PipelineEngine(Engine):
         if not self.is_last_stage():
             return None
         values = work.losses if work.computes_loss else work.outputs
-        return values if reduce is None else self._mean(values)
+        return values if reduce is None else _mean(values, self.collectives.data)
+
+
+def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
+    """The mean of tensors of one shape over the ranks of ``data`` too, in fp32; collective over these.
+
+    Raises:
+        ConfigError: They are no tensors of one shape.
+    """
+    if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
+        raise ConfigError(
+            "eval_batch(reduce_output='avg'): the model does not return tensors of one shape; reduce_output=None gives a list"
+        )
+    mean = torch.stack([value.float() for value in values]).mean(0)
+    data.all_reduce(mean, "mean over micro-batches").wait()
+    return mean / data.world
 
 
 def _joined(outputs: list[Any]) -> Any:
