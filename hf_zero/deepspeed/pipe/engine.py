@@ -32,6 +32,22 @@ class PipelineError(StateError):
     """Something that a pipeline's engine does with whole batches only was asked of it by itself."""
 
 
+def _refused(call: str) -> Callable[..., Any]:
+    def refuse(self: PipelineEngine, *args: Any, **kwargs: Any) -> Any:
+        """Refuses.
+
+        Raises:
+            PipelineError: Always.
+        """
+        raise PipelineError(
+            f"PipelineEngine.{call}: the stages of a pipeline work on several micro-batches at a time, so only whole batches can be asked "
+            "for: engine.train_batch(data_iter) runs forward, backward and step of gradient_accumulation_steps micro-batches, "
+            "engine.eval_batch(data_iter) the forward alone"
+        )
+
+    return refuse
+
+
 class PipelineEngine(Engine):
     """Trains a ``PipelineModule``; what ``deepspeed.initialize`` returns for one.
 
@@ -193,29 +209,9 @@ class PipelineEngine(Engine):
 
     # -- what only whole batches can do -----------------------------------------------------------------------------------
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Refuses.
-
-        Raises:
-            PipelineError: Always.
-        """
-        raise _whole_batches("forward()")
-
-    def backward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Refuses.
-
-        Raises:
-            PipelineError: Always.
-        """
-        raise _whole_batches("backward()")
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Refuses.
-
-        Raises:
-            PipelineError: Always.
-        """
-        raise _whole_batches("step()")
+    forward = _refused("forward()")
+    backward = _refused("backward()")
+    step = _refused("step()")
 
     # -- parts ------------------------------------------------------------------------------------------------------------
 
@@ -277,11 +273,3 @@ def _joined(outputs: list[Any]) -> Any:
     if isinstance(outputs[0], torch.Tensor):
         return torch.cat(outputs) if outputs[0].dim() else torch.stack(outputs)
     return tuple(_joined(list(column)) for column in zip(*outputs, strict=True))
-
-
-def _whole_batches(call: str) -> PipelineError:
-    return PipelineError(
-        f"PipelineEngine.{call}: the stages of a pipeline work on several micro-batches at a time, so only whole batches can be asked for: "
-        "engine.train_batch(data_iter) runs forward, backward and step of gradient_accumulation_steps micro-batches, "
-        "engine.eval_batch(data_iter) the forward alone"
-    )
