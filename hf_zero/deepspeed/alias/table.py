@@ -335,6 +335,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.DeepSpeedHybridEngine": _HYBRID,
     "deepspeed.runtime.hybrid_engine": _HYBRID,
     "deepspeed.pipe": _PIPELINE,
+    "deepspeed.DualPipeVModule": f"{_PIPELINE}; pipeline.schedule 'DualPipeV' is for models of transformers",
     "deepspeed.runtime.pipe": _PIPELINE,
     "deepspeed.moe": _MOE,
     "deepspeed.runtime.fp16.onebit": _ONEBIT,
