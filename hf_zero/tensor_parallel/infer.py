@@ -38,7 +38,12 @@ class Findings:
 
 
 def infer(
-    model: nn.Module, inputs: Inputs, ranks: int, keep_whole: Set[str] = frozenset(), forced: Mapping[str, str] | None = None
+    model: nn.Module,
+    inputs: Inputs,
+    ranks: int,
+    keep_whole: Set[str] = frozenset(),
+    forced: Mapping[str, str] | None = None,
+    repeats: bool = False,
 ) -> Findings:
     """How ``model`` splits over ``ranks``.
 
@@ -48,6 +53,7 @@ def infer(
         ranks: Number of ranks.
         keep_whole: Linear layers that the user wants whole.
         forced: Linear layers to split by themselves, and how.
+        repeats: See ``solve``.
 
     Raises:
         Exception: What the model raises when it runs on tensors without values.
@@ -71,7 +77,7 @@ def infer(
             # Rows that values choose, and made-up values chose none: where the product goes is not known.
             for dim in (dim for value in op.inputs for dim in value.dims):
                 block(dim, "multiplies rows that values choose")
-    solution, outcome = solve(graph, ranks), DryRun()
+    solution, outcome = solve(graph, ranks, repeats), DryRun()
     for attempt in range(_MOST_ROUNDS):
         outcome = dry_run(copy, inputs, graph, solution, ranks)
         if not outcome.failures:
@@ -79,7 +85,7 @@ def infer(
         for dims, reason in outcome.failures:
             for dim in dims if attempt < _MOST_ROUNDS - 2 else solution.split:
                 block(dim, reason)
-        solution = solve(graph, ranks)
+        solution = solve(graph, ranks, repeats)
     local_splits, reasons = split_locally(graph, solution, copy, ranks, keep_whole, forced)
     return Findings(graph, solution, outcome.attributes, local_splits, reasons)
 

@@ -148,7 +148,7 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
         return found
     for tokens, length in product((True, False), _LENGTHS):
         try:
-            other = infer(copy, padded(example_inputs(copy, length, values=tokens)), ranks, kept, forced)
+            other = infer(copy, padded(example_inputs(copy, length, values=tokens)), ranks, kept, forced, repeats=True)
         except Exception:  # the model's own errors, of any kind: nothing more is known
             continue
         if _splits(other) != _splits(found):

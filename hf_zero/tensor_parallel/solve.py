@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import nn
@@ -203,11 +203,17 @@ def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> boo
     return False
 
 
-def solve(graph: Graph, ranks: int) -> Solution:
-    """The best choice found: starts with all candidates and drops those that turn out impossible."""
+def solve(graph: Graph, ranks: int, repeats: bool = False) -> Solution:
+    """The best choice found: starts with all candidates and drops those that turn out impossible.
+
+    Args:
+        graph: The trace.
+        ranks: Number of ranks.
+        repeats: Each rank repeats something whole as often as its part needs it: the one key head of many query heads.
+    """
     choices = candidates(graph, ranks)
     while True:
-        attempt = _Attempt(graph, Solution(choices))
+        attempt = _Attempt(graph, Solution(choices), repeats)
         attempt.run()
         if not attempt.conflicts:
             return attempt.solution
@@ -220,8 +226,9 @@ def solve(graph: Graph, ranks: int) -> Solution:
 class _Attempt:
     """One reading of the trace, forward and backward, for one choice."""
 
-    def __init__(self, graph: Graph, solution: Solution) -> None:
+    def __init__(self, graph: Graph, solution: Solution, repeats: bool) -> None:
         self.graph = graph
+        self.repeats = repeats
         self.solution = solution
         self.states = solution.states
         self.conflicts: list[tuple[set[SymbolicDim], str]] = []
@@ -309,8 +316,9 @@ class _Attempt:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
 
     def _repeats(self, op: Op, value: Value) -> bool:
-        """Whether ``op`` repeats something whole along a split dim, as often as a rank needs it: the one key head of many query heads."""
-        return op.name == "expand" and value.needs_grad and not self.split_dims(value) <= self.split_dims(op.inputs[0])
+        """Whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
+        repeated = self.repeats and op.name == "expand" and value.needs_grad
+        return repeated and not self.split_dims(value) <= self.split_dims(op.inputs[0])
 
     def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
         """The bias behind a partial sum must be one that a linear module can add later."""
@@ -416,6 +424,7 @@ class _Attempt:
                 if state == WHOLE and value.needs_grad:
                     self._decide(value, partial[value], full[value])
                 region = region or state != WHOLE or value in self.solution.partial_gradients
+            self._refuse_mixed(op, partial)
             if op.random and op.stack:
                 self.solution.random_calls[op.place].add(any(self._made(value) == SPLIT for value in op.outputs))
             for position, value in enumerate(op.inputs):
@@ -428,6 +437,15 @@ class _Attempt:
             if partial[value]:
                 self._rest(value, full[value])
         self._finish_reductions()
+
+    def _refuse_mixed(self, op: Op, partial: Mapping[Value, list[Op]]) -> None:
+        """Pieces of one tensor have gradients that are all partial, or all whole: together they are one gradient."""
+        pieces = [value for value in op.outputs if value.needs_grad and self._made(value) == WHOLE and self.uses[value]]
+        parted = [value for value in pieces if value in self.solution.partial_gradients]
+        if parted and len(parted) < len(pieces):
+            readers = [reader for value in parted for reader in partial[value]]
+            dims = set().union(*[self.split_dims(other) for reader in readers for other in (*reader.inputs, *reader.outputs)])
+            self._conflict(dims or set(self.solution.split), f"{op.place} divides a tensor into pieces for split and for whole work")
 
     def _made(self, value: Value) -> str:
         """The state of a value; one that was partial and has been added up is whole for those who read it."""
