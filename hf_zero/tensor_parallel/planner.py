@@ -19,6 +19,7 @@ from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.plan_writer import write_plan
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.solve import is_linear
+from hf_zero.tensor_parallel.symbolic_dims import local_size
 from hf_zero.tensor_parallel.trace import Inputs, have_values
 
 _USABLE = range(2, 65)  # numbers of ranks that messages try
@@ -140,11 +141,11 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
     """What calls show of the model.
 
     [Note: padded rows] Where no row is padded many models hand their key/value heads to the attention as they are; else they repeat
-    them, by a number that is read nowhere else, and that changes where several ranks hold the same heads. So a model that takes a mask
-    is also called with a padded row.
+    them, by a number that is read nowhere else, and that changes where several ranks hold the same heads. There a model that takes a
+    mask is also called with a padded row.
     """
     found = _infer_unpadded(copy, ranks, inputs, kept, forced)
-    if not {"input_ids", "attention_mask"} <= set(argument_names(copy)):
+    if not _shares_heads(found) or not {"input_ids", "attention_mask"} <= set(argument_names(copy)):
         return found
     for tokens, length in product((True, False), _LENGTHS):
         try:
@@ -157,6 +158,17 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
             found.attributes[path] = {**values, **found.attributes.get(path, {})}
         break
     return found
+
+
+def _shares_heads(findings: Findings) -> bool:
+    """Whether some attention has another number of query heads to each key head on a rank than in the whole model."""
+    for op in findings.graph.ops():
+        if op.name == "scaled_dot_product_attention" and all(len(value.dims) > 3 for value in op.inputs[:2]):
+            query, key = (value.dims[-3] for value in op.inputs[:2])
+            parts = findings.solution.parts
+            if local_size(query, parts) * key.size != local_size(key, parts) * query.size:
+                return True
+    return False
 
 
 def _splits(findings: Findings) -> dict[str, str | None]:

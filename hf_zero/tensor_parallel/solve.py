@@ -282,7 +282,7 @@ class _Attempt:
         if not has_split:
             uniform = op.outputs and (op.outputs[0].origin == UNIFORM or (inputs and all(value in self.uniform for value in inputs)))
             for value in op.outputs:
-                self.states[value] = SPLIT if self._repeats(op, value) else WHOLE
+                self.states[value] = SPLIT if _repeats(self, op, value) else WHOLE
                 self.blame[value] = self.split_dims(value)
                 if uniform:
                     self.uniform.add(value)
@@ -314,11 +314,6 @@ class _Attempt:
                     self.shared_pieces.add(value)
                 else:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
-
-    def _repeats(self, op: Op, value: Value) -> bool:
-        """Whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
-        repeated = self.repeats and op.name == "expand" and value.needs_grad
-        return repeated and not self.split_dims(value) <= self.split_dims(op.inputs[0])
 
     def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
         """The bias behind a partial sum must be one that a linear module can add later."""
@@ -424,7 +419,7 @@ class _Attempt:
                 if state == WHOLE and value.needs_grad:
                     self._decide(value, partial[value], full[value])
                 region = region or state != WHOLE or value in self.solution.partial_gradients
-            self._refuse_mixed(op, partial)
+            _refuse_mixed(self, op, partial)
             if op.random and op.stack:
                 self.solution.random_calls[op.place].add(any(self._made(value) == SPLIT for value in op.outputs))
             for position, value in enumerate(op.inputs):
@@ -437,15 +432,6 @@ class _Attempt:
             if partial[value]:
                 self._rest(value, full[value])
         self._finish_reductions()
-
-    def _refuse_mixed(self, op: Op, partial: Mapping[Value, list[Op]]) -> None:
-        """Pieces of one tensor have gradients that are all partial, or all whole: together they are one gradient."""
-        pieces = [value for value in op.outputs if value.needs_grad and self._made(value) == WHOLE and self.uses[value]]
-        parted = [value for value in pieces if value in self.solution.partial_gradients]
-        if parted and len(parted) < len(pieces):
-            readers = [reader for value in parted for reader in partial[value]]
-            dims = set().union(*[self.split_dims(other) for reader in readers for other in (*reader.inputs, *reader.outputs)])
-            self._conflict(dims or set(self.solution.split), f"{op.place} divides a tensor into pieces for split and for whole work")
 
     def _made(self, value: Value) -> str:
         """The state of a value; one that was partial and has been added up is whole for those who read it."""
@@ -489,3 +475,19 @@ class _Attempt:
                 if conversion in found and value in self.solution.partial_gradients:
                     found.discard(conversion)
                     found.add(Conversion("out", key, REDUCE_BOTH))
+
+
+def _repeats(attempt: _Attempt, op: Op, value: Value) -> bool:
+    """Whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
+    repeated = attempt.repeats and op.name == "expand" and value.needs_grad
+    return repeated and not attempt.split_dims(value) <= attempt.split_dims(op.inputs[0])
+
+
+def _refuse_mixed(attempt: _Attempt, op: Op, partial: Mapping[Value, list[Op]]) -> None:
+    """Pieces of one tensor have gradients that are all partial, or all whole: together they are one gradient."""
+    pieces = [value for value in op.outputs if value.needs_grad and attempt._made(value) == WHOLE and attempt.uses[value]]
+    parted = [value for value in pieces if value in attempt.solution.partial_gradients]
+    if parted and len(parted) < len(pieces):
+        readers = [reader for value in parted for reader in partial[value]]
+        dims = set().union(*[attempt.split_dims(other) for reader in readers for other in (*reader.inputs, *reader.outputs)])
+        attempt._conflict(dims or set(attempt.solution.split), f"{op.place} divides a tensor into pieces for split and for whole work")
