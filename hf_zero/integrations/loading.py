@@ -98,7 +98,7 @@ def zero3_init_context_manager(method: Any, plugin: Any, enable: bool = False) -
     """`DeepSpeedPlugin.zero3_init_context_manager` of accelerate, whose ``enable=False`` means it.
 
     Scripts load models that only run forward, and that nobody prepares, under it (diffusers' examples do). accelerate notes the flag,
-    but from 1.1 on it shows transformers the configuration all the same: at stage 3 such a model would be sharded, and never gathered.
+    but shows transformers the configuration all the same: at stage 3 such a model would be sharded, and never gathered.
 
     Args:
         method: The method itself.

@@ -283,7 +283,6 @@ class _Attempt:
             uniform = op.outputs and (op.outputs[0].origin == UNIFORM or (inputs and all(value in self.uniform for value in inputs)))
             for value in op.outputs:
                 self.states[value] = SPLIT if _repeats(self, op, value) else WHOLE
-                self.blame[value] = self.split_dims(value)
                 if uniform:
                     self.uniform.add(value)
             return

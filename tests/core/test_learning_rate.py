@@ -52,3 +52,11 @@ def test_torchs_own_schedules_are_stepped_once() -> None:
     optimizer.step()
     step_schedule(schedule, None, 16)
     assert schedule.get_last_lr() == [0.5]
+
+
+def test_a_metric_is_not_made_up() -> None:
+    schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=1.0))
+    with pytest.raises(TypeError, match="metrics"):
+        step_schedule(schedule, None, 16)
+    step_schedule(schedule, {"metrics": 0.5}, 16)
+    assert schedule.best == 0.5
