@@ -8,7 +8,7 @@ from tests.support.sources import modules
 
 FILE_LINES = 500
 FUNCTION_LINES = 80  # its docstring included
-CLASS_METHODS = 20
+CLASS_METHODS = 30
 # Classes that stand for somebody else's: their methods are that interface.
 MIRRORS = {"hf_zero.deepspeed.served.accelerator.TorchAccelerator"}
 
