@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,6 +17,7 @@ from hf_zero.activation_checkpointing import configure
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
+from hf_zero.build.joining import Joiner
 from hf_zero.build.networks import Networks
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.out_of_memory import OutOfMemory
@@ -44,6 +47,7 @@ from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
+from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
@@ -112,18 +116,21 @@ class PartsBuilder:
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
 
-    def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any) -> EngineParts:
+    def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any, trains_all: bool = False) -> EngineParts:
         """Makes units of the model's parameters, the step over them and all else; collective.
 
         Args:
             inner: The optimizer over the model's parameters; None for an engine that only runs forward.
             lr_scheduler: The caller's scheduler, a function that makes one, or None.
+            trains_all: ``inner`` trains whatever requires a gradient: nobody has said which parameters.
         """
+        self._trains_all = trains_all
         whole_tensors = inner is not None and self._needs_whole_tensors(inner)
         if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
-        root, blocks = self._unit_builder(kept).build(inner, whole_tensors)
+        builder = self._unit_builder(kept)
+        root, blocks = builder.build(inner, whole_tensors)
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
@@ -134,7 +141,8 @@ class PartsBuilder:
         optimizer, stepper = None, None
         if inner is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, reducer, whole_tensors)
-            stepper = self._stepper(runtime, reducer, optimizer, scaler)
+            joiner = self._joiner(builder, runtime, reducer, optimizer, units)
+            stepper = self._stepper(runtime, reducer, optimizer, scaler, self._trained_set(optimizer, builder), joiner)
         self._configure_checkpointing()
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
@@ -285,14 +293,19 @@ class PartsBuilder:
         pipeline = pipeline_of(self.module)
         tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
 
-        def entry_of(unit: Unit) -> UnitGradients:
+        def gradients_of(unit: Unit) -> UnitGradients:
             own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
+            wide = torch.promote_types(policy.accumulation_dtype, unit.layout.dtype)
+            if wide != policy.accumulation_dtype:  # float64
+                own = copy.copy(own)
+                own.policy = replace(policy, accumulation_dtype=wide)
             others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
             return (
                 UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
             )
 
-        entries = [entry_of(unit) for unit in units]
+        self._gradients_of = gradients_of
+        entries = [gradients_of(unit) for unit in units]
         return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
@@ -321,14 +334,34 @@ class PartsBuilder:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         return GradientExchange(collectives, policy)
 
-    def _stepper(self, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, scaler: LossScaler) -> Stepper:
+    def _trained_set(self, optimizer: ShardedOptimizer, builder: UnitBuilder) -> TrainedSet:
+        trains_all = self._trains_all and len(optimizer.param_groups) == 1
+        return TrainedSet(self.module, optimizer, builder.groups, 0 if trains_all else None)
+
+    def _joiner(self, builder: UnitBuilder, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, units: list[Unit]) -> Joiner:
+        stays = self.config.zero_optimization.stage3_param_persistence_threshold
+        whole = self.topology.model is None
+        # Those of a pipeline have their places in a plan that was made of what is trained.
+        known = () if self.topology.pipe is not None else self.module.parameters()
+        undivided = None if whole else frozenset(id(param) for param in known)
+        return Joiner(builder, runtime, reducer, optimizer, units, self._gradients_of, stays, undivided)
+
+    def _stepper(
+        self,
+        runtime: Runtime,
+        reducer: Reducer,
+        optimizer: ShardedOptimizer,
+        scaler: LossScaler,
+        trained: TrainedSet,
+        joiner: Joiner,
+    ) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts)
+        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, trained, joiner.join)
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:

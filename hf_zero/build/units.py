@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import nn
@@ -46,6 +46,7 @@ class UnitBuilder:
         quantized: Whose messages carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
         experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
+        groups: Param group of each parameter of the optimizer by id, frozen ones included.
     """
 
     module: nn.Module
@@ -58,6 +59,7 @@ class UnitBuilder:
     quantized: QuantizedUnits
     node: Collectives | None = None
     experts: Collectives | None = None
+    groups: dict[int, int] = field(default_factory=dict)
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -77,12 +79,13 @@ class UnitBuilder:
         notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
         require_same_model(self.module, members, self.collectives.data, notes)
         prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
+        _refuse_complex(members)
         in_units = [member for member in members if self._belongs_in_unit(member) or id(member.param) in divided]
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(map(self._numel, spec.members)) for spec in specs]
         trained = sum(self._numel(member) for member in in_units if member.group != FROZEN)
         self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
-        root, *blocks = [self._block(spec) for spec in specs]
+        root, *blocks = [self.block(spec) for spec in specs]
         taken = {id(member.param) for member in in_units}
         for member in members:
             if id(member.param) not in taken and find_unit(member.param) is None:
@@ -105,8 +108,11 @@ class UnitBuilder:
 
     def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
         names = {id(param): name for name, param in self.module.named_parameters()}
-        groups = group_of_params(inner, names) if inner is not None else {}
-        return [NamedParam(name, param, groups.get(id(param), FROZEN)) for name, param in self.module.named_parameters()]
+        self.groups = group_of_params(inner, names) if inner is not None else {}
+        return [NamedParam(name, param, self._group(param)) for name, param in self.module.named_parameters()]
+
+    def _group(self, param: nn.Parameter) -> int:
+        return self.groups.get(id(param), FROZEN) if param.requires_grad else FROZEN
 
     def _belongs_in_unit(self, member: NamedParam) -> bool:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``.
@@ -117,8 +123,8 @@ class UnitBuilder:
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
 
-    def _block(self, spec: BlockSpec) -> Block:
-        """One unit per element type and kind; the block's own name when there is just one."""
+    def block(self, spec: BlockSpec) -> Block:
+        """Make a block with one unit per element type and kind; the block's own name when there is just one. Collective."""
         kinds: dict[tuple[bool, bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
             param, pieces, frozen = member.param, pieces_of(member), member.group == FROZEN
@@ -185,6 +191,20 @@ class UnitBuilder:
                 self.collectives.data.broadcast(contiguous, 0, f"buffer {name}")
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
+
+
+def _refuse_complex(members: Iterable[NamedParam]) -> None:
+    """Raise for parameters of complex numbers that an optimizer trains: units hold real ones.
+
+    Raises:
+        UnsupportedError: It names them.
+    """
+    names = [member.name for member in members if member.group != FROZEN and member.param.is_complex()]
+    if names:
+        raise UnsupportedError(
+            f"{', '.join(names[:5])}: parameters of complex numbers cannot be trained. Keep torch.view_as_real(value) as the parameter and "
+            "use torch.view_as_complex(parameter) in forward, or freeze them"
+        )
 
 
 def _passing_bytes(members: Iterable[NamedParam]) -> int:

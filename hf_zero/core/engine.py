@@ -323,8 +323,11 @@ class Engine(nn.Module):
         self.runtime.forget_broken()
         if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
             self.discard_gradients()
+        # What joins at the coming step has its gradients so far in ``param.grad``.
+        kept = self.stepper.waiting() if self.stepper is not None and self.accumulation.in_cycle else frozenset()
         for param in self.module.parameters():
-            param.grad = None
+            if id(param) not in kept:
+                param.grad = None
 
     def discard_gradients(self) -> None:
         """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""

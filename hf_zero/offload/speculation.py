@@ -260,7 +260,8 @@ class Speculator:
         if stepper is None or master is None:
             return None
         present = {segment: segment.state for segment in self._segments.of(unit)}
-        if not present or not all(_can_be_copied(state) for state in present.values()):
+        # Cut segments are views of one master, which a finished step replaces as a whole.
+        if any(segment.rests for segment in present) or not present or not all(_can_be_copied(state) for state in present.values()):
             return None
         low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
         own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is

@@ -10,7 +10,7 @@ from itertools import zip_longest
 
 import torch
 
-from hf_zero.core.optimizer.segments import OwnedSegment
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
@@ -81,6 +81,16 @@ class OffloadedStateStore(StateStore):
     def ranges(self, unit: Unit) -> Sequence[Range]:
         return self.states.ranges(unit) if self.holds(unit) else super().ranges(unit)
 
+    def divides(self, unit: Unit) -> bool:
+        return self.states.tier == "host" or not self.holds(unit)
+
+    def bind(self, inner: torch.optim.Optimizer, units: Sequence[Unit], segments: Segments) -> None:
+        super().bind(inner, units, segments)
+        self._sub_groups = None
+        if self.speculator is not None:
+            self.speculator.halt()
+            self.speculator.forget()
+
     # -- updates ------------------------------------------------------------------------------------------------------
 
     def expect(self, scale: float | None) -> None:
@@ -103,7 +113,7 @@ class OffloadedStateStore(StateStore):
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         self._update(grads, factor)
-        for unit in self.units:
+        for unit in self.trained_units:
             if not self.holds(unit):
                 publish([unit])
             elif unit.state is UnitState.UNSHARDED:
@@ -112,7 +122,7 @@ class OffloadedStateStore(StateStore):
 
     def _update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()
-        by_unit = {id(unit): grad for unit, grad in zip(self.units, grads, strict=True)}
+        by_unit = {id(unit): grad for unit, grad in zip(self.trained_units, grads, strict=True)}
         stepper, fresh = self._stepper(), not self.inner.state
         self._update_device(stepper, by_unit, factor)
         updates = self._updates(stepper, by_unit, float(factor))
@@ -134,7 +144,7 @@ class OffloadedStateStore(StateStore):
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
         """In the order of forward, but first those of unsharded units, for which ``step`` waits."""
         by_id = self._sub_groups_by_unit()
-        units = [unit for unit in self.units if id(unit) in by_id]
+        units = [unit for unit in self.trained_units if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
         sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
         following = {id(sub_group): upcoming for sub_group, upcoming in zip_longest(sub_groups, sub_groups[1:])}
@@ -172,9 +182,9 @@ class OffloadedStateStore(StateStore):
             last.result()
 
     def _update_device(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
-        segments = [segment for segment in self.segments if not self.holds(segment.unit)]
+        segments = [segment for segment in self.segments.trained if not self.holds(segment.unit)]
         if segments:
-            scale_([by_unit[id(unit)] for unit in self.units if not self.holds(unit)], factor)
+            scale_([by_unit[id(unit)] for unit in self.trained_units if not self.holds(unit)], factor)
             stepper.step(segments, [segment.gradient(by_unit[id(segment.unit)]) for segment in segments])
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:

@@ -64,9 +64,14 @@ class UnitUpdate:
         self.states.open(sub_group)
         if upcoming is not None:
             self.states.prepare(upcoming)
-        grads = [segment.within(self.grad) for segment in sub_group.segments]
-        lows = [None if target is None else segment.within(target) for segment in sub_group.segments]
-        self.stepper.step(sub_group.segments, grads, self.factor, lows)
+        trained = [segment for segment in sub_group.segments if not segment.rests]
+        grads = [segment.within(self.grad) for segment in trained]
+        lows = [None if target is None else segment.within(target) for segment in trained]
+        self.stepper.step(trained, grads, self.factor, lows)
+        if target is not None:
+            for segment in sub_group.segments:
+                if segment.rests:  # the whole shard is sent
+                    segment.within(target).copy_(segment.tensor)
         self.states.close(sub_group)
         if target is not None:
             zero_gaps(target, sub_group)

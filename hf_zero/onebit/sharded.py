@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -44,6 +44,31 @@ class OneBitSharded(ShardedOptimizer):
                     f"OneBitAdam needs fp32 masters, those of unit {unit.name} are {unit.master.dtype}: leave "
                     "bf16_master_weights_and_grads and fp16_master_weights_and_grads at false"
                 )
+
+    def rest(self, resting: Mapping[int, Collection[int]]) -> None:
+        """Refuse: codes and errors are laid out for all parameters.
+
+        Raises:
+            UnsupportedError: A parameter was frozen after ``initialize``.
+        """
+        names = [unit.layout.slots[index].name for unit in self.units for index in resting.get(id(unit), ())]
+        if names:
+            raise UnsupportedError(
+                f"{', '.join(names[:5])}: frozen after initialize(), which OneBitAdam does not provide. Freeze before initialize(), or use "
+                "Adam"
+            )
+
+    def extend(self, units: Sequence[Unit]) -> None:
+        """Refuse, as ``rest``.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        names = [slot.name for unit in units for slot in unit.layout.slots]
+        raise UnsupportedError(
+            f"{', '.join(names[:5])}: unfrozen or added after initialize(), which OneBitAdam does not provide. Let them require a gradient "
+            "before initialize(), or use Adam"
+        )
 
     @property
     def compresses(self) -> bool:

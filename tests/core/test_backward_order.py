@@ -28,6 +28,7 @@ class _Unit:
     pinned: bool = False
     lent: bool = False
     reshards: bool = True
+    rests: bool = False
 
     @property
     def layout(self) -> Any:

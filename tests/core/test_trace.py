@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.models import TwoBlocks
+from tests.support.models import STEP_VOTE_BYTES, TwoBlocks
 
 pytestmark = pytest.mark.quick
 
@@ -74,14 +74,14 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
     answers = ranks.run_ranks(_second_step, 2, stage)
     whole = answers[0][2]
     # Stage 0: an all-reduce moves 2 (N-1)/N of the units. 1, 2: reduce-scatter and spread, (N-1)/N each, and the norm (8 bytes).
-    # All: the number of micro-steps, twice, and whether the script has written gradients (12 bytes).
+    # All: the vote of a step.
     # 3: gathers of the root once and of the blocks twice, the reduce-scatter, the norm and the votes (4 bytes, and 4 for each unit).
     root = 4 * 32
     expected_bytes = {
-        0: whole + 12,
-        1: whole // 2 * 2 + 8 + 12,
-        2: whole // 2 * 2 + 8 + 12,
-        3: (2 * whole - root) // 2 + whole // 2 + 8 + 12 + 4 + 3 * 4,
+        0: whole + STEP_VOTE_BYTES,
+        1: whole // 2 * 2 + 8 + STEP_VOTE_BYTES,
+        2: whole // 2 * 2 + 8 + STEP_VOTE_BYTES,
+        3: (2 * whole - root) // 2 + whole // 2 + 8 + STEP_VOTE_BYTES + 4 + 3 * 4,
     }
     for labels, sent, _ in answers:
         assert [label.removeprefix("hf_zero::") for label in labels] == EXPECTED[stage]

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.models import TwoBlocks
+from tests.support.models import STEP_VOTE_BYTES, TwoBlocks
 
 pytestmark = pytest.mark.quick
 
@@ -92,8 +92,8 @@ def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
         assert sent["replicas"] == total // 2 * (element if accumulation == 1 else 4)
         if stage < 3:
             assert sent["reductions"] == accumulation * half + half + norm
-            assert sent["votes"] == 2 * 12
+            assert sent["votes"] == 2 * STEP_VOTE_BYTES
         else:
             assert sent["reductions"] == accumulation * half
             assert sent["gathers"] == accumulation * (2 * half - root * element // 2) + norm
-            assert sent["votes"] == 2 * (12 + accumulation * (late + passes))
+            assert sent["votes"] == 2 * (STEP_VOTE_BYTES + accumulation * (late + passes))

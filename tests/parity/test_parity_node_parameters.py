@@ -11,7 +11,7 @@ import torch
 
 from tests.support import offload_runs, ranks, sequences, tp_training
 from tests.support.checkpoints import differences, full_state, start, steps
-from tests.support.models import CASES, Batch, TwoBlocks, class_loss
+from tests.support.models import CASES, STEP_VOTE_BYTES, Batch, TwoBlocks, class_loss
 from tests.support.parity import DRIFT, Run, check, check_case, check_training, initialize, reference_case, train
 from tests.support.skipped_blocks import Chosen, loss_of_choice
 from tests.support.whole_tensors import plain, through_engine
@@ -254,7 +254,7 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
         assert sent["across"] == accumulation * half // 2
         keepers = {0: (0, 2), 1: (0, 2), 2: (1, 3), 3: (1, 3)}[number]
         updates = len(set(keepers) - {number}) * total // 4 * element
-        assert sent["all"] == updates + norm + 2 * (12 + accumulation * (late + passes))
+        assert sent["all"] == updates + norm + 2 * (STEP_VOTE_BYTES + accumulation * (late + passes))
         assert [label for label in labels if "update)" in label or label == "spread"] == [
             *("exchange_parts (root: update)", "exchange_parts (layers.0: update)", "exchange_parts (layers.1: update)"),
             "spread",

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.support import ranks
-from tests.support.models import CASES, TwoBlocks
+from tests.support.models import CASES, STEP_VOTE_BYTES, TwoBlocks
 from tests.support.parity import Run, check_bitwise, check_case, initialize, train
 
 
@@ -118,7 +118,7 @@ def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
 def test_bytes_of_a_step(accumulation: int) -> None:
     """Over all ranks each parameter is gathered once per optimizer step; all else stays inside the node."""
     for everywhere, inside, whole, root in ranks.run_ranks(_bytes, 4, 2, accumulation):
-        votes = 2 * (12 + accumulation * (4 + 4 * 3))  # two rounds each
+        votes = 2 * (STEP_VOTE_BYTES + accumulation * (4 + 4 * 3))  # two rounds each
         assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes
         assert inside == (2 * accumulation - 1) * whole * 4 // 2 - accumulation * root * 4 // 2
 

@@ -259,6 +259,10 @@ CASES: dict[str, ModelCase] = {
 }
 
 
+# Of the vote before each update, 4 each: micro-steps and digest of what is trained, both twice, and whether gradients were written.
+STEP_VOTE_BYTES = 20
+
+
 class TwoBlocks(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -47,7 +47,7 @@ def read_checkpoint(folder: Path) -> Source:
     reader.check_sizes()
     decoder = Decoder(lambda name: reader.whole(VALUES_FILE, name), path)
     params = []
-    numbers = {(entry.unit, entry.group): entry.values for entry in index.optimizer.scalars} if index.optimizer else {}
+    numbers = index.optimizer.numbers() if index.optimizer else lambda *_: None
     group_of = {name: number for number, group in enumerate(index.optimizer.groups if index.optimizer else ()) for name in group.params}
     for name in sorted(catalog.names):
         found = catalog.find(name)
@@ -59,7 +59,7 @@ def read_checkpoint(folder: Path) -> Source:
             continue
         kinds = {state: state_kind(state) for state in (index.optimizer.states if index.optimizer else ())}
         states = {state: _row(catalog, reader, found, kind) for state, kind in kinds.items() if catalog.dtype(found, kind) is not None}
-        single = decoder.decode(numbers.get((found.unit.name, found.group), {}))
+        single = decoder.decode(numbers(found.unit.name, found.group, name) or {})
         params.append(SourceParam(value, DTYPES[found.unit.dtype], group_of.get(name, FROZEN), states, single))
     buffers = []
     for name, file in index.buffers.items():

@@ -202,7 +202,7 @@ def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], nam
     for name in sorted(group_of.keys() | trained.keys()):
         if group_of.get(name) != trained.get(name):
             raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, and in {trained.get(name)} as its unit says")
-    known = {(unit.name, param.group) for unit in units if unit.kind == MASTER for param in unit.params}
+    known = {(name, param.group) for unit in units if unit.kind == MASTER for param in unit.params for name in (unit.name, param.name)}
     seen = set()
     for record in optimizer.scalars:
         key = (record.unit, record.group)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -210,7 +211,11 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ScalarRecord:
-    """States of one number each (``step``), for the parameters of one group in one unit."""
+    """States of one number each (``step``), for the parameters of one group in one unit.
+
+    Where parameters of a unit count differently (some were frozen for a while), ``unit`` is the name of a parameter, and the record is
+    of that parameter alone.
+    """
 
     unit: str
     group: int
@@ -235,6 +240,16 @@ class OptimizerRecord:
     groups: tuple[GroupRecord, ...]
     scalars: tuple[ScalarRecord, ...]
     params: tuple[ParamStateRecord, ...] = ()
+
+    def numbers(self) -> Callable[[str, int, str], Any]:
+        """Return a function that finds the values of a parameter, by its unit, its group and its name; None where there are none."""
+        known = {(entry.unit, entry.group): entry.values for entry in self.scalars}
+
+        def find(unit: str, group: int, param: str) -> Any:
+            own = known.get((param, group))
+            return known.get((unit, group)) if own is None else own
+
+        return find
 
 
 def read_file_record(data: Any, where: str) -> FileRecord:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from hf_zero.checkpoint.state.training_state import TensorAxis
 from hf_zero.core.optimizer.clones import row_names, state_at_start
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
@@ -74,7 +75,7 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
 
 
 def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """This rank's states of one number each, per segment: unit, group and encoded values."""
+    """This rank's states of one number each, per segment: unit, group and encoded values, and where segments are cut its parameters."""
     found = []
     shaped = _shaped_numbers(optimizer)
     for segment in optimizer.segments:
@@ -83,7 +84,8 @@ def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
         numbers = states.keys() - _rows(optimizer, segment, shaped).keys()
         values = {name: encode_scalar(value, f"{what}, {name!r}") for name, value in states.items() if name in numbers}
         if states:
-            found.append({"unit": segment.unit.name, "group": segment.group, "values": values})
+            params = [slot.name for slot in _slots_in(segment)] if optimizer.cut_segments else []
+            found.append({"unit": segment.unit.name, "group": segment.group, "values": values, "params": params})
     return found
 
 
@@ -93,17 +95,24 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
     Raises:
         CheckpointError: Ranks disagree, so the optimizer's numbers depend on how a unit is divided.
     """
-    merged: dict[tuple[str, int], Any] = {}
+    merged: dict[tuple[str, int], dict[str, Any]] = {}  # by unit and group: values by parameter, "" where segments are whole
     for rank, found in enumerate(by_rank):
         for entry in found:
             key = (entry["unit"], entry["group"])
-            known = merged.setdefault(key, entry["values"])
-            if known != entry["values"]:
-                raise CheckpointError(
-                    f"the optimizer keeps {entry['values']} for group {key[1]} of unit {key[0]} on rank {rank} and {known} on another "
-                    "rank; a state that differs between the shards of one parameter cannot be saved"
-                )
-    return tuple(ScalarRecord(unit, group, values) for (unit, group), values in merged.items())
+            for param in entry["params"] or [""]:
+                known = merged.setdefault(key, {}).setdefault(param, entry["values"])
+                if known != entry["values"]:
+                    what = param or f"group {key[1]} of unit {key[0]}"
+                    raise CheckpointError(
+                        f"the optimizer keeps {entry['values']} for {what} on rank {rank} and {known} on another rank; a state that "
+                        "differs between the shards of one parameter cannot be saved"
+                    )
+    records = []
+    for (unit, group), values in merged.items():
+        alike = all(value == next(iter(values.values())) for value in values.values())
+        names = [(unit, next(iter(values.values())))] if alike else list(values.items())
+        records += [ScalarRecord(name, group, value) for name, value in names]
+    return tuple(records)
 
 
 def _states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
@@ -219,7 +228,7 @@ class GroupsPlan:
         self._catalog = catalog
         self._record: OptimizerRecord = record
         self._decoder = decoder
-        self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
+        self._numbers = record.numbers()
         self._takeover = Takeover(optimizer, record, catalog, self.whole)
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
 
@@ -277,6 +286,7 @@ class OptimizerPlan(GroupsPlan):
     def __init__(self, optimizer: ShardedOptimizer, tensor: TensorAxis, catalog: Catalog, decoder: Decoder) -> None:
         super().__init__(optimizer, catalog, decoder)
         self._tensor = tensor
+        self._cut_where_histories_differ()
         self._segments = [self._plan(segment) for segment in optimizer.segments]
         names = [name for index in range(len(optimizer.param_groups)) for name in _names(optimizer.units, index)]
         self.warn_of_fresh([name for name in names if not self._trained(name)])
@@ -319,19 +329,37 @@ class OptimizerPlan(GroupsPlan):
             wanted = self._tensor.tp_shard_of(slot.name, slot.shape)
             self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
+    def _found_numbers(self, slot: ParamSlot) -> Any:
+        """The saved single numbers of a parameter; None where there are none."""
+        found = self._catalog.find(slot.name)
+        if found is None or not found.trained or found.unit is None or not self._takeover.takes(slot.name):
+            return None
+        return self._numbers(found.unit.name, found.group, self._catalog.canonical(slot.name))
+
+    def _history(self, slot: ParamSlot) -> Any:
+        """What tells how often the saved optimizer has updated a parameter: its single numbers, and whether it has any state."""
+        found = self._catalog.find(slot.name)
+        if found is None or not found.trained or not self._takeover.takes(slot.name):
+            return None, False
+        has_rows = any(self._catalog.dtype(found, state_kind(state)) is not None for state in self._record.states)
+        return self._found_numbers(slot), has_rows
+
+    def _cut_where_histories_differ(self) -> None:
+        """Cut segments between parameters that the saved optimizer has updated differently often; local, and alike on all ranks."""
+        starts: dict[int, list[int]] = {}
+        for segment in self.optimizer.segments:
+            first = segment.unit.owned.start + segment.range.start
+            for before, slot in pairwise(_slots_in(segment)):
+                if self._history(before) != self._history(slot):
+                    starts.setdefault(id(segment.tensor), []).append(slot.offset - first)
+        for unit in self.optimizer.units:
+            trained = [slot for slot in unit.layout.slots if slot.group != FROZEN and slot.numel]
+            if any(one.group == other.group and self._history(one) != self._history(other) for one, other in pairwise(trained)):
+                self.optimizer.cut(starts)
+                return
+
     def _numbers_of(self, trained: Sequence[tuple[ParamSlot, Located]]) -> dict[str, Any]:
-        chosen: Any = None
-        holder = ""
-        for slot, found in trained:
-            values = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
-            if values is None:
-                continue
-            if chosen is not None and values != chosen:
-                raise CheckpointError(
-                    f"the optimizer counts differently for {holder} and {slot.name} ({_differences(chosen, values)}), but they are in one "
-                    "group now. Build the optimizer with the groups it was saved with, or pass load_optimizer_states=False"
-                )
-            chosen, holder = values, slot.name
+        chosen = next((values for slot, _ in trained if (values := self._found_numbers(slot)) is not None), None)
         return self._decoder.decode(chosen) if chosen is not None else {}
 
     def apply(self) -> None:

@@ -87,7 +87,8 @@ class ParamStatesPlan(GroupsPlan):
 
     def _join(self, entry: WholeParam, found: Located) -> dict[str, Any]:
         """Room for the flat states of one parameter, which ``copies`` fill, and its single numbers."""
-        numbers = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
+        name = self._catalog.canonical(entry.slot.name)
+        numbers = self._numbers(found.unit.name, found.group, name) if found.unit is not None else None
         state: dict[str, Any] = dict(self._decoder.decode(numbers)) if numbers is not None else {}
         for name in self._record.states:
             dtype = self._catalog.dtype(found, state_kind(name))

@@ -46,7 +46,7 @@ class Takeover:
         self._record = record
         self._catalog = catalog
         self._whole = whole
-        self._numbers = {(entry.unit, entry.group): entry.values for entry in record.scalars}
+        self._numbers = record.numbers()
         self._params = {entry.param: entry.values for entry in record.params} if self._whole else {}
         self._kept = cache(lambda group, ndim: state_names(optimizer.inner, group, ndim))
         self.foreign = self._is_foreign()
@@ -75,7 +75,7 @@ class Takeover:
         found = self._catalog.find(slot.name)
         if found is None or not found.trained:
             return set()
-        numbers = self._numbers.get((found.unit.name, found.group)) if found.unit is not None else None
+        numbers = self._numbers(found.unit.name, found.group, self._catalog.canonical(slot.name)) if found.unit is not None else None
         return {state for state in self._record.states if self._catalog.dtype(found, state_kind(state)) is not None} | set(numbers or ())
 
     def _warn(self, taken: int) -> None:

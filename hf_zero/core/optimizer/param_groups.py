@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-from hf_zero.core.units.layout import FROZEN
 from hf_zero.errors import ConfigError
 
 
@@ -18,7 +17,7 @@ def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
 
 
 def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> dict[int, int]:
-    """For each trainable parameter (by id) the index of its param group.
+    """Return the index of the param group of each parameter of the optimizer, by id, frozen ones included.
 
     Raises:
         ConfigError: The optimizer holds a tensor that is not a parameter of the model, or has been stepped before.
@@ -36,7 +35,7 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
                     f"parameter {position} of param group {index} (shape {tuple(param.shape)}) of the optimizer is not a parameter of the "
                     "model; build the optimizer from the parameters of the model that is passed to initialize()"
                 )
-            groups[id(param)] = index if param.requires_grad else FROZEN
+            groups[id(param)] = index
     return groups
 
 

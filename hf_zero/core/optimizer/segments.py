@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ class OwnedSegment:
         range: Elements, counted from the start of this rank's shard.
         tensor: View of the master, (range.numel,).
         inner: The optimizer that updates it.
+        rests: No update touches it, see [Note: what is trained].
     """
 
     unit: Unit
@@ -31,6 +33,7 @@ class OwnedSegment:
     range: Range
     tensor: torch.Tensor
     inner: torch.optim.Optimizer
+    rests: bool = False
 
     @property
     def state(self) -> Mapping[str, Any]:
@@ -51,6 +54,38 @@ class OwnedSegment:
         return [
             (name, value) for name, value in self.state.items() if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape
         ]
+
+    def divide(self, resting: Collection[int]) -> list[OwnedSegment]:
+        """Return the segments that take its place where the parameters at the positions ``resting`` of the unit rest; local.
+
+        Each run of parameters that rest or are trained becomes a segment with its part of the states; numbers (``step``) are copied.
+        """
+        start = self.unit.owned.start + self.range.start
+        runs: list[tuple[int, bool]] = []  # first element inside the segment, and whether it rests
+        for index, slot in enumerate(self.unit.layout.slots):
+            part = slot.range.intersect(self.range.shift(self.unit.owned.start))
+            if slot.group == self.group and part.numel and (not runs or runs[-1][1] is not (index in resting)):
+                runs.append((part.start - start if runs else 0, index in resting))
+        if len(runs) == 1:
+            return [self if self.rests is runs[0][1] else replace(self, rests=runs[0][1])]
+        return self._cut(runs)
+
+    def cut_at(self, starts: Iterable[int]) -> list[OwnedSegment]:
+        """Return segments that begin at its own start and at ``starts``, element positions inside it; all rest as it does."""
+        runs = [(0, self.rests), *((start, self.rests) for start in sorted(starts) if start)]
+        return [self] if len(runs) == 1 else self._cut(runs)
+
+    def _cut(self, runs: Sequence[tuple[int, bool]]) -> list[OwnedSegment]:
+        state, rows = self.state, {name for name, _ in self.elementwise()}
+        stops = [*(first for first, _ in runs[1:]), self.range.numel]
+        pieces = []
+        for (first, rests), stop in zip(runs, stops, strict=True):
+            tensor = nn.Parameter(self.tensor.detach()[first:stop], requires_grad=False)
+            pieces.append(replace(self, range=Range(first, stop).shift(self.range.start), tensor=tensor, rests=rests))
+            own = {name: value[first:stop] if name in rows else deepcopy(value) for name, value in state.items()}
+            pieces[-1].install(own)
+        self.install({})
+        return pieces
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
         """Its part of ``flat``, (shard_numel,); a view."""
@@ -79,6 +114,15 @@ class Segments(list[OwnedSegment]):
     def of(self, unit: Unit) -> list[OwnedSegment]:
         """Those inside ``unit``."""
         return self._of.get(id(unit), [])
+
+    def trained_of(self, unit: Unit) -> list[OwnedSegment]:
+        """Return the segments inside ``unit`` that are updated now."""
+        return [segment for segment in self.of(unit) if not segment.rests]
+
+    @property
+    def trained(self) -> list[OwnedSegment]:
+        """The segments that are updated now."""
+        return [segment for segment in self if not segment.rests]
 
 
 def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[[Unit], Sequence[Range]]) -> Segments:

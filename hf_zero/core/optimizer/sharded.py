@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from hf_zero.core.optimizer.clones import build_anew
+from hf_zero.core.optimizer.clones import build_anew, state_at_start
 from hf_zero.core.optimizer.param_states import ParamStates, SegmentStates
-from hf_zero.core.optimizer.segments import Segments, lay_out
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, lay_out
 from hf_zero.core.optimizer.state_store import StateStore
-from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 
 
@@ -39,6 +39,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         state_store: Where masters and moments live.
         memory: What its gradients' way over the network keeps; None where that is nothing.
         overflow: Whether the last step was skipped for a gradient that is not finite.
+        cut_segments: Parameters of one segment's range may count their steps differently; alike on all ranks.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
     Args:
@@ -53,6 +54,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.units = list(units)
         self.state_store = state_store or StateStore()
         self.memory: RankMemory | None = None
+        self.cut_segments = False
         self.overflow = False
         self.norm: torch.Tensor | None = None
         self._step: Callable[[], None] | None = None
@@ -70,6 +72,53 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.segments = lay_out(self.inner, self.units, self.state_store.ranges)
         groups = range(len(self.inner.param_groups))
         return [[segment.tensor for segment in self.segments if segment.group == index] for index in groups]
+
+    # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
+
+    @property
+    def trained_units(self) -> list[Unit]:
+        """The units that a step reduces and updates, in the model's order."""
+        return [unit for unit in self.units if not unit.rests]
+
+    def updated_tensors(self) -> set[int]:
+        """Return the ids of what the inner optimizer holds in place of the model's parameters."""
+        return {id(segment.tensor) for segment in self.segments}
+
+    def can_rest(self, unit: Unit) -> bool:
+        """Return whether single parameters of ``unit`` can rest while others are trained."""
+        return self.state_store.divides(unit)
+
+    def rest(self, resting: Mapping[int, Collection[int]]) -> None:
+        """Let the parameters at these positions, by id of their unit, rest, and train all others; local."""
+        self.state_store.settle()
+        self._replace(piece for segment in self.segments for piece in segment.divide(resting.get(id(segment.unit), ())))
+        self.cut_segments |= any(resting.values())
+        for unit in self.units:
+            unit.rests = len(resting.get(id(unit), ())) == sum(bool(slot.numel) for slot in unit.layout.slots)
+
+    def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
+        """Cut segments, by id of their tensor, at element positions inside them, so that each part counts its own steps; local."""
+        self.state_store.settle()
+        self._replace(piece for segment in self.segments for piece in segment.cut_at(starts.get(id(segment.tensor), ())))
+        self.cut_segments = True
+
+    def extend(self, units: Sequence[Unit]) -> None:
+        """Train further ``units``, without state before their first update; collective where whole tensors have owners."""
+        self.state_store.settle()
+        self.units += units
+        added = lay_out(self.inner, units, self.state_store.ranges)
+        has_state = bool(self.inner.state)
+        self._replace([*self.segments, *added])
+        for segment in added if has_state else ():
+            segment.install(state_at_start(self.inner, segment.group, segment.tensor))
+
+    def _replace(self, segments: Iterable[OwnedSegment]) -> None:
+        self.segments = Segments(segments)
+        for index, group in enumerate(self.inner.param_groups):
+            group["params"] = [segment.tensor for segment in self.segments if segment.group == index]
+        self.state_store.bind(self.inner, self.units, self.segments)
+
+    # -- life ---------------------------------------------------------------------------------------------------------
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
         """Sets what its own ``step`` and ``zero_grad`` call."""
@@ -147,12 +196,20 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.state_store.adopt_states()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: units are laid out once.
+        """Add a param group of parameters of the model, which the next step trains; every rank calls it.
+
+        Args:
+            param_group: As in ``torch.optim.Optimizer.add_param_group``.
 
         Raises:
-            StateError: Always.
+            ValueError: A parameter is in another group already.
         """
-        raise StateError("a param group cannot be added after initialize(); pass all groups to initialize() and freeze with requires_grad")
+        params = param_group["params"]
+        params = [params] if isinstance(params, torch.Tensor) else list(params)
+        taken = next((owner for param in params if (owner := find_unit(param)) is not None and owner[0].trainable), None)
+        if taken is not None:
+            raise ValueError(f"{taken[0].layout.slots[taken[1]].name}: some parameters appear in more than one parameter group")
+        self.inner.add_param_group({**param_group, "params": params})
 
     @property
     def param_states(self) -> ParamStates:

@@ -40,20 +40,24 @@ class StateStore:
         """The parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
         return [Range(0, unit.layout.shard_numel)]
 
+    def divides(self, unit: Unit) -> bool:
+        """Return whether segments of ``unit`` can be cut after they were laid out."""
+        return True
+
     def bind(self, inner: torch.optim.Optimizer, units: Sequence[Unit], segments: Segments) -> None:
-        """Says what is updated."""
+        """Says what is updated; again after segments were cut or units added."""
         self.inner, self.units, self.segments = inner, units, segments
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Updates masters and shards; local but for what ``updated`` does.
 
         Args:
-            grads: This rank's gradients, (shard_numel,) per unit; may be overwritten.
+            grads: This rank's gradients, (shard_numel,) per unit that does not rest; may be overwritten.
             factor: 0-dim; what the gradients are multiplied with first.
-            updated: Called with each unit in order, the same on every rank, when its shard has its new value. The update of a sharded
-                unit may still be under way then.
+            updated: Called with each of these units in order, the same on every rank, when its shard has its new value. The update of a
+                sharded unit may still be under way then.
         """
-        by_unit = {id(unit): grad for unit, grad in zip(self.units, grads, strict=True)}
+        by_unit = {id(unit): grad for unit, grad in zip(self.trained_units, grads, strict=True)}
         fresh = not self.inner.state
         if not fresh and self._pays_in_turn():
             self._update_in_turn(by_unit, factor, updated)
@@ -61,33 +65,39 @@ class StateStore:
         self._update_at_once(by_unit, factor)
         if fresh:
             self.move_to_huge_pages()
-        for unit in self.units:
+        for unit in self.trained_units:
             updated(unit)
+
+    @property
+    def trained_units(self) -> list[Unit]:
+        """The units that are updated now."""
+        return [unit for unit in self.units if not unit.rests]
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """One step of the inner optimizer itself."""
         writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
-        for segment in self.segments:
+        segments = self.segments.trained
+        for segment in segments:
             segment.tensor.grad = segment.gradient(by_unit[id(segment.unit)])
         if isinstance(self.inner, HostOptimizer) and writes_shards:
-            lows = {segment.tensor: low for segment in self.segments if (low := segment.low) is not None}
+            lows = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
-            for unit in self.units:
+            for unit in self.trained_units:
                 shard_changed(unit)
         else:
             self.inner.step()
-            publish(self.units)
-        for segment in self.segments:
+            publish(self.trained_units)
+        for segment in segments:
             segment.tensor.grad = None
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Unit by unit, so that one is all-gathered while the next is updated."""
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = self._writes_shards()
-        for unit in self.units:
-            segments = self.segments.of(unit)
+        for unit in self.trained_units:
+            segments = self.segments.trained_of(unit)
             if segments:
                 grads = [segment.gradient(by_unit[id(unit)]) for segment in segments]
                 stepper.step(segments, grads, float(factor), [segment.low for segment in segments] if writes_shards else None)

@@ -70,7 +70,7 @@ class SubGroupStepper:
     def _step(self, other: torch.optim.Optimizer, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor], factor: float) -> None:
         """A torch optimizer: gradients brought to the accumulation type, scaled there, then cast to the master's, as without offload."""
         for segment, grad in zip(segments, grads, strict=True):
-            wide = grad.to(self._accumulation_dtype)
+            wide = grad.to(torch.promote_types(self._accumulation_dtype, segment.tensor.dtype))
             segment.tensor.grad = (wide.mul_(factor) if factor != 1.0 else wide).to(segment.tensor.dtype)
         try:
             other.step()

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.core.optimizer.clones import state_at_start
 from hf_zero.core.optimizer.owner_states import OwnerStates, WholeParam
 from hf_zero.core.optimizer.owners import Spread, assign_owners, spread_of, spread_of_experts
-from hf_zero.core.optimizer.segments import master_of
+from hf_zero.core.optimizer.segments import OwnedSegment, master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.tensor_moves import TensorMoves
@@ -53,29 +54,71 @@ class WholeTensorOptimizer(ShardedOptimizer):
         state_store: StateStore | None = None,
         experts: Collectives | None = None,
     ) -> None:
-        owned = assign_owners(_spread(units, collectives, experts), collectives.world)
-        self._owners = {entry.slot.name: entry.rank for entry in owned}
-        self._exchanges = [
-            TensorMoves(unit, [entry for entry in owned if entry.unit == index], collectives) for index, unit in enumerate(units)
-        ]
-        self.whole = [
-            WholeParam(move.unit, entry.slot, nn.Parameter(_rest(move.unit, entry.slot)), entry.rank == collectives.rank, inner)
-            for move in self._exchanges
+        self._collectives, self._experts = collectives, experts
+        self._owners: dict[str, int] = {}
+        self._exchanges: list[TensorMoves] = []
+        self.whole: list[WholeParam] = []
+        self._by_name: dict[str, WholeParam] = {}
+        self._resting: set[str] = set()  # names
+        self._take_over(inner, units)
+        super().__init__(inner, units, state_store)
+
+    def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
+        """Give the parameters of ``units`` owners; returns those that this rank updates. Collective where experts are divided."""
+        net = self._collectives
+        owned = assign_owners(_spread(units, net, self._experts), net.world)
+        self._owners |= {entry.slot.name: entry.rank for entry in owned}
+        moves = [TensorMoves(unit, [entry for entry in owned if entry.unit == index], net) for index, unit in enumerate(units)]
+        added = [
+            WholeParam(move.unit, entry.slot, nn.Parameter(_rest(move.unit, entry.slot)), entry.rank == net.rank, inner)
+            for move in moves
             for entry in move.own
         ]
-        self._collectives = collectives
-        self._by_name = {entry.slot.name: entry for entry in self.whole}
-        super().__init__(inner, units, state_store)
+        self._exchanges += moves
+        self.whole += added
+        self._by_name |= {entry.slot.name: entry for entry in added}
+        return added
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
         groups = range(len(self.inner.param_groups))
         return [[entry.param for entry in self.whole if entry.slot.group == index] for index in groups]
 
+    def updated_tensors(self) -> set[int]:
+        """Return the ids of the parameters that this rank updates."""
+        return {id(entry.param) for entry in self.whole}
+
+    def can_rest(self, unit: Unit) -> bool:
+        """Return True: each parameter is updated by itself."""
+        return True
+
+    def rest(self, resting: Mapping[int, Collection[int]]) -> None:
+        """As ``ShardedOptimizer.rest``."""
+        super().rest(resting)
+        self._resting = {unit.layout.slots[index].name for unit in self.units for index in resting.get(id(unit), ())}
+
+    def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
+        """Do nothing: each parameter counts its own steps."""
+
+    def extend(self, units: Sequence[Unit]) -> None:
+        """As ``ShardedOptimizer.extend``."""
+        self.state_store.settle()
+        self.units += units
+        has_state = bool(self.inner.state)
+        added = self._take_over(self.inner, units)
+        self._replace(())
+        for entry in added if has_state else ():
+            entry.install(state_at_start(self.inner, entry.slot.group, entry.param))
+
+    def _replace(self, segments: Iterable[OwnedSegment]) -> None:
+        for group, params in zip(self.inner.param_groups, self._lay_out(), strict=True):
+            group["params"] = params
+        self.state_store.bind(self.inner, self.units, self.segments)
+
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """One update of masters and shards; collective at stages 1 to 3.
 
         Args:
-            shards: This rank's reduced gradients, (shard_numel,) per unit; overwritten.
+            shards: This rank's reduced gradients, (shard_numel,) per unit that does not rest; overwritten.
             factor: 0-dim; what they are multiplied with first.
             updated: Called with each unit, in order, when its shard has its new value.
         """
@@ -90,11 +133,14 @@ class WholeTensorOptimizer(ShardedOptimizer):
             self._scatter(updated)
         self._opt_called = True
 
+    def _moves(self) -> list[TensorMoves]:
+        return [move for move in self._exchanges if not move.unit.rests]
+
     def _collect(self, grads: Sequence[torch.Tensor]) -> None:
         """Gives the parameters of this rank their values and gradients."""
         under_way: deque[Pending] = deque()
         arriving: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
-        for move, grad in zip(self._exchanges, grads, strict=True):
+        for move, grad in zip(self._moves(), grads, strict=True):
             masters, first = move.collect(master_of(move.unit), "masters to owners")
             gradients, second = move.collect(grad, "gradients to owners")
             arriving.append((masters, gradients))
@@ -107,7 +153,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             for name in masters:
                 param = self._by_name[name].param
                 param.data = masters[name]
-                param.grad = gradients[name].to(param.device, param.dtype)
+                param.grad = gradients[name].to(param.device, param.dtype) if name not in self._resting else None
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
         """Brings the new values back to the shards and publishes them."""
@@ -119,7 +165,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
             publish([unit])
             updated(unit)
 
-        for move in self._exchanges:
+        for move in self._moves():
             tensors = {}
             for entry in move.own:
                 param = self._by_name[entry.slot.name].param

@@ -59,9 +59,13 @@ class BackwardPhase:
     def attach(self) -> None:
         """Puts hooks on the parameters that are trained; ``detach`` takes them out."""
         for entry in self.reducer.gradients if self.reducer is not None else ():
-            for index, param in enumerate(entry.unit.params):
-                if param is not None:
-                    self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
+            self.attach_to(entry)
+
+    def attach_to(self, entry: UnitGradients) -> None:
+        """Put hooks on the parameters of one unit."""
+        for index, param in enumerate(entry.unit.params):
+            if param is not None:
+                self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
         added = entry.in_place.indices

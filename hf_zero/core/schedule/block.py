@@ -101,6 +101,10 @@ class Block:
         """Elements that unsharding it allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
 
+    def forget_size(self) -> None:
+        """Count ``numel`` again: its units are others."""
+        self.__dict__.pop("numel", None)
+
     @property
     def sharded(self) -> bool:
         """Whether a unit is neither unsharded nor on its way."""

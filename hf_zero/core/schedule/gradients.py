@@ -226,6 +226,10 @@ class UnitGradients:
         wanted = ((slot, used) for param, slot, used in owners if param is not None and param.requires_grad and slot.numel)
         return [slot.name for slot, used in wanted if not used]
 
+    def used(self, index: int) -> bool:
+        """Return whether parameter ``index`` had a gradient on this rank since the last step."""
+        return self._used[index]
+
     def begin_backward(self) -> None:
         """A new backward: no gradient has arrived yet."""
         self._write_kept()  # of a unit that the last one did not complete
@@ -252,6 +256,10 @@ class UnitGradients:
         if param is None or grad is None:
             return
         param.grad = None
+        self.accept(index, grad, deferred, factor, several)
+
+    def accept(self, index: int, grad: torch.Tensor, deferred: bool, factor: float = 1.0, several: bool = False) -> None:
+        """Take ``grad``, of the whole shape, as a gradient of parameter ``index``; else as ``collect``."""
         if not grad.numel():
             _refuse_empty(self.unit.layout.slots[index])
         if grad.is_sparse:

@@ -7,6 +7,8 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+import torch
+
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.observe import warn_once
@@ -104,15 +106,16 @@ class Reducer:
         self.pieces = False
         self._overlap = overlap
         self._agree = agree
-        self._queue = self.gradients[::-1]
+        self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
         # By the part that is in flight: over the axis or a node, over nodes, over replicas of the shards.
         self._flying: tuple[deque[UnitGradients], ...] = (deque(), deque(), deque())
+        self._sort()
 
     def _sort(self) -> None:
-        self._queue = self.gradients[::-1]
+        self._queue = [entry for entry in self.gradients[::-1] if not entry.unit.rests]
         self._queue.sort(key=self._position)  # stable
 
     def _position(self, entry: UnitGradients) -> int:
@@ -149,7 +152,8 @@ class Reducer:
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
         entry.piecemeal |= self.pieces
-        entry.collect(index, not self._reduces or self.pieces, self._factor, several=self.pieces)
+        # The gradient of a unit that rested until now stays here until the step.
+        entry.collect(index, not self._reduces or self.pieces or entry.unit.rests, self._factor, several=self.pieces)
         if self._reduces and entry.complete:
             self.proceed()
 
@@ -224,6 +228,30 @@ class Reducer:
             self._reduces = True
             _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
             self.flush()
+
+    # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
+
+    def train(self, gradients: Sequence[UnitGradients]) -> None:
+        """Reduce the units of ``gradients``, in the model's order, from now on, but those that rest; local."""
+        self.gradients[:] = gradients
+        self._positions = {}
+        self._sort()
+
+    def take_waiting(self, entries: Sequence[UnitGradients], waiting: Mapping[int, torch.Tensor]) -> None:
+        """Reduce what this rank has of units that the backwards of this step have not reduced; collective.
+
+        Args:
+            entries: Their gradients, in the model's order.
+            waiting: Gradients of this rank that are still whole, by id of the parameter.
+        """
+        for entry in entries:
+            for index, param in enumerate(entry.unit.params):
+                if id(param) in waiting:
+                    entry.accept(index, waiting[id(param)], deferred=True, factor=self._factor)
+        for entry in entries:
+            entry.exchange.completes = True
+            self._send(entry)
+        self._finish()
 
     def _send_late(self) -> None:
         """Reduces once more what arrived behind its place in the order, on any rank."""

@@ -97,6 +97,10 @@ class UnshardSchedule:
         if not self._learned:
             self._learn(self._collectives.broadcast_object(list(self._observed), 0, "order of blocks"))
 
+    def units_changed(self) -> None:
+        """Blocks have got other units: backward's order of reductions is found anew."""
+        self._positions = None
+
     def begin_update(self) -> None:
         """A step changes the shards: what is unsharded becomes stale, so it is resharded; local."""
         for block in (self.root, *self.order):

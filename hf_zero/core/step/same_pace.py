@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.errors import StateError
 
 
-def require_same_pace(collectives: Collectives, micro_steps: int, has_written: bool = False) -> bool:
+def require_same_pace(collectives: Collectives, micro_steps: int, has_written: bool = False, trained: TrainedSet | None = None) -> bool:
     """Raises on all ranks when one has begun another number of micro-steps; collective, on the host.
 
     Args:
         collectives: The data-parallel axis.
         micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
         has_written: The script has written gradients of its own on this rank.
+        trained: The parameters that the coming step trains; looked at here.
 
     Returns:
         Whether any rank ``has_written``.
@@ -20,7 +22,12 @@ def require_same_pace(collectives: Collectives, micro_steps: int, has_written: b
     Raises:
         StateError: It names the ranks and their numbers.
     """
-    most, fewest, written = collectives.largest_of([micro_steps, -micro_steps, has_written], "micro-steps")
+    digest = trained.look() if trained is not None else 0
+    most, fewest, largest, smallest, written = collectives.largest_of(
+        [micro_steps, -micro_steps, digest, -digest, has_written], "micro-steps"
+    )
+    if trained is not None and largest != -smallest:
+        raise trained.compare(collectives)
     if most == -fewest:
         return bool(written)
     counts = collectives.gather_objects(micro_steps, "micro-steps")

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
+from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -61,6 +64,8 @@ class Stepper:
         settings: StepSettings,
         model_collectives: Collectives | None = None,
         expert_collectives: Collectives | None = None,
+        trained: TrainedSet | None = None,
+        join: Callable[[Sequence[Joining]], list[UnitGradients]] | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -68,12 +73,21 @@ class Stepper:
         self.scaler = scaler
         self.collectives = collectives
         self.settings = settings
-        self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
-        apart = expert_collectives or model_collectives  # who has parts that this rank does not have
-        tensor = model_collectives.world if model_collectives is not None else 1
-        self._parts = model_axis(optimizer.units, apart, tensor) if apart is not None else None
+        self.trained = trained
+        self._join = join
+        self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
+        self._networks = model_collectives, expert_collectives
+        self._look_at_units()
+
+    def _look_at_units(self) -> None:
+        """Note what the norm must know of the units that are trained; local."""
+        units, (model, experts) = self.optimizer.trained_units, self._networks
+        self._model = model_axis(units, model) if model is not None else None
+        apart = experts or model  # the ranks with parts that this rank does not have
+        tensor = model.world if model is not None else 1
+        self._parts = model_axis(units, apart, tensor) if apart is not None else None
         # Both in the model's order; the reducer's own order is the model's too.
-        self._gradients = {id(entry.unit): entry for entry in reducer.gradients}
+        self._gradients = {id(entry.unit): entry for entry in self.reducer.gradients}
 
     def begin_micro_step(self, boundary: bool, in_no_sync: bool, factor: float) -> None:
         """Called before each backward; decides whether its gradients are reduced in it.
@@ -99,7 +113,7 @@ class Stepper:
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""
-        return first_non_finite(self.optimizer.units, shards, self.collectives, self._model)
+        return first_non_finite(self.optimizer.trained_units, shards, self.collectives, self._model)
 
     def _require_all(self) -> None:
         unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
@@ -122,7 +136,50 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps.
         """
-        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer))
+        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer), self.trained)
+
+    def waiting(self) -> frozenset[int]:
+        """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
+        if self.trained is None:
+            return frozenset()
+        self.trained.look()
+        return frozenset(id(joining.param) for joining in self.trained.joining()) if self.trained.changed else frozenset()
+
+    def _follow(self, trained: TrainedSet) -> None:
+        """Train what is to be trained now; collective. See [Note: what is trained].
+
+        Raises:
+            StateError: On all ranks, where a parameter cannot join or rest.
+        """
+        trained.require_own()
+        entries, joining = list(self.reducer.gradients), trained.joining()
+        idle = [(entry, trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
+        used = [entry.used(index) for entry, indices in idle for index in indices] + [new.param.grad is not None for new in joining]
+        anywhere = iter(self.collectives.data.any_of(used, "frozen parameters") if used else ())
+        resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
+        joining = [new for new in joining if next(anywhere)]
+        for entry in entries:
+            self._require_divisible(entry.unit, resting[id(entry.unit)])
+        rested = [entry for entry in entries if entry.unit.rests]
+        self.optimizer.rest(resting)
+        self._resting = resting
+        waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
+        for new in joining:
+            new.param.grad = None
+        joined = self._join(joining) if joining and self._join is not None else []
+        self.reducer.train(self.reducer.gradients)
+        self.reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
+        self._look_at_units()
+        trained.laid_out(resting, [entry.unit for entry in self.reducer.gradients])
+
+    def _require_divisible(self, unit: Unit, resting: Collection[int]) -> None:
+        whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
+        if not (whole or self.optimizer.can_rest(unit)):
+            raise StateError(
+                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), but not the other parameters of "
+                f"{unit.name}, whose optimizer states rest in one file (offload_optimizer.device: nvme). Freeze all of {unit.name}, freeze "
+                "before initialize(), or offload to cpu"
+            )
 
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
@@ -132,12 +189,15 @@ class Stepper:
                 have one, or gradients were written that cannot be taken; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
-        if self.agree():
+        written = self.agree()
+        if self.trained is not None and self.trained.changed:
+            self._follow(self.trained)
+        if written:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):
-            shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
+            shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.trained_units]
         self.optimizer.state_store.halt()
         with span("norm"):
             scaled_norm = self.norm_of(shards)
@@ -151,7 +211,7 @@ class Stepper:
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.reshard_for_update()
-                for unit in self.optimizer.units:
+                for unit in self.optimizer.trained_units:
                     unit.secondary.forget()  # an update that goes on after the step is not told of
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))

@@ -114,7 +114,7 @@ def build_blocks(
         The root first (even when empty), then the others in the model's order; those without parameters are left out.
     """
     blocks = find_blocks(model, leaves)
-    holders = _lowest_modules(model)
+    holders = lowest_modules(model)
     root = BlockSpec("root", model)
     specs = {name: BlockSpec(name, module) for name, module in blocks.items()}
     sizes: dict[str, int] = {}
@@ -135,7 +135,7 @@ def build_blocks(
     return [root, *used]
 
 
-def _lowest_modules(model: nn.Module) -> dict[int, str]:
+def lowest_modules(model: nn.Module) -> dict[int, str]:
     """For each parameter (by id) the dotted name of the lowest module that contains all its registrations."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):

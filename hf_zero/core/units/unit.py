@@ -84,6 +84,7 @@ class Unit:
         lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
+        rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -94,6 +95,7 @@ class Unit:
         self.owned = layout.shard_range(self.rank)
         self.reshards = spec.reshards
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
+        self.rests = False
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False

@@ -1,0 +1,116 @@
+"""Units for parameters that are trained for the first time after ``initialize``: unfrozen ones, and those of modules added later."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+from hf_zero.build.units import UnitBuilder, persist_and_reshard
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.runtime import Runtime
+from hf_zero.core.step.trained_set import Joining
+from hf_zero.core.units.construct import NamedParam
+from hf_zero.core.units.grouping import BlockSpec, enclosing, lowest_modules
+from hf_zero.core.units.unit import Unit, find_unit
+from hf_zero.errors import UnsupportedError
+
+
+@dataclass
+class Joiner:
+    """Give parameters that join units of their own, beside those of their block. See [Note: what is trained].
+
+    Attributes:
+        builder: Makes the units.
+        runtime: Hooks on the module.
+        reducer: Gradients on their way.
+        optimizer: The engine's.
+        units: All units of the engine; the same list everywhere.
+        gradients_of: Makes the gradients of a unit.
+        largest: Elements of a unit that stays unsharded at stage 3.
+        undivided: Ids of the parameters that were there when several ranks divided the model among them; None where each has all of it.
+    """
+
+    builder: UnitBuilder
+    runtime: Runtime
+    reducer: Reducer
+    optimizer: ShardedOptimizer
+    units: list[Unit]
+    gradients_of: Callable[[Unit], UnitGradients]
+    largest: int
+    undivided: frozenset[int] | None
+    _joins: int = 0  # how often parameters have joined; names of units are not repeated
+
+    def join(self, joining: Sequence[Joining]) -> list[UnitGradients]:
+        """Make units of ``joining``, in the model's order, and train them; collective.
+
+        Returns:
+            The gradients of the new units.
+
+        Raises:
+            UnsupportedError: Several ranks hold the model together, and a parameter was not there when it was divided.
+        """
+        self._require_known(joining)
+        self._joins += 1
+        former = {id(owner[0]): owner[0] for entry in joining if (owner := find_unit(entry.param)) is not None}
+        added: list[Unit] = []
+        for block, members in self._by_block(joining):
+            spec = BlockSpec(f"{block.name} (added {self._joins})", block.module, members)
+            added += self._extend(block, self.builder.block(spec).units)
+        self._drop_empty(former.values())
+        self.units += added
+        persist_and_reshard(added, set(), self.largest, sum(unit.layout.numel for unit in added))
+        self.optimizer.extend(added)
+        entries = self._train(added)
+        for entry in entries:
+            self.runtime.backward.attach_to(entry)
+        if self.runtime.schedule is not None:
+            self.runtime.schedule.units_changed()
+        return entries
+
+    def _require_known(self, joining: Sequence[Joining]) -> None:
+        unknown = [entry.name for entry in joining if self.undivided is not None and id(entry.param) not in self.undivided]
+        if unknown:
+            raise UnsupportedError(
+                f"{', '.join(unknown[:5])}: trained for the first time after initialize(), in a model that several ranks "
+                "hold together (tensor parallelism, pipelines), which is not provided. Add and unfreeze before initialize()"
+            )
+
+    def _by_block(self, joining: Sequence[Joining]) -> list[tuple[Block, list[NamedParam]]]:
+        """Return the blocks that parameters belong to, in the model's order, each with its parameters."""
+        blocks = {block.name: block for block in self.runtime.blocks}
+        holders = lowest_modules(self.runtime.module)
+        found: dict[int, tuple[Block, list[NamedParam]]] = {}
+        for entry in joining:
+            name = enclosing(holders[id(entry.param)], blocks)
+            block = blocks[name] if name is not None else self.runtime.root
+            found.setdefault(id(block), (block, []))[1].append(NamedParam(entry.name, entry.param, entry.group))
+        order = [self.runtime.root, *self.runtime.blocks]
+        return [found[id(block)] for block in order if id(block) in found]
+
+    def _extend(self, block: Block, units: Sequence[Unit]) -> Sequence[Unit]:
+        block.units += units
+        block.forget_size()
+        return units
+
+    def _drop_empty(self, former: Iterable[Unit]) -> None:
+        """Forget frozen units that all parameters have left."""
+        empty = {id(unit) for unit in former if all(param is None for param in unit.params)}
+        self.units[:] = [unit for unit in self.units if id(unit) not in empty]
+        for block in (self.runtime.root, *self.runtime.blocks):
+            if any(id(unit) in empty for unit in block.units):
+                block.units[:] = [unit for unit in block.units if id(unit) not in empty]
+                block.forget_size()
+
+    def _train(self, units: Sequence[Unit]) -> list[UnitGradients]:
+        """Make gradients of ``units``, and bring those of all units into the model's order."""
+        entries = {id(unit): self.gradients_of(unit) for unit in units}
+        known = {id(entry.unit): entry for entry in self.reducer.gradients} | entries
+        ordered: list[UnitGradients] = []
+        for block in (self.runtime.root, *self.runtime.blocks):
+            block.gradients = [known[id(unit)] for unit in block.units if id(unit) in known]
+            ordered += block.gradients
+        self.reducer.train(ordered)
+        return list(entries.values())

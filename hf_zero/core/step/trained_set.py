@@ -1,0 +1,219 @@
+"""Which parameters a step trains: those that require a gradient now and are in a param group, whatever ``initialize`` found."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.units.unit import Unit, find_unit
+from hf_zero.errors import StateError
+from hf_zero.observe import warn_once
+
+
+class _Registrations:
+    """Counts the parameters and modules that are registered anywhere in this process, from the first engine on."""
+
+    count = 0
+    _hooked = False
+
+    @classmethod
+    def watch(cls) -> None:
+        """Begin to count; a second call changes nothing."""
+        if not cls._hooked:
+            cls._hooked = True
+            register_module_parameter_registration_hook(cls._add)
+            register_module_module_registration_hook(cls._add)
+
+    @classmethod
+    def _add(cls, *_: object) -> None:
+        cls.count += 1
+
+
+@dataclass(frozen=True)
+class Joining:
+    """A parameter that is trained from this step on: its dotted name, itself, and the index of its param group."""
+
+    name: str
+    param: nn.Parameter
+    group: int
+
+
+class TrainedSet:
+    """Look at the parameters of a model and at the param groups of its optimizer, once per optimizer step.
+
+    [Note: what is trained] As in plain PyTorch, a parameter is trained when it requires a gradient and is in a param group; both may
+    change at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
+    ``requires_grad`` of all parameters, the number of registrations in the process and the lengths of the param groups with those of
+    the last look, and gives a digest of the set, which the ranks compare in the vote that each step takes anyway. Where it is another:
+
+    - A parameter of a unit that was frozen *rests*: its elements become segments of their own, which no update touches. Its state
+      stays, and its number of steps stands still until it has a gradient again.
+    - A parameter that is trained for the first time *joins*: it gets a new unit. Its gradients of this step lie in ``param.grad``,
+      whole and of this rank, and are reduced as those of any unit.
+
+    In both cases gradients decide: a parameter that was frozen after it had one is updated once more, and one that was unfrozen is not
+    updated before any rank has one.
+
+    Attributes:
+        digest: Of the names and groups of the trained parameters; equal on all ranks, or one of them trains other parameters.
+        changed: The set differs from the one that units and segments are laid out for.
+
+    Args:
+        module: The user's module.
+        optimizer: The engine's.
+        groups: Param group of each parameter of the optimizer by id, frozen ones included.
+        default_group: Param group of parameters that are in none, where the optimizer trains all that require a gradient; else None.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, groups: dict[int, int], default_group: int | None = None) -> None:
+        _Registrations.watch()
+        self._module, self._optimizer, self._groups, self._default_group = module, optimizer, groups, default_group
+        self._foreign: list[str] = []  # tensors in param groups that are no parameters of the model
+        self._names: list[str] = []
+        self._params: list[nn.Parameter] = []
+        self._lengths: list[int] = []
+        self._registrations = -1
+        self._read()
+        self._flags = self._requiring()
+        self.digest = self._digest()
+        self.changed = False
+        self._frozen: set[int] = set()  # ids of parameters of units that required no gradient when these were laid out
+
+    def look(self) -> int:
+        """Compare with the last look; local. Returns the digest."""
+        anew = self._registrations != _Registrations.count or self._lengths != self._group_lengths()
+        if anew:
+            self._read()
+        flags = self._requiring()
+        if anew or flags != self._flags:
+            self._flags = flags
+            digest = self._digest()
+            self.changed |= digest != self.digest
+            self.digest = digest
+            self._warn_of_untrained()
+        return self.digest
+
+    def compare(self, collectives: Collectives) -> StateError:
+        """Make the error for digests that differ; collective over the data-parallel ranks."""
+        by_rank: list[list[str]] = collectives.gather_objects([*self._trained_names(), *self._foreign], "trained parameters")
+        everywhere = set(by_rank[0]).intersection(*by_rank[1:])
+        differing = list(dict.fromkeys(name for names in by_rank for name in names if name not in everywhere))
+        told = []
+        for name in differing[:5]:
+            ranks = ", ".join(str(rank) for rank, names in enumerate(by_rank) if name in names)
+            told.append(f"{name} on rank(s) {ranks}")
+        more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
+        return StateError(
+            f"the ranks train different parameters: {'; '.join(told)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
+            "param group was added, on some ranks only: do the same on all ranks"
+        )
+
+    def require_own(self) -> None:
+        """Raise for tensors in param groups that are no parameters of the model; all ranks have the same.
+
+        Raises:
+            StateError: There are such tensors.
+        """
+        if self._foreign:
+            raise StateError(
+                f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is no parameter of the engine's model: "
+                "add the module to the model first, then its parameters to the optimizer, or train it with an optimizer of its own"
+            )
+
+    def joining(self) -> list[Joining]:
+        """Return the parameters that are trained and belong to no trained unit, in the model's order; local."""
+        return [Joining(name, param, group) for name, param, group in self._trained() if not _is_in_trained_unit(param)]
+
+    def idle(self, unit: Unit, resting: Collection[int]) -> list[int]:
+        """Return the positions in ``unit`` of the parameters that rest, or required no gradient at this look or the last; local."""
+        slots = zip(unit.params, unit.layout.slots, strict=True)
+        return [
+            index
+            for index, (param, slot) in enumerate(slots)
+            if slot.numel and (index in resting or (param is not None and (not param.requires_grad or id(param) in self._frozen)))
+        ]
+
+    def laid_out(self, resting: Mapping[int, Collection[int]], units: Sequence[Unit]) -> None:
+        """Note for which parameters units and segments are laid out now.
+
+        Where a parameter does not rest and requires no gradient, or rests and requires one, the next step looks again: the one rests from
+        then on, the other waits for its first gradient. So does a parameter that is to join.
+
+        Args:
+            resting: Positions of the parameters that rest, by id of their unit.
+            units: All trained units.
+        """
+        self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not param.requires_grad}
+        self.changed = bool(self.joining()) or any(
+            param is not None and slot.numel and param.requires_grad is (index in resting.get(id(unit), ()))
+            for unit in units
+            for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
+        )
+
+    # -- what is looked at ----------------------------------------------------------------------------------------------
+
+    def _requiring(self) -> list[bool]:
+        return [param.requires_grad for param in self._params]
+
+    def _group_lengths(self) -> list[int]:
+        return [len(group["params"]) for group in self._optimizer.param_groups]
+
+    def _read(self) -> None:
+        """List the model's parameters, and take those that a script has put into param groups out of these; local."""
+        self._registrations = _Registrations.count
+        named = dict(self._module.named_parameters())
+        self._names, self._params = list(named), list(named.values())
+        known, own = {id(param) for param in self._params}, self._optimizer.updated_tensors()
+        for index, group in enumerate(self._optimizer.param_groups):
+            for position, tensor in enumerate(group["params"]):
+                if id(tensor) in own:
+                    continue
+                if id(tensor) in known:
+                    self._groups[id(tensor)] = index
+                else:
+                    self._foreign.append(f"tensor {position} of param group {index}, of shape {tuple(tensor.shape)}")
+            group["params"] = [tensor for tensor in group["params"] if id(tensor) in own]
+        self._lengths = self._group_lengths()
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """Yield name, parameter and param group of what is trained."""
+        for name, param, requires in zip(self._names, self._params, self._flags, strict=True):
+            group = self._groups.get(id(param), self._default_group) if requires else None
+            if group is not None:
+                yield name, param, group
+
+    def _trained_names(self) -> Iterator[str]:
+        return (f"{name} (param group {group})" for name, _, group in self._trained())
+
+    def _digest(self) -> int:
+        whole = zlib.crc32("\n".join([*self._trained_names(), *self._foreign]).encode())
+        return whole & 0xFFFFFF  # votes have 24 bits
+
+    def _warn_of_untrained(self) -> None:
+        """Say which parameters require a gradient and are in no param group: plain PyTorch trains these as little."""
+        trained = {id(param) for _, param, _ in self._trained()}
+        requiring = zip(self._names, self._params, self._flags, strict=True)
+        untrained = [name for name, param, requires in requiring if requires and id(param) not in trained]
+        if untrained:
+            warn_once(
+                f"{len(untrained)} parameter(s) require a gradient and are in no param group of the optimizer ({untrained[0]}, ...): "
+                'nothing trains them. Call engine.optimizer.add_param_group({"params": ...}) with them, or give the optimizer all '
+                "parameters before initialize()"
+            )
+
+
+def _is_in_trained_unit(param: torch.Tensor) -> bool:
+    owner = find_unit(param)
+    return owner is not None and owner[0].trainable
+
+
+def names_of(unit: Unit, indices: Sequence[int]) -> list[str]:
+    """Return the dotted names of the parameters of ``unit`` at ``indices``."""
+    return [unit.layout.slots[index].name for index in indices]
