@@ -23,6 +23,7 @@ from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard_storage import ShardStorage
 from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
@@ -92,6 +93,9 @@ class UnitBuilder:
                 cast_param(member.param, self.precision, device)
         cast_and_move(self.module, self.precision, device)
         loose = {member.name: member.param for member in members if id(member.param) not in taken}
+        for param in loose.values():
+            if not (is_elsewhere(param) or is_expert(param)):
+                register_loose(param, self.collectives.data)
         self._take_first_values({name: param for name, param in loose.items() if find_unit(param) is None})
         if self.stage.parameters_sharded:
             for param in self.module.parameters():

@@ -19,6 +19,7 @@ from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
@@ -84,6 +85,7 @@ class EngineCheckpoints:
         if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()
+        WrittenValues(engine.units).agree(self._collectives.data)
         settings = self._settings
         request = SaveRequest(
             os.fspath(save_dir),

@@ -17,7 +17,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.own_part import has_memory
 from hf_zero.core.units.unit import Unit
-from hf_zero.core.units.values import write_back_assigned
+from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 
@@ -109,7 +109,7 @@ class OffloadedStates:
             self._runtime.backward.reducer.shown.end()
         for unit in self._units:
             if all(has_memory(tensor) for tensor in unit.own.tensors()):
-                write_back_assigned(unit)
+                adopt_writes(unit)
         tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type == self._device.type]
         if self._pool is None or self._pool.memory.pin != pin_memory:
             self._pool = HostPool(HostMemory(self._device, pin_memory))

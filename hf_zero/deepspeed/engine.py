@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch import nn
 from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model_files
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
 from hf_zero.core.engine import EngineParts
+from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.deepspeed import getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
@@ -62,14 +64,16 @@ class Engine(ConfiguredEngine):
         self._training: list[Training] = []
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
-            self._training = [
-                Training(gradients, parts.optimizer, parts.scaler, self.stage_policy.allows_deferral)
-                for gradients in parts.stepper.reducer.gradients
-            ]
-            for training in self._training:
-                register_training(training.gradients.unit, training)
+            for gradients in parts.stepper.reducer.gradients:
+                self._register(gradients)
+            parts.stepper.on_joined = WeakMethod(self._register)
         elif self.stage_policy.parameters_sharded:
             self.optimizer = OffloadHandle(module)
+
+    def _register(self, gradients: UnitGradients) -> None:
+        """Let ``safe_get_*`` and their kin find the parameters of a unit that is trained."""
+        self._training.append(Training(gradients, self.optimizer, self.scaler, self.stage_policy.allows_deferral))
+        register_training(gradients.unit, self._training[-1])
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 

@@ -16,7 +16,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.written_gradients import write_gradient
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import all_gather_updated, publish
+from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
 
 
@@ -64,7 +64,10 @@ def _must_find(param: torch.Tensor, what: str) -> tuple[Unit, int]:
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """The whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
     owner = _find(param)
-    return gather_param(*owner, master_of(owner[0]), "master") if owner else None
+    if owner is None:
+        return None
+    adopt_writes(owner[0])
+    return gather_param(*owner, master_of(owner[0]), "master")
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
@@ -74,6 +77,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         StateError: No engine trains ``param``, or the shapes differ.
     """
     unit, index = _must_find(param, "safe_set_full_fp32_param")
+    adopt_writes(unit)
     write_param(unit, index, master_of(unit), value)
     _publish(unit)
 
@@ -165,7 +169,10 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     """This rank's part of the master of ``param``, 1D, maybe empty; None if no engine trains it."""
     owner = _find(param)
-    return owner[0].shard_part(owner[1], master_of(owner[0])) if owner else None
+    if owner is None:
+        return None
+    adopt_writes(owner[0])
+    return owner[0].shard_part(owner[1], master_of(owner[0]))
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
@@ -194,6 +201,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         StateError: No engine trains ``param``.
     """
     unit, index = _must_find(param, "safe_set_local_fp32_param")
+    adopt_writes(unit)
     unit.shard_part(index, master_of(unit)).copy_(value)
     _publish(unit)
 

@@ -26,6 +26,7 @@ class OneBitStepper(Stepper):
 
     def prepare(self, boundary: bool) -> None:
         """Before a backward: whether its gradients stay whole on each rank."""
+        super().prepare(boundary)
         self.reducer.exchange.keeps_whole = self._compresses
 
     @property

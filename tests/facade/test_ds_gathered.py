@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, class_loss
 from tests.support.parity import Run, check, initialize, micro_step, reference, train
@@ -208,39 +209,43 @@ def test_data_replaced_inside_a_gather(threshold: int) -> None:
     ranks.run_ranks(_other_data, 2, threshold)
 
 
-def _averages(modifier_rank: int | None) -> tuple[list[str], bool]:
-    """An average of weights, kept by a second engine, as scripts of reinforcement learning write it; (warnings, whether it has changed)."""
-    import logging
-
+def _averages(modifier_rank: int | None, who: list[int], threshold: int, folder: str) -> tuple[str, bool]:
+    """An average of weights that some ranks write, kept by a second engine; (the error, whether the average is what was written)."""
     import hf_zero
-    from hf_zero import observe
-    from hf_zero.core.schedule import gathered_parameters as gathered
 
-    observe._warned.clear()
-    gathered._said = False
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage()) if record.levelno >= logging.WARNING else None  # type: ignore[method-assign]
-    observe.logger.addHandler(handler)
-    engine, average = initialize(MLP.build(), Run(3)), initialize(MLP.build(1), Run(3))
-    start = whole(average.module)
+    small = {"stage3_param_persistence_threshold": threshold}
+    engine, average = (
+        initialize(MLP.build(), Run(3, extra={"zero_optimization": small})),
+        initialize(MLP.build(1), Run(3, extra={"zero_optimization": small})),
+    )
+    for param in average.parameters():
+        param.requires_grad_(False)
+    start, trained = ({name: value.clone() for name, value in whole(each.module).items()} for each in (average, engine))
+    text = ""
     with torch.no_grad():
         for param, mean in zip(engine.parameters(), average.parameters(), strict=True):
-            with hf_zero.zero.GatheredParameters([param, mean], modifier_rank=modifier_rank):
-                mean.data.copy_(0.5 * param.data + 0.5 * mean.data)
-        for param in engine.parameters():  # looking changes nothing, and a frozen one may be changed for a while
-            param.requires_grad_(False)
-            with hf_zero.zero.GatheredParameters([param]):
-                param.add_(1)
-    observe.logger.removeHandler(handler)
+            try:
+                with hf_zero.zero.GatheredParameters([param, mean], modifier_rank=modifier_rank):
+                    if ranks.rank() in who:
+                        mean.data.copy_(0.5 * param.data + 0.5 * mean.data)
+            except StateError as error:
+                text = str(error)
+    try:
+        average.save_checkpoint(folder)
+    except StateError as error:
+        text = text or str(error)
     now = whole(average.module)
-    return [line for line in lines if "are dropped" in line], any(not torch.equal(start[name], now[name]) for name in start)
+    return text, all(torch.equal(now[name], 0.5 * trained[name] + 0.5 * start[name]) for name in start)
 
 
-@pytest.mark.parametrize(("modifier_rank", "kept"), [(None, False), (0, True)])
-def test_dropped_changes_are_said(modifier_rank: int | None, kept: bool) -> None:
-    warned, changed = ranks.run_ranks(_averages, 2, modifier_rank)[0]
-    assert changed is kept and len(warned) == (0 if kept else 1) and all("modifier_rank=0" in line for line in warned)
+@pytest.mark.parametrize("threshold", [0, 10**6])
+@pytest.mark.parametrize(
+    ("modifier_rank", "who", "kept"), [(None, [0, 1], True), (None, [0], False), (None, [1], False), (0, [0], True), (1, [0, 1], True)]
+)
+def test_changes_count_or_are_refused(modifier_rank: int | None, who: list[int], kept: bool, threshold: int, tmp_path: Any) -> None:
+    for text, is_average in ranks.run_ranks(_averages, 2, modifier_rank, who, threshold, str(tmp_path)):
+        assert bool(text) is not kept and (is_average or not kept), text
+        assert kept or "GatheredParameters" in text
 
 
 def _unwrapped(stage: int) -> None:

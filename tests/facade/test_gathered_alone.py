@@ -85,7 +85,10 @@ def _changed_inside() -> None:
         other.get_parameter(NAME).data.mul_(3)
         torch.testing.assert_close(changed, _loss(other))
         assert not torch.equal(changed, start)
-        assert torch.equal(_loss(engine), start)  # dropped
+        assert torch.equal(_loss(engine), changed)  # all ranks have written the same
+        with GatheredParameters([param], modifier_rank=0):
+            param.data.copy_(plain.get_parameter(NAME))
+        assert torch.equal(_loss(engine), start)
 
 
 def _forward(engine: Any) -> torch.Tensor:

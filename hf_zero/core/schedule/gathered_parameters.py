@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from types import TracebackType
 
 import torch
 from torch import nn
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
+from hf_zero.core.units.registration import network_of_loose
+from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import broadcast_from
-from hf_zero.observe import warn_once
+from hf_zero.core.units.values import adopt_writes, broadcast_from
+from hf_zero.errors import StateError
+from hf_zero.native.crc32 import crc32_chunks
+
+_CHUNK_BYTES = 1 << 22  # of a checksum
 
 
 class GatheredParameters:
@@ -22,14 +30,15 @@ class GatheredParameters:
     forward has unsharded stays unsharded.
 
     [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and become the
-    values of shards and masters on all ranks. Without it changes made to a sharded parameter are dropped at exit (who
-    merges adapters for generation relies on it); where the parameter requires a gradient, as an average of weights does, a warning
-    says so. When an outer context with a ``modifier_rank`` holds the same unit, the broadcast is left to it: loaders enter inner
-    contexts on rank 0 only.
+    values of shards and masters on all ranks; of parameters in no unit (frozen ones at stages 0 to 2) too. Without it changes count
+    that all ranks have made alike, as they would in plain PyTorch: the ranks compare a checksum of the parameters at exit, and where it
+    differs all raise, and the changes are dropped. What was whole without this context (small parameters, stages 0 to 2) is not sent
+    here: its changes are carried over, and the ranks compare which parameters were written, at the next step. When an outer
+    context holds the same unit, all is left to that one: loaders enter inner contexts on rank 0 only.
 
     Args:
         params: Parameters.
-        modifier_rank: Rank whose changes are kept; None keeps none.
+        modifier_rank: Rank whose changes are kept; None keeps those that all ranks make alike.
         fwd_module: Module whose forward will read them: registers them as external to it.
         enabled: False makes it do nothing.
     """
@@ -42,9 +51,11 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self._wanted = positions_of(params) if enabled else {}
+        self._loose = _loose_of(params) if enabled and modifier_rank is not None else []
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
+        self._sums: dict[Unit, dict[int, int]] = {}  # checksums at entry of parameters that were whole
         if enabled and fwd_module is not None and params is not None:
             for param in [params] if isinstance(params, torch.Tensor) else list(params):
                 if isinstance(param, nn.Parameter) and find_unit(param) is not None:
@@ -56,56 +67,117 @@ class GatheredParameters:
                 unit.alone.add(indices)
                 self._alone.append(unit)
             else:
-                self._entered.append((unit, unit.pin(modifier_rank=self._modifier_rank)))
+                was_whole = unit.pin(modifier_rank=self._modifier_rank)
+                self._entered.append((unit, was_whole))
+                if was_whole and unit.reshards and not unit.gathers and self._modifier_rank is None:
+                    self._sums[unit] = {index: _checksum(unit.whole.view(index)) for index in indices}
+            unit.gathers += 1
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        for unit in self._wanted:
+            unit.gathers -= 1
+        refusal = self._settle(failed=kind is not None) if self._modifier_rank is None else None
         while self._alone:
             unit = self._alone.pop()
-            if kind is None:
-                _warn_of_dropped(unit, self._wanted[unit])
             unit.alone.remove(self._wanted[unit])
         while self._entered:
             unit, was_whole = self._entered.pop()
             if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
                     broadcast_from(unit, self._modifier_rank)
-            if kind is None and self._modifier_rank is None and not was_whole:
-                _warn_of_dropped(unit, range(len(unit.params)))
             unit.unpin(reshard=not was_whole)
+        if kind is None and self._modifier_rank is not None:
+            for param, network in self._loose:
+                network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
+        if refusal is not None and kind is None:
+            raise refusal
+
+    @torch.no_grad()
+    def _settle(self, failed: bool) -> StateError | None:
+        """Carry changes over that all ranks have made alike; collective for what this context has made whole.
+
+        Returns:
+            The error to raise, on all ranks that have none, where changes differ or a rank has left the block with an exception.
+        """
+        for unit, sums in self._sums.items():
+            unit.written |= {index for index, before in sums.items() if _checksum(unit.whole.view(index)) != before}
+        held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}
+        held |= {unit: [*range(len(unit.params))] for unit, was_whole in self._entered if not (was_whole or unit.gathers)}
+        by_network: dict[int, list[Unit]] = {}
+        for unit in held:
+            by_network.setdefault(id(unit.collectives.data), []).append(unit)
+        for units in by_network.values():
+            refusal = _compare(units, held, failed)
+            if refusal is not None:
+                for unit in units:
+                    unit.whole.note_versions()
+                return refusal
+            for unit in units if not failed else ():
+                _keep(unit, held[unit])
+        return None
 
 
-_said = False  # a loop over all parameters says it once
+def _keep(unit: Unit, indices: Iterable[int]) -> None:
+    """Carry what was written to these parameters into shard and master; local."""
+    if unit.state is UnitState.UNSHARDED:
+        adopt_writes(unit)
+        return
+    unit.alone.take_assigned()
+    for index in indices:
+        param = unit.params[index]
+        if param is not None:
+            unit.alone.adopt_value(index, param.data)
 
 
-def _warn_of_dropped(unit: Unit, indices: Iterable[int]) -> None:
-    global _said
-    name = None if _said else _changed_here(unit, indices)
-    if name is not None:
-        _said = True
-        warn_once(
-            f"GatheredParameters(...) without modifier_rank: the new values of {name} are dropped. Pass modifier_rank=0 to keep what "
-            "rank 0 wrote"
-        )
+def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: bool) -> StateError | None:
+    """Compare parameters over the ranks that hold the same ones; collective. Returns the error for values that differ."""
+    network = units[0].collectives.data
+    if network.world == 1:
+        return None
+    sums = {}
+    for unit in units:
+        for index in held[unit]:
+            param = unit.params[index]
+            if param is not None:
+                sums[unit.layout.slots[index].name] = _checksum(param.data)
+    total = zlib.crc32(repr(sums).encode()) & 0xFFFFFF  # votes have 24 bits
+    largest, smallest, somewhere = network.largest_of([total, -total, failed], "gathered parameters")
+    if somewhere:
+        return StateError("another rank has left the block of GatheredParameters with an exception; its own message says why")
+    if largest == -smallest:
+        return None
+    by_rank: list[dict[str, int]] = network.gather_objects(sums, "gathered parameters")
+    names = [name for name in sums if any(other.get(name) != by_rank[0].get(name) for other in by_rank)]
+    return StateError(
+        f"{', '.join(names[:5])}: written inside GatheredParameters(...) without modifier_rank, and the ranks have different values now. "
+        "Pass modifier_rank=0 to keep what rank 0 wrote, or write the same on all ranks. The changes are dropped"
+    )
 
 
-def _changed_here(unit: Unit, indices: Iterable[int]) -> str | None:
-    """The first of the parameters that requires a gradient and whose part is not what this rank's shard holds; local.
+def _checksum(tensor: torch.Tensor) -> int:
+    """Return a number that two tensors with other bits hardly share."""
+    values = tensor.detach().contiguous().view(-1)
+    if not values.numel():
+        return 0
+    if values.device.type == "cpu":
+        # Not through ``numpy()``, which takes the right to free its memory from a buffer for good.
+        rows = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
+        return zlib.crc32(crc32_chunks(memoryview(rows), _CHUNK_BYTES).tobytes())
+    whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
+    return int(values.view(whole).sum(dtype=torch.int64))
 
-    None too where the shard rests elsewhere than the whole values.
-    """
-    for index in indices if unit.reshards else ():
-        param, slot = unit.params[index], unit.layout.slots[index]
-        if param is None or not param.requires_grad or param.numel() != slot.numel or param.device != unit.shard.device:
+
+def _loose_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[tuple[torch.Tensor, Collectives]]:
+    """Return the parameters of an engine's model that are in no unit, each with the network of the ranks that hold it."""
+    found: dict[int, tuple[torch.Tensor, Collectives]] = {}
+    for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
+        if not isinstance(param, torch.Tensor):
             continue
-        part = slot.range.intersect(unit.owned).shift(-slot.offset)
-        if part.numel and not _same_bits(param.data.reshape(-1)[part.start : part.stop], unit.shard_part(index, unit.shard)):
-            return slot.name
-    return None
-
-
-def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+        network = network_of_loose(param) if find_unit(param) is None else None
+        if network is not None:
+            found[id(param)] = param, network
+    return list(found.values())
 
 
 def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:

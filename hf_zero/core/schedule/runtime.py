@@ -15,6 +15,7 @@ from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
+from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.unprepared import unguard_unprepared
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
@@ -126,6 +127,10 @@ class Runtime:
             self._outside_reads.forget_wholes()
 
     # -- what the engine asks and says --------------------------------------------------------------------------------
+
+    def units(self) -> list[Unit]:
+        """Return all units, block by block in the model's order."""
+        return [unit for block in (self.root, *self.blocks) for unit in block.units]
 
     @property
     def idle(self) -> bool:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.errors import StateError
 
 
-def require_same_pace(collectives: Collectives, micro_steps: int, has_written: bool = False, trained: TrainedSet | None = None) -> bool:
+def require_same_pace(
+    collectives: Collectives,
+    micro_steps: int,
+    has_written: bool = False,
+    digest: int = 0,
+    differing: Callable[[], StateError] | None = None,
+) -> bool:
     """Raises on all ranks when one has begun another number of micro-steps; collective, on the host.
 
     Args:
         collectives: The data-parallel axis.
         micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
         has_written: The script has written gradients of its own on this rank.
-        trained: The parameters that the coming step trains; looked at here.
+        digest: Of all else that must be alike on all ranks, up to 24 bits.
+        differing: Makes the error for digests that differ; collective.
 
     Returns:
         Whether any rank ``has_written``.
@@ -22,12 +30,11 @@ def require_same_pace(collectives: Collectives, micro_steps: int, has_written: b
     Raises:
         StateError: It names the ranks and their numbers.
     """
-    digest = trained.look() if trained is not None else 0
     most, fewest, largest, smallest, written = collectives.largest_of(
         [micro_steps, -micro_steps, digest, -digest, has_written], "micro-steps"
     )
-    if trained is not None and largest != -smallest:
-        raise trained.compare(collectives)
+    if differing is not None and largest != -smallest:
+        raise differing()
     if most == -fewest:
         return bool(written)
     counts = collectives.gather_objects(micro_steps, "micro-steps")

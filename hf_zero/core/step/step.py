@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from weakref import WeakMethod
 
 import torch
 
@@ -19,8 +20,10 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_pace import require_same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
+from hf_zero.core.step.written_values import WrittenValues
+from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
-from hf_zero.core.units.values import all_gather_updated, write_back_assigned
+from hf_zero.core.units.values import all_gather_updated, write_back
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 
@@ -75,6 +78,7 @@ class Stepper:
         self.settings = settings
         self.trained = trained
         self._join = join
+        self.on_joined: WeakMethod[Callable[[UnitGradients], None]] | None = None  # told of the gradients of each new unit
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
         self._look_at_units()
@@ -103,7 +107,8 @@ class Stepper:
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
         for unit in self.optimizer.units:
-            write_back_assigned(unit)
+            if unit.state is UnitState.UNSHARDED and not unit.pinned and unit.whole.adopt():
+                write_back(unit)
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -136,7 +141,16 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps.
         """
-        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer), self.trained)
+        look = WrittenValues(self.runtime.units())
+        digest = (self.trained.look() if self.trained is not None else 0) ^ look.digest
+
+        def differing() -> StateError:
+            return look.compare(data) or (self.trained.compare(data) if self.trained is not None else StateError("the ranks differ"))
+
+        data = self.collectives.data
+        written = require_same_pace(data, self.runtime.micro_steps, have_written(self.reducer), digest, differing)
+        look.require_none_refused()
+        return written
 
     def waiting(self) -> frozenset[int]:
         """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
@@ -167,6 +181,10 @@ class Stepper:
         for new in joining:
             new.param.grad = None
         joined = self._join(joining) if joining and self._join is not None else []
+        told = self.on_joined() if self.on_joined is not None else None
+        if told is not None:
+            for entry in joined:
+                told(entry)
         self.reducer.train(self.reducer.gradients)
         self.reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
         self._look_at_units()

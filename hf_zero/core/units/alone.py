@@ -14,6 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart
+from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.state import UnitState
@@ -33,6 +34,7 @@ class Divided(Protocol):
     state: UnitState
     listener: ParamListener
     shard_storage: ShardStorage
+    secondary: SecondaryCopy
     whole: WholeBuffer
     own: OwnPart
 
@@ -126,6 +128,24 @@ class AloneParams:
             param = self._unit.params[index]
             if param is not None and not self._joined and param.data_ptr() != held.value.data_ptr() and param.shape == held.value.shape:
                 held.value.copy_(param.data)
+
+    def adopt(self) -> None:
+        """Carry what was written to parameters that are held into shard and master; local."""
+        self.take_assigned()
+        for index, held in self._held.items() if not self._joined else ():
+            self.adopt_value(index, held.value)
+
+    def adopt_value(self, index: int, value: torch.Tensor) -> None:
+        """Carry this rank's part of the whole ``value`` of parameter ``index`` into shard and master, where it is another; local."""
+        unit = self._unit
+        slot = unit.layout.slots[index]
+        part, own = slot.range.intersect(unit.layout.shard_range(unit.rank)).shift(-slot.offset), unit.shard_part(index, unit.shard)
+        values = value.detach().reshape(-1)[part.start : part.stop]
+        if part.numel and not torch.equal(values.view(torch.uint8), own.to(values.device).view(torch.uint8)):
+            own.copy_(values)
+            unit.shard_storage.changed(unit)
+            unit.secondary.forget()
+            unit.own.refresh_master()
 
     def joined(self) -> bool:
         """The unit has been unsharded: carries over what was written to parameters that are held; whether it must be pinned for them."""

@@ -8,7 +8,9 @@ from typing import Any
 from weakref import ref
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
+from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.empty_values import refusal
 from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, with_outer
 from hf_zero.core.units.sharded_parameter import OWNER, set_class
@@ -37,6 +39,20 @@ def _own(unit: Unit, index: int, param: Any) -> None:
     if unit.reshards:
         vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
     unit.listener.registered(param, full_shape(param), unit.shard_part(index, unit.shard), unit.collectives)
+
+
+_loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models that are in no unit -> their network
+
+
+def register_loose(param: torch.Tensor, network: Collectives) -> None:
+    """Note the ranks that hold ``param``, a parameter in no unit, alike; local."""
+    _loose[param] = network
+
+
+def network_of_loose(param: torch.Tensor) -> Collectives | None:
+    """Return the network that ``register_loose`` was given for ``param``; None for one that no engine knows."""
+    found: Collectives | None = _loose.get(param)
+    return found
 
 
 def unregister(param: torch.Tensor) -> None:

@@ -84,6 +84,8 @@ class Unit:
         lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
+        gathers: How many ``GatheredParameters`` hold it now.
+        written: Positions of parameters that this rank has seen written since the last step; the ranks compare them.
         rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
     """
 
@@ -96,6 +98,8 @@ class Unit:
         self.reshards = spec.reshards
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
+        self.gathers = 0
+        self.written: set[int] = set()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
@@ -222,9 +226,16 @@ class Unit:
         if not self.reshards or self.pins or self.state is UnitState.SHARDED:
             return False
         self._wait()
+        self._adopt_written()
         self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True
+
+    def _adopt_written(self) -> None:
+        """Keep this rank's part of what was written in place while the parameters were whole; local."""
+        for index in self.whole.written() if self.exact else ():
+            self.written.add(index)
+            self.alone.adopt_value(index, self.whole.view(index))
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None

@@ -60,12 +60,45 @@ def write_back(unit: Unit) -> None:
         unit.shard.copy_(values)
         shard_changed(unit)
     unit.own.refresh_master()
+    unit.whole.note_versions()
 
 
-def write_back_assigned(unit: Unit) -> None:
-    """As ``write_back``, if whole parameters were given other memory (``param.data = value``) while nobody holds the unit; local."""
-    if unit.state is UnitState.UNSHARDED and not unit.pinned and unit.whole.adopt():
-        write_back(unit)
+def adopt_writes(unit: Unit) -> None:
+    """Carry what a script has written to the parameters of ``unit`` into its shard and its master; local. See docs/parameters.md.
+
+    Whole parameters count: memory that they were given (``param.data = value``), and what was written in place, ``.data`` included.
+    Of masters in a wider type those elements are replaced whose value in the parameters' type is another.
+
+    Raises:
+        StateError: A sharded parameter was given data, or a whole one data of another shape.
+    """
+    if unit.own.offloaded:
+        return  # the holder of ``offload_states`` has carried it over before
+    if unit.state is not UnitState.UNSHARDED:
+        unit.whole.refuse_assigned(unit.alone)
+        unit.alone.adopt()
+        return
+    assigned = unit.whole.adopt()
+    if unit.reshards and unit.exact:
+        _adopt_own(unit)
+    if assigned or unit.trainable and _is_beside(unit) or unit.whole.written():
+        unit.own.refresh_master()
+    unit.whole.note_versions()
+
+
+def _is_beside(unit: Unit) -> bool:
+    """Whether shard and master can be compared without moving one of them from the host to a device or back."""
+    shard, master = unit.own.resting()
+    return master is not None and master is not shard and master.device == shard.device
+
+
+def _adopt_own(unit: Unit) -> None:
+    """Copy this rank's part of a whole buffer into the shard where it is another; local."""
+    values, shard = unit.full[unit.owned.start : unit.owned.stop], unit.shard
+    if not torch.equal(values.view(torch.uint8), shard.to(values.device).view(torch.uint8)):
+        shard.copy_(values)
+        shard_changed(unit)
+        unit.own.refresh_master()
 
 
 def broadcast_from(unit: Unit, source: int) -> None:

@@ -51,6 +51,7 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
+        self._versions: list[int] = []  # of the parameters when their values were shown
         self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
@@ -70,6 +71,18 @@ class WholeBuffer:
     def show(self) -> None:
         """Points each parameter at its view."""
         self._point(self._views, Shown.VALUES)
+        self.note_versions()
+
+    def note_versions(self) -> None:
+        """Note what the parameters show as written by nobody; local."""
+        self._versions = [0 if param is None else param._version for param in self._params]
+
+    def written(self) -> list[int]:
+        """Return the positions of parameters that were written in place since their values were shown; writes to ``.data`` are not seen."""
+        if self._shown is not Shown.VALUES or len(self._versions) != len(self._params):
+            return []
+        pairs = zip(self._params, self._versions, strict=True)
+        return [index for index, (param, version) in enumerate(pairs) if param is not None and param._version != version]
 
     def show_placeholders(self) -> None:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).

@@ -1,0 +1,77 @@
+"""Values that a script has written to parameters since the last step: carried over, or refused on all ranks."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.values import adopt_writes
+from hf_zero.errors import StateError
+
+
+class WrittenValues:
+    """Carry what was written over to shards and masters, once before each step. See docs/parameters.md.
+
+    A rank cannot raise alone, so what it refuses, and which parameters it has seen written inside forwards and contexts that were not
+    compared at their end, is in a digest that the ranks compare in the vote of the step.
+
+    Attributes:
+        digest: 0 where nothing was refused or noted; up to 24 bits.
+
+    Args:
+        units: All units of the engine, in the same order on all ranks.
+    """
+
+    def __init__(self, units: Sequence[Unit]) -> None:
+        self._refused = ""
+        self._names: list[str] = []
+        for unit in units:
+            try:
+                adopt_writes(unit)
+            except StateError as error:
+                self._refused = self._refused or str(error)
+            if unit.written:
+                self._names += [unit.layout.slots[index].name for index in sorted(unit.written)]
+                unit.written.clear()
+        noted = self._refused or self._names
+        self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) & 0xFFFFFF if noted else 0
+
+    def compare(self, collectives: Collectives) -> StateError | None:
+        """Make the error for digests that differ; None where they are equal. Collective."""
+        told: list[tuple[str, list[str]]] = collectives.gather_objects((self._refused, self._names), "written parameters")
+        for rank, (refused, _) in enumerate(told):
+            if refused:
+                return StateError(f"{refused} (rank {rank})")
+        everywhere = set(told[0][1]).intersection(*(names for _, names in told[1:]))
+        for name in dict.fromkeys(name for _, names in told for name in names):
+            if name not in everywhere:
+                ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if name in names)
+                return StateError(
+                    f"parameter {name} was written on rank(s) {ranks} of {len(told)} only: the ranks would train different models. Write "
+                    "the same on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+                )
+        return None
+
+    def agree(self, collectives: Collectives) -> None:
+        """Compare the digests outside of a step; collective.
+
+        Raises:
+            StateError: On all ranks, where something was refused, or written on some ranks only.
+        """
+        largest, smallest = collectives.largest_of([self.digest, -self.digest], "written parameters")
+        if largest != -smallest:
+            error = self.compare(collectives)
+            if error is not None:
+                raise error
+        self.require_none_refused()
+
+    def require_none_refused(self) -> None:
+        """Raise what was refused, on all ranks alike.
+
+        Raises:
+            StateError: A sharded parameter was given data, or a whole one data of another shape.
+        """
+        if self._refused:
+            raise StateError(self._refused)
