@@ -306,10 +306,18 @@ class Engine(nn.Module):
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
     def _begin_written(self) -> None:
-        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective."""
-        if self.stepper is None or not self.stepper.agree():
+        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective.
+
+        Without such gradients it is one more call of ``step``, which may be the one that updates.
+        """
+        if self.stepper is None:
             return
-        boundary = self.accumulation.begin(None)
+        if self.stepper.agree():
+            boundary = self.accumulation.begin(None)
+        else:
+            boundary = self.accumulation.repeats()
+            if not boundary:
+                return
         self.stepper.prepare(boundary)
         if boundary and self.stage_policy.allows_deferral:
             self.stepper.reducer.reduce_deferred()

@@ -124,6 +124,12 @@ class Stepper:
         """
         return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer))
 
+    def measure(self) -> torch.Tensor:
+        """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
+        shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.units]
+        self.optimizer.state_store.halt()
+        return self.norm_of(shards) / self.scaler.scale
+
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
 
