@@ -16,7 +16,8 @@ from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
-from hf_zero.core.step.same_model import require_same_model
+from hf_zero.core.step.same_groups import facts_of
+from hf_zero.core.step.same_model import require_same_model, require_same_optimizer
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
@@ -46,6 +47,7 @@ class UnitBuilder:
         quantized: Whose messages carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
         experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
+        everyone: All ranks of the engine; None where the data-parallel axis is all of them.
     """
 
     module: nn.Module
@@ -58,6 +60,7 @@ class UnitBuilder:
     quantized: QuantizedUnits
     node: Collectives | None = None
     experts: Collectives | None = None
+    everyone: Collectives | None = None
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
         """The root and the other blocks, in the model's order; collective.
@@ -67,14 +70,16 @@ class UnitBuilder:
             whole_tensors: It needs parameters in their own shapes.
 
         Raises:
-            StateError: The ranks have brought different models.
+            StateError: The ranks have brought different models or optimizers.
         """
         device = self.collectives.topology.device
         packed = packed_weights(self.module)
         divided = prepare_wrapped(self.module, self.stage.parameters_sharded, self.collectives.world)
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
-        notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
+        notes = [f"an optimizer that updates {extent}", *facts_of(inner)] if inner is not None else ["no optimizer"]
+        if self.everyone is not None and self.everyone is not self.collectives.data:
+            require_same_optimizer(notes, self.everyone)
         require_same_model(self.module, members, self.collectives.data, notes)
         prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
         in_units = [member for member in members if self._belongs_in_unit(member) or id(member.param) in divided]

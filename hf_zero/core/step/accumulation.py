@@ -10,8 +10,8 @@ class Accumulation:
     """Decides for every calling convention in use which calls of ``step`` update.
 
     [Note: accumulation protocols] Some callers say before each backward whether it is the boundary, and step there only; others call
-    ``step`` after every micro-step and rely on the count, or step the optimizer itself. The count is that of the calls of ``step``, as
-    DeepSpeed has it: with ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards
+    ``step`` after every micro-step and rely on the count, or step the optimizer itself. The count is that of the calls of ``step``:
+    with ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards
     (losses of several forwards) come before each. So which call of ``step`` comes next is known before each backward.
 
     [Note: a backward that broke off] Its gradients are in the same sums as those of the backwards before it, so all of them go. What is
@@ -137,8 +137,8 @@ class Accumulation:
 
     def _warn_of_several(self) -> None:
         warn_once(
-            f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). As in DeepSpeed "
-            f"it is the calls of step() that are counted: every {self.steps}. call updates, with all gradients since the last update, each "
+            f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). It is "
+            f"the calls of step() that are counted: every {self.steps}. call updates, with all gradients since the last update, each "
             f"loss divided by {self.steps}. Where an update after each step() is meant, call step() after every backward, or "
             "set_gradient_accumulation_boundary(is_boundary) before it"
         )

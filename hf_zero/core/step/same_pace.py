@@ -1,35 +1,70 @@
-"""Notices ranks that make fewer or more micro-steps than the others, before they train on different batches until one of them ends."""
+"""What the ranks agree on at each boundary, by one vote: what must be alike on all of them, and what is so on any."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
 
 
-def require_same_pace(collectives: Collectives, micro_steps: int, has_written: bool = False) -> bool:
-    """Raises on all ranks when one has begun another number of micro-steps; collective, on the host.
+@dataclass(frozen=True)
+class Alike:
+    """Something that must be alike on all ranks.
+
+    Attributes:
+        numbers: What this rank has: whole numbers of at most 24 bits, as many on every rank.
+        refuse: Called with the network on every rank where they differ; may exchange more, and raises.
+    """
+
+    numbers: Sequence[int]
+    refuse: Callable[[Collectives], NoReturn]
+
+
+def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[bool] = ()) -> list[bool]:
+    """Compares what the ranks have, in one message; collective, on the host.
 
     Args:
-        collectives: The data-parallel axis.
-        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
-        has_written: The script has written gradients of its own on this rank.
+        collectives: The ranks.
+        alike: What must be alike on all of them; the first that is not is refused.
+        anywhere: What any rank has to tell.
 
     Returns:
-        Whether any rank ``has_written``.
-
-    Raises:
-        StateError: It names the ranks and their numbers.
+        For each of ``anywhere`` whether it is so on any rank.
     """
-    most, fewest, written = collectives.largest_of([micro_steps, -micro_steps, has_written], "micro-steps")
-    if most == -fewest:
-        return bool(written)
-    counts = collectives.gather_objects(micro_steps, "micro-steps")
-    by_count: dict[int, list[int]] = {}
-    for rank, count in enumerate(counts):
-        by_count.setdefault(count, []).append(rank)
-    told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
-    raise StateError(
-        f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
-        "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went on. "
-        "Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the run"
-    )
+    numbers = [number for one in alike for number in one.numbers]
+    count = len(numbers)
+    answers = collectives.largest_of([*numbers, *(-number for number in numbers), *anywhere], "boundary")
+    start = 0
+    for one in alike:
+        stop = start + len(one.numbers)
+        if any(most != -least for most, least in zip(answers[start:stop], answers[count + start : count + stop], strict=True)):
+            one.refuse(collectives)
+        start = stop
+    return [bool(answer) for answer in answers[2 * count :]]
+
+
+def same_pace(micro_steps: int) -> Alike:
+    """Notices ranks that make fewer or more micro-steps than the others, before they train on different batches until one of them ends.
+
+    Args:
+        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
+
+    The error is a StateError that names the ranks and their numbers.
+    """
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        by_count: dict[int, list[int]] = {}
+        for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
+            by_count.setdefault(count, []).append(rank)
+        told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        raise StateError(
+            f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
+            "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went "
+            "on. Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the "
+            "run"
+        )
+
+    return Alike([micro_steps], refuse)

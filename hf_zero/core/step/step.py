@@ -15,7 +15,8 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.step.same_groups import same_groups
+from hf_zero.core.step.same_pace import agree, same_pace
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
@@ -61,6 +62,7 @@ class Stepper:
         settings: StepSettings,
         model_collectives: Collectives | None = None,
         expert_collectives: Collectives | None = None,
+        everyone: Collectives | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -68,6 +70,7 @@ class Stepper:
         self.scaler = scaler
         self.collectives = collectives
         self.settings = settings
+        self._everyone = everyone or collectives.data  # who has to agree before a step
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
         apart = expert_collectives or model_collectives  # who has parts that this rank does not have
         tensor = model_collectives.world if model_collectives is not None else 1
@@ -120,9 +123,12 @@ class Stepper:
         """Whether the script has written gradients to ``param.grad`` itself, on any rank; collective, on the host.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
         """
-        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer))
+        if self._everyone.world == 1:
+            return have_written(self.reducer)
+        alike = [same_pace(self.runtime.micro_steps), same_groups(self.optimizer.inner)]
+        return agree(self._everyone, alike, [have_written(self.reducer)])[0]
 
     def measure(self) -> torch.Tensor:
         """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
@@ -134,8 +140,8 @@ class Stepper:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps, a parameter had no gradient and each must
-                have one, or gradients were written that cannot be taken; nothing has changed then.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
+                no gradient and each must have one, or gradients were written that cannot be taken; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
         if self.agree():
