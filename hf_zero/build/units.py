@@ -116,11 +116,18 @@ class UnitBuilder:
     def _belongs_in_unit(self, member: NamedParam) -> bool:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``.
 
-        What another stage of a pipeline holds is in no unit of this one.
+        What another stage of a pipeline holds is in no unit of this one, and what another engine trains and this one does not stays there.
         """
+        if member.group == FROZEN and self._is_trained_elsewhere(member.param):
+            return False
         if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)) or is_elsewhere(member.param):
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
+
+    def _is_trained_elsewhere(self, param: nn.Parameter) -> bool:
+        owner = find_unit(param)
+        training = owner[0].trained_by() if owner is not None and owner[0].trained_by is not None else None
+        return training is not None and param.requires_grad and training.trains and training.module is not self.module
 
     def _block(self, spec: BlockSpec) -> Block:
         """One unit per element type and kind; the block's own name when there is just one."""

@@ -483,6 +483,14 @@ class Engine(nn.Module):
         self.offloaded_states.require_none(f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
+        lost = self.runtime.lost
+        if lost:
+            shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+            raise StateError(
+                f"{what}() on an engine whose parameters {shown} were given to another initialize(), which trains them, and a parameter has "
+                "one engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
+                "losses; or leave them out of the optimizer of one of the two engines"
+            )
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -59,6 +59,23 @@ class UnitSpec:
     copy_lasts: bool = False
 
 
+class Training(Protocol):
+    """What trains the parameters of units.
+
+    Attributes:
+        module: The module that they are of.
+        trains: Whether it still does.
+    """
+
+    module: nn.Module
+
+    @property
+    def trains(self) -> bool: ...
+
+    def let_go(self, unit: Unit, index: int) -> None:
+        """The parameter at ``index`` of ``unit`` is about to move to another unit."""
+
+
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
 
@@ -84,6 +101,7 @@ class Unit:
         lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
+        trained_by: What trains it, weak; None where nothing does.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -97,6 +115,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
+        self.trained_by: ref[Training] | None = None
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
