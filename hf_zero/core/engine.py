@@ -312,12 +312,10 @@ class Engine(nn.Module):
         """
         if self.stepper is None:
             return
-        if self.stepper.agree():
-            boundary = self.accumulation.begin(None)
-        else:
-            boundary = self.accumulation.repeats()
-            if not boundary:
-                return
+        written = self.stepper.agree()
+        boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
+        if not (written or boundary):
+            return
         self.stepper.prepare(boundary)
         if boundary and self.stage_policy.allows_deferral:
             self.stepper.reducer.reduce_deferred()
@@ -483,12 +481,10 @@ class Engine(nn.Module):
         self.offloaded_states.require_none(f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
-        lost = self.runtime.lost
-        if lost:
-            shown = ", ".join(lost[:8]) + (f" and {len(lost) - 8} more" if len(lost) > 8 else "")
+        if lost := self.runtime.lost:
             raise StateError(
-                f"{what}() on an engine whose parameters {shown} were given to another initialize(), which trains them, and a parameter has "
-                "one engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
+                f"{what}(): this engine's parameters {lost} were given to another initialize(), which trains them: a parameter has one "
+                "engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
                 "losses; or leave them out of the optimizer of one of the two engines"
             )
 

@@ -99,13 +99,14 @@ class Runtime:
             self._moved.append((unit.layout.slots[index].name, ref(param)))
 
     @property
-    def lost(self) -> list[str]:
-        """Names of the parameters that this engine was made to train and another one has taken."""
+    def lost(self) -> str:
+        """Names of the parameters that this engine was made to train and another one has taken, the first few; empty without any."""
         if not self._moved:
-            return []
+            return ""
         own = {id(unit) for block in (self.root, *self.blocks) for unit in block.units}
         owners = [(name, find_unit(param)) for name, refers in self._moved if (param := refers()) is not None]
-        return [name for name, owner in owners if owner is None or id(owner[0]) not in own]
+        names = [name for name, owner in owners if owner is None or id(owner[0]) not in own]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
 
     @property
     def trains(self) -> bool:

@@ -13,12 +13,6 @@ _PIECES, _DIGITS = 10, 6
 _MOST_KINDS = 4  # kinds of ranks that are told apart in a message
 
 
-def pieces_of(text: bytes, count: int = _PIECES) -> list[int]:
-    """A digest of ``text`` as ``count`` whole numbers of 24 bits, which votes carry."""
-    digest = hashlib.sha256(text).hexdigest()
-    return [int(digest[start : start + _DIGITS], 16) for start in range(0, count * _DIGITS, _DIGITS)]
-
-
 @dataclass(frozen=True)
 class Kind:
     """Ranks with the same facts.
@@ -54,14 +48,14 @@ def ranks_by_facts(lines: Sequence[str], collectives: Collectives, what: str) ->
         what: What they are of, for labels.
     """
     everybody = list(range(collectives.world))
-    text = "\n".join(lines).encode()
-    pieces = pieces_of(text)
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    pieces = [int(digest[start : start + _DIGITS], 16) for start in range(0, _PIECES * _DIGITS, _DIGITS)]
     most = collectives.largest_of([*pieces, *(-piece for piece in pieces)], f"digest of the {what}")
     if most[:_PIECES] == [-least for least in most[_PIECES:]]:
         return [Kind(everybody, list(lines))]
     ranks: dict[str, list[int]] = {}
-    for rank, digest in enumerate(collectives.gather_objects(hashlib.sha256(text).hexdigest(), f"digests of the {what}")):
-        ranks.setdefault(digest, []).append(rank)
+    for rank, theirs in enumerate(collectives.gather_objects(digest, f"digests of the {what}")):
+        ranks.setdefault(theirs, []).append(rank)
     kinds = list(ranks.values())[:_MOST_KINDS]
     return [Kind(kind, collectives.broadcast_object(list(lines), kind[0], what)) for kind in kinds]
 

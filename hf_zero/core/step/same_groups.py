@@ -9,12 +9,11 @@ from typing import Any, NoReturn
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.step.same_facts import differing, fact, pieces_of, ranks_by_facts
+from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
 from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 
-_NOTHING = 1e30  # stands for what is no number, in a digest
-_PIECES = 2  # of a digest at a boundary: 48 bits
+_NOTHING = 1e30  # stands for what is no number
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -30,7 +29,7 @@ def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
-    """A digest of the hyper-parameters that are numbers, for the vote of a boundary.
+    """The hyper-parameters that are numbers, for the vote of a boundary.
 
     A scheduler that differs on a rank, or a callback that edits one rank's rate, would have each rank update its part of the parameters
     by its own rule. Rates on a device are not read: that would wait for it. The error is a StateError that names group, key, values and
@@ -53,7 +52,7 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
                 numbers.append(value)
             else:
                 numbers.extend(_numbers(value))
-    return Alike(pieces_of(numbers.tobytes(), _PIECES), refuse)
+    return Alike(numbers, refuse)
 
 
 def _numbers(value: Any) -> Iterator[float]:

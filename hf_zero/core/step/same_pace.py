@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NoReturn
@@ -15,16 +17,19 @@ class Alike:
     """Something that must be alike on all ranks.
 
     Attributes:
-        numbers: What this rank has: whole numbers of at most 24 bits, as many on every rank.
+        numbers: What this rank has: a few numbers, floating-point or whole.
         refuse: Called with the network on every rank where they differ; may exchange more, and raises.
     """
 
-    numbers: Sequence[int]
+    numbers: Sequence[float]
     refuse: Callable[[Collectives], NoReturn]
 
 
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[bool] = ()) -> list[bool]:
     """Compares what the ranks have, in one message; collective, on the host.
+
+    The message has 24 bits for all that must be alike: a digest. It holds the number of micro-steps, so it is another one at each
+    boundary, and two that are the same by chance differ at the next.
 
     Args:
         collectives: The ranks.
@@ -34,16 +39,13 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[b
     Returns:
         For each of ``anywhere`` whether it is so on any rank.
     """
-    numbers = [number for one in alike for number in one.numbers]
-    count = len(numbers)
-    answers = collectives.largest_of([*numbers, *(-number for number in numbers), *anywhere], "boundary")
-    start = 0
-    for one in alike:
-        stop = start + len(one.numbers)
-        if any(most != -least for most, least in zip(answers[start:stop], answers[count + start : count + stop], strict=True)):
-            one.refuse(collectives)
-        start = stop
-    return [bool(answer) for answer in answers[2 * count :]]
+    brought = [array("d", one.numbers).tobytes() for one in alike]
+    digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
+    most, least, *answers = collectives.largest_of([digest, -digest, *anywhere], "micro-steps")
+    if most != -least:
+        by_rank = collectives.gather_objects(brought, "what differs at the boundary")
+        next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
+    return [bool(answer) for answer in answers]
 
 
 def same_pace(micro_steps: int) -> Alike:
