@@ -15,10 +15,10 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import axis_over, build_topology
+from hf_zero.config.alike import default_text, settings_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import analyse
 from hf_zero.config.sources import hidden_size_of
-from hf_zero.config.table import settings_of
 from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
 from hf_zero.errors import HfZeroError, StateError
 
@@ -59,7 +59,7 @@ def require_same_settings(source: Any, mpu: Any = None, mesh_param: Any = None, 
     versions = {"version of hf_zero": __version__, "version of torch": ".".join(torch.__version__.split(".")[:2])}
     kinds = ranks_by_facts([fact(key, value) for key, value in {**versions, **settings}.items()], everyone, "settings")
     if len(kinds) > 1:
-        clauses = differing(kinds)
+        clauses = differing(kinds, default_text)
         told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # what cannot be read has no keys
         raise StateError(
             f"the ranks were given different settings: {told}. They cannot train together: give every rank the same configuration (a file "

@@ -55,44 +55,6 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
     return rows
 
 
-def settings_of(resolved: dict[str, Any]) -> dict[str, str]:
-    """The value of every key as text, uncut, where ranks must have the same; secrets, which may differ, are left out.
-
-    Args:
-        resolved: As in ``rows_of``.
-    """
-    values = dict(_leaves(resolved, ""))
-    shared = {path: key for path, key in _with_free_keys(values).items() if not (key.secret or is_ranks_own(path))}
-    return {path: _text_of(hidden_under(path.rpartition(".")[2], values.get(path, key.default))) for path, key in shared.items()}
-
-
-def _text_of(value: Any) -> str:
-    """A value as text that is the same on every rank; of an object its class."""
-    if isinstance(value, dict):
-        return f"{{{', '.join(f'{key}: {_text_of(item)}' for key, item in sorted(value.items(), key=lambda pair: str(pair[0])))}}}"
-    if isinstance(value, (list, tuple)):
-        return f"[{', '.join(map(_text_of, value))}]"
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)
-    return "null" if value is None else repr(value) if isinstance(value, (str, bool, int, float)) else type(value).__name__
-
-
-def is_ranks_own(path: str) -> bool:
-    """Whether ranks may have other values of a key: places on a machine, and what is told of a run."""
-    section, _, name = path.partition(".")
-    return section in _TELLING or path in _TELLING or name.rpartition(".")[2].endswith(_PLACES)
-
-
-_PLACES = ("_path", "_folder", "_file", "_dir")
-_TELLING = frozenset(
-    (
-        "tensorboard", "wandb", "comet", "csv_monitor", "trackio", "flops_profiler", "comms_logger", "timers", "aio",
-        "log_level", "dump_state", "steps_per_print", "wall_clock_breakdown", "memory_breakdown",
-        "activation_checkpointing.profile", "hf_zero.trace_step", "hf_zero.peak_tflops",
-    )
-)  # fmt: skip
-
-
 def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
     """Every key that is a plain value, by path, with the keys under a user's own names put beside their neighbours."""
     keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_zero.comm.collectives import Collectives
@@ -70,14 +70,20 @@ def is_fact(line: str | None) -> bool:
     return line is not None and "\t" in line
 
 
-def differing(kinds: Sequence[Kind], most: int = 8) -> list[str]:
-    """For each fact that the kinds of ranks do not have alike a clause with its key, all values and their ranks; at most ``most``."""
+def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key: "not there", most: int = 8) -> list[str]:
+    """For each fact that the kinds of ranks do not have alike a clause with its key, all values and their ranks.
+
+    Args:
+        kinds: The ranks by what they have.
+        default: The value of a key that a kind does not name.
+        most: At most so many.
+    """
     tables = [dict(line.split("\t", 1) for line in kind.lines if is_fact(line)) for kind in kinds]
     clauses = []
     for key in dict.fromkeys(key for table in tables for key in table):
         by_value: dict[str, list[int]] = {}
         for kind, table in zip(kinds, tables, strict=True):
-            by_value.setdefault(table.get(key, "not there"), []).extend(kind.ranks)
+            by_value.setdefault(table[key] if key in table else default(key), []).extend(kind.ranks)
         if len(by_value) > 1:
             clauses.append(f"{key} is " + ", ".join(f"{value} on {name_ranks(sorted(ranks))}" for value, ranks in by_value.items()))
     return clauses[:most] + ([f"and {len(clauses) - most} more"] if len(clauses) > most else [])

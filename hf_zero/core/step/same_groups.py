@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
 from typing import Any, NoReturn
 
 import torch
@@ -14,6 +13,7 @@ from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 
 _NOTHING = 1e30  # stands for what is no number
+_NUMBERS = frozenset((float, bool, int))
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
@@ -47,23 +47,21 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
     keys = list(optimizer.defaults)
     for group in optimizer.param_groups:
         for key in keys:
-            value = group.get(key)
-            if type(value) is float:
+            value: Any = group.get(key)
+            if type(value) in _NUMBERS:
                 numbers.append(value)
             else:
                 numbers.extend(_numbers(value))
     return Alike(numbers, refuse)
 
 
-def _numbers(value: Any) -> Iterator[float]:
+def _numbers(value: Any) -> list[float]:
     """The numbers of a hyper-parameter: one, those of a list, or a stand-in for what holds others."""
-    if isinstance(value, (bool, int, float)) or isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu":
-        yield float(value)
-    elif isinstance(value, (tuple, list)):
-        for item in value:
-            yield from _numbers(item)
-    else:
-        yield _NOTHING
+    if isinstance(value, (tuple, list)):
+        return [number for item in value for number in _numbers(item)]
+    if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"):
+        return [float(value)]
+    return [_NOTHING]
 
 
 def _shown(value: Any) -> str:
