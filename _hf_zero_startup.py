@@ -14,6 +14,7 @@ WATCHED = frozenset(
         "accelerate.commands.launch",
         "accelerate.state",
         "accelerate.utils.dataclasses",
+        "accelerate.utils.deepspeed",
         "lightning.pytorch.callbacks.model_checkpoint",
         "pytorch_lightning.callbacks.model_checkpoint",
         "transformers.integrations.deepspeed",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from weakref import ref
 
 from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
@@ -107,6 +108,8 @@ class Joiner:
     def _train(self, units: Sequence[Unit]) -> list[UnitGradients]:
         """Make gradients of ``units``, and bring those of all units into the model's order."""
         entries = {id(unit): self.gradients_of(unit) for unit in units}
+        for unit in units:
+            unit.trained_by = ref(self.runtime)
         known = {id(entry.unit): entry for entry in self.reducer.gradients} | entries
         ordered: list[UnitGradients] = []
         for block in (self.runtime.root, *self.runtime.blocks):

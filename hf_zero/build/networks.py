@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hf_zero.build.axes import Axes
-from hf_zero.build.mesh import require_fit
+from hf_zero.build.mesh import is_to_split, require_fit
+from hf_zero.build.same_settings import everyone_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hops import TwoHops
@@ -31,6 +32,7 @@ class Networks:
         experts: Of the ranks that hold the same experts; None where all hold all.
         nodes: What the ranks know of their nodes.
         inside: How many ranks keep all parameters between them; the whole axis where nobody asks for fewer.
+        everyone: All ranks of the engine, those included that hold other parts of a model: who has to agree.
 
     Raises:
         ConfigError: Sizes that do not fit the ranks or their nodes.
@@ -48,6 +50,7 @@ class Networks:
         self.inside = self._ranks_inside()
         groups = {"shard groups (mics_shard_size, dp_replicate)": self.topology.world} if self.topology.replicate is not None else {}
         require_fit(axes.mesh, self.nodes, {**groups, "copies in the node (zero_hpz_partition_size, param_shard_size)": self.inside})
+        self.everyone = everyone_of(None) if is_to_split(axes.mesh) or axes.mesh.pp > 1 else self.collectives.data
         self.experts = self._open(self.topology.expert_data) if self.topology.expert_data is not None else None
 
     def node(self) -> Collectives:

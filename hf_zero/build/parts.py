@@ -165,6 +165,7 @@ class PartsBuilder:
             policies.quantized_units(self.config),
             self.networks.node() if self.stage.parameters_sharded and self.networks.inside < self.topology.world else None,
             self.networks.experts,
+            self.networks.everyone,
         )
 
     def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:
@@ -361,7 +362,10 @@ class PartsBuilder:
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, trained, joiner.join)
+        everyone = self.networks.everyone
+        return kind(
+            runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, everyone, trained, joiner.join
+        )
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:

@@ -16,7 +16,8 @@ from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
-from hf_zero.core.step.same_model import require_same_model
+from hf_zero.core.step.same_groups import facts_of
+from hf_zero.core.step.same_model import require_same_model, require_same_optimizer
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
@@ -47,6 +48,7 @@ class UnitBuilder:
         quantized: Whose messages carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
         experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
+        everyone: All ranks of the engine; None where the data-parallel axis is all of them.
         groups: Param group of each parameter of the optimizer by id, frozen ones included.
     """
 
@@ -60,6 +62,7 @@ class UnitBuilder:
     quantized: QuantizedUnits
     node: Collectives | None = None
     experts: Collectives | None = None
+    everyone: Collectives | None = None
     groups: dict[int, int] = field(default_factory=dict)
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
@@ -70,14 +73,16 @@ class UnitBuilder:
             whole_tensors: It needs parameters in their own shapes.
 
         Raises:
-            StateError: The ranks have brought different models.
+            StateError: The ranks have brought different models or optimizers.
         """
         device = self.collectives.topology.device
         packed = packed_weights(self.module)
         divided = prepare_wrapped(self.module, self.stage.parameters_sharded, self.collectives.world)
         members = self._members(inner)
         extent = "whole tensors" if whole_tensors else "flat shards"
-        notes = [f"an optimizer that updates {extent}"] if inner is not None else ["no optimizer"]
+        notes = [f"an optimizer that updates {extent}", *facts_of(inner)] if inner is not None else ["no optimizer"]
+        if self.everyone is not None and self.everyone is not self.collectives.data:
+            require_same_optimizer(notes, self.everyone)
         require_same_model(self.module, members, self.collectives.data, notes)
         prepare_packed(packed, self.stage.parameters_sharded, self.collectives)
         _refuse_complex(members)
@@ -121,11 +126,18 @@ class UnitBuilder:
     def _belongs_in_unit(self, member: NamedParam) -> bool:
         """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``.
 
-        What another stage of a pipeline holds is in no unit of this one.
+        What another stage of a pipeline holds is in no unit of this one, and what another engine trains and this one does not stays there.
         """
+        if member.group == FROZEN and self._is_trained_elsewhere(member.param):
+            return False
         if is_wrapped(member.param) or not (member.param.is_floating_point() or is_packed(member.param)) or is_elsewhere(member.param):
             return False
         return member.group != FROZEN or self.stage.parameters_sharded or find_unit(member.param) is not None
+
+    def _is_trained_elsewhere(self, param: nn.Parameter) -> bool:
+        owner = find_unit(param)
+        training = owner[0].trained_by() if owner is not None and owner[0].trained_by is not None else None
+        return training is not None and param.requires_grad and training.trains and training.module is not self.module
 
     def block(self, spec: BlockSpec) -> Block:
         """Make a block with one unit per element type and kind; the block's own name when there is just one. Collective."""

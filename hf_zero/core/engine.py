@@ -306,10 +306,16 @@ class Engine(nn.Module):
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
 
     def _begin_written(self) -> None:
-        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective."""
-        if self.stepper is None or not self.stepper.agree():
+        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective.
+
+        Without such gradients it is one more call of ``step``, which may be the one that updates.
+        """
+        if self.stepper is None:
             return
-        boundary = self.accumulation.begin(None)
+        written = self.stepper.agree()
+        boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
+        if not (written or boundary):
+            return
         self.stepper.prepare(boundary)
         if boundary and self.stage_policy.allows_deferral:
             self.stepper.reducer.reduce_deferred()
@@ -478,6 +484,12 @@ class Engine(nn.Module):
         self.offloaded_states.require_none(f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
+        if lost := self.runtime.lost:
+            raise StateError(
+                f"{what}(): this engine's parameters {lost} were given to another initialize(), which trains them: a parameter has one "
+                "engine. Put the models that share them into one module with one engine, whose forward runs both, and add up the "
+                "losses; or leave them out of the optimizer of one of the two engines"
+            )
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:

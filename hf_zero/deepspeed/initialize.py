@@ -15,6 +15,7 @@ from hf_zero.build.log import announce, describe
 from hf_zero.build.optimizers import inner_optimizer
 from hf_zero.build.parts import PartsBuilder
 from hf_zero.build.policies import compile_options
+from hf_zero.build.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
@@ -72,6 +73,7 @@ def initialize(
     Raises:
         ConfigError: Something in the configuration or the arguments is wrong.
         UnsupportedError: Something asked for is not provided.
+        StateError: Ranks have other settings, models or optimizers; on every rank.
     """
     if model is None:
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
@@ -79,6 +81,7 @@ def initialize(
         require_undivided(model)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    require_same_settings(source, None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     # A PipelineModule says itself where ranks stand; scripts hand its grid over as mpu all the same.
     axes, source = axes_of(read_config(source), None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     hidden_size = hidden_size_of(model)

@@ -71,19 +71,14 @@ def load_module_state_dict(
 
 @contextmanager
 def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
-    """Backwards inside reduce nothing and are not the last of an optimizer step; the first one after it reduces all of them.
+    """Backwards inside are not the last of an optimizer step, as DDP's ``no_sync`` means it.
 
-    With DeepSpeed's conditions, and its words for them: gradients are whole (stages 0 and 1), and nothing steps inside.
+    At stages 0 and 1 they reduce nothing, and the first backward after the block reduces all of them. At stages 2 and 3, where DeepSpeed
+    refuses the block, each reduces, because only shards of gradients are kept. Nothing steps inside.
 
     Raises:
-        StateError: The stage shards gradients, another such block is open, or (in ``step``) one steps inside.
+        StateError: Another such block is open, or (in ``step``) one steps inside.
     """
-    if not engine.stage_policy.allows_deferral:
-        raise StateError(
-            "no_sync context manager is incompatible with gradient partitioning, which zero_optimization.stage "
-            f"{engine.stage_policy.stage} does: every backward reduces, because only shards are kept. Leave no_sync() "
-            "out, or use stage 0 or 1"
-        )
     if engine.accumulation.in_no_sync:
         raise StateError("no_sync context manager reentry is unsupported: leave the block that is open first")
     with ConfiguredEngine.no_sync(engine, steps=False):

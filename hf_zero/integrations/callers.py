@@ -104,6 +104,25 @@ NO_SYNC = Method(
     "Accelerator.accumulate() ends in an error where accelerate steps inside it (1.6)",
     around="hf_zero.integrations.accumulate:no_sync",
 )
+_STEPS = "a loop that accumulates outside of Accelerator.accumulate() updates in every backward"
+SAYS = Method("accelerate.state", "GradientState._set_sync_gradients", _STEPS, around="hf_zero.integrations.accumulate:set_sync_gradients")
+BACKWARD = Method(
+    "accelerate.utils.deepspeed", "DeepSpeedEngineWrapper.backward", _STEPS, around="hf_zero.integrations.accumulate:backward"
+)
+STEP = Method("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper.step", _STEPS, around="hf_zero.integrations.accumulate:step")
+ZERO_GRAD = Method(
+    "accelerate.utils.deepspeed",
+    "DeepSpeedOptimizerWrapper.zero_grad",
+    "a loop that accumulates outside of Accelerator.accumulate() keeps the gradients that it means to forget",
+    around="hf_zero.integrations.accumulate:zero_grad",
+)
+NORM = Method(
+    "accelerate.utils.deepspeed",
+    "DeepSpeedEngineWrapper.get_global_grad_norm",
+    "clip_grad_norm_ gives the norm of the step before to a loop that accumulates outside of Accelerator.accumulate()",
+    around="hf_zero.integrations.accumulate:get_global_grad_norm",
+    since=(1, 15),
+)
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
 GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
 METRICS = Method(
@@ -179,7 +198,7 @@ OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "Mod
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
     EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
+    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -9,9 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hf_zero
+from hf_zero.errors import StateError
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import (
+    SMALL_MODEL,
     Run,
     Trace,
     check,
@@ -195,3 +198,84 @@ def _back_ends_by_device(run: Run) -> None:
 @pytest.mark.parametrize("backend", ["cpu:gloo,cuda:gloo", "undefined"])
 def test_a_group_with_a_back_end_per_device(backend: str) -> None:
     ranks.run_ranks(_back_ends_by_device, 2, Run(stage=3, dtype="bf16"), env={"HF_ZERO_TEST_BACKEND": backend})
+
+
+class _Shares(nn.Module):
+    """An actor or a critic: a head of its own over an encoder that both have."""
+
+    def __init__(self, encoder: nn.Module, width: int) -> None:
+        super().__init__()
+        self.encoder, self.head = encoder, nn.Linear(8, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.head(torch.tanh(self.encoder(x))).square().mean()
+        return out
+
+
+def _two_heads() -> tuple[_Shares, _Shares]:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8))
+    return _Shares(encoder, 2).to(ranks.device()), _Shares(encoder, 1).to(ranks.device())
+
+
+def _sgd(model: nn.Module, whole: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters() if whole else model.head.parameters(), lr=0.1)  # type: ignore[union-attr]
+
+
+# Who does what: a and c are forward and backward of actor and critic, A and C their steps, x and y their zero_grad().
+_SEQUENCES = ("xaAycC", "aAxcCy", "acACxy", "caCAxy")
+
+
+def _with_one_trainer(stage: int, actor_trains: bool, sequence: str) -> None:
+    """The encoder is in one of the two optimizers: that one trains it with the gradients of both losses, as plain PyTorch does."""
+    config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
+    models, plain = _two_heads(), _two_heads()
+    optimizers = [_sgd(model, whole) for model, whole in zip(models, (actor_trains, not actor_trains), strict=True)]
+    steppers = [_sgd(model, whole) for model, whole in zip(plain, (actor_trains, not actor_trains), strict=True)]
+    engines = [
+        hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0] for model, optimizer in zip(models, optimizers, strict=True)
+    ]
+    x = torch.linspace(-1, 1, 8).reshape(2, 4).to(ranks.device())
+    for _ in range(3):
+        for action in sequence:
+            index = "acACxy".index(action) % 2
+            if action in "ac":
+                engines[index].backward(engines[index](x))
+                plain[index](x).backward()
+            elif action in "AC":
+                engines[index].step()
+                steppers[index].step()
+            else:
+                engines[index].zero_grad()
+                steppers[index].zero_grad()
+    for model, expected in zip(models, plain, strict=True):
+        with hf_zero.zero.GatheredParameters(list(model.parameters())):
+            torch.testing.assert_close(list(model.parameters()), list(expected.parameters()), rtol=0, atol=2e-6)
+    for engine in engines:
+        engine.destroy()
+
+
+def _shared_by_two_engines() -> None:
+    for stage in (0, 1, 2, 3):
+        for actor_trains in (True, False):
+            for sequence in _SEQUENCES:
+                _with_one_trainer(stage, actor_trains, sequence)
+        # Both would train it: the engine that has lost it says so at its first backward; one that is used no more does not matter.
+        config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
+        actor, critic = _two_heads()
+        first = hf_zero.initialize(model=actor, optimizer=_sgd(actor, True), config=config)[0]
+        second = hf_zero.initialize(model=critic, optimizer=_sgd(critic, True), config=config)[0]
+        x = torch.ones(2, 4, device=ranks.device())
+        second.backward(second(x))
+        second.step()
+        assert (second.global_steps, first.global_steps, first.micro_steps) == (1, 0, 0)
+        loss = first(x)
+        for use in (lambda: first.backward(loss), first.step, lambda: loss.backward()):  # noqa: B023
+            with pytest.raises(StateError, match=r"parameters encoder\.0\.weight, encoder\.0\.bias, .*leave them out of the optimizer"):
+                use()
+        first.destroy()
+        second.destroy()
+
+
+def test_two_engines_that_share_an_encoder() -> None:
+    ranks.run_ranks(_shared_by_two_engines, 2)

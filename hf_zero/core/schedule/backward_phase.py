@@ -15,6 +15,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
+from hf_zero.core.units.unit import Unit
 from hf_zero.observe import note, span
 
 
@@ -54,7 +55,7 @@ class BackwardPhase:
         self._count = 0  # backwards so far
         self._collects = False  # whether the backward that runs hands gradients to parameters
         self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
-        self._handles: list[RemovableHandle] = []
+        self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
 
     def attach(self) -> None:
         """Puts hooks on the parameters that are trained; ``detach`` takes them out."""
@@ -65,7 +66,13 @@ class BackwardPhase:
         """Put hooks on the parameters of one unit."""
         for index, param in enumerate(entry.unit.params):
             if param is not None:
-                self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
+                self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
+
+    def let_go(self, unit: Unit, index: int) -> None:
+        """Takes the hook of one parameter out: another engine trains it."""
+        handle = self._handles.pop((id(unit), index), None)
+        if handle is not None:
+            handle.remove()
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
         added = entry.in_place.indices
@@ -86,9 +93,9 @@ class BackwardPhase:
 
     def detach(self) -> None:
         """Takes the hooks of parameters out."""
-        for handle in self._handles:
+        for handle in self._handles.values():
             handle.remove()
-        self._handles = []
+        self._handles = {}
 
     def stop_training(self) -> None:
         """Lets go of all gradients."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 from torch import nn
@@ -15,7 +16,7 @@ from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
-from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.unprepared import unguard_unprepared
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
@@ -65,6 +66,7 @@ class Runtime:
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._handles: list[Handle] = []
+        self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that other units have taken over
         self._hooked = (root,) if root_alone else (root, *blocks)
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
@@ -86,6 +88,30 @@ class Runtime:
         else:
             self._outside_reads.guard_parts()
         self.backward.attach()
+        for entry in self.backward.reducer.gradients if self.backward.reducer is not None else ():
+            entry.unit.trained_by = ref(self)
+
+    def let_go(self, unit: Unit, index: int) -> None:
+        """A parameter that this engine trains moves to another unit: its gradients are another engine's."""
+        param = unit.params[index]
+        if param is not None:
+            self.backward.let_go(unit, index)
+            self._moved.append((unit.layout.slots[index].name, ref(param)))
+
+    @property
+    def lost(self) -> str:
+        """Names of the parameters that this engine was made to train and another one has taken, the first few; empty without any."""
+        if not self._moved:
+            return ""
+        own = {id(unit) for block in (self.root, *self.blocks) for unit in block.units}
+        owners = [(name, find_unit(param)) for name, refers in self._moved if (param := refers()) is not None]
+        names = [name for name, owner in owners if owner is None or id(owner[0]) not in own]
+        return ", ".join(names[:8]) + (f" and {len(names) - 8} more" if len(names) > 8 else "")
+
+    @property
+    def trains(self) -> bool:
+        """Whether an engine trains the module."""
+        return self.attached and self.backward.reducer is not None
 
     def detach(self) -> None:
         """Takes all hooks out. Sharded parameters stay sharded until another engine takes the module."""

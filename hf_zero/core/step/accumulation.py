@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from hf_zero.errors import StateError
+from hf_zero.observe import warn_once
 
 
 class Accumulation:
-    """Counts micro-steps for every calling convention in use.
+    """Decides for every calling convention in use which calls of ``step`` update.
 
     [Note: accumulation protocols] Some callers say before each backward whether it is the boundary, and step there only; others call
-    ``step`` after every micro-step and rely on the count, or step the optimizer itself. Counting backwards (those after a new forward)
-    and ignoring steps off the boundary serves all of them.
+    ``step`` after every micro-step and rely on the count, or step the optimizer itself. The count is that of the calls of ``step``:
+    with ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards
+    (losses of several forwards) come before each. So which call of ``step`` comes next is known before each backward.
 
     [Note: a backward that broke off] Its gradients are in the same sums as those of the backwards before it, so all of them go. What is
     left of the optimizer step would be an average over too few micro-steps, and a ``step`` would update with zeros: both are errors until
@@ -30,7 +32,8 @@ class Accumulation:
         self.boundary = False
         self.micro_steps = 0
         self._said: bool | None = None
-        self._in_cycle = 0
+        self._in_cycle = 0  # micro-steps since the last optimizer step
+        self._steps_called = 0  # calls of ``step`` since then
         self._seen_forwards = -1
         self._no_sync_depth = 0
         self._refuses_step = False
@@ -65,10 +68,12 @@ class Accumulation:
         self._backwards += 1
         self._broke = False
         if forwards is None or forwards != self._seen_forwards:
+            if self._awaits_step and self.managed and self._said is None and self.steps > 1:
+                self._warn_of_several()
             self._seen_forwards = self._seen_forwards if forwards is None else forwards
             self.micro_steps += 1
             self._in_cycle += 1
-        self.boundary = self.next_is_boundary(begun=True)
+        self.boundary = self.next_is_boundary()
         self._awaits_step = True
         self.held_back = False
         return self.boundary
@@ -103,27 +108,53 @@ class Accumulation:
         """The caller steps; returns whether that means an update.
 
         Raises:
-            StateError: The ``no_sync`` that is open allows no step, or the last backward broke off.
+            StateError: The ``no_sync`` that is open allows no step, this step is to update and the last backward was inside a ``no_sync``,
+                or the last backward broke off.
         """
         self.require_window()
         if self._broke:
             raise StateError("step() after a backward that broke off with an error: there are no gradients. Run forward and backward again")
         if self._refuses_step:
             raise StateError(
-                "It is illegal to call Engine.step() inside no_sync context manager: its gradients are not reduced. Leave the block first"
+                "It is illegal to call Engine.step() inside no_sync context manager: backwards in the block do not complete an optimizer "
+                "step. Run the last backward of the step outside of the block, and call step() after it"
+            )
+        if self.held_back and self.next_is_boundary():
+            raise StateError(
+                "step() after a backward inside no_sync(), and this step is to update: the block says that more backwards of the same "
+                "optimizer step follow. Run its last backward outside of the block; or forget its gradients with zero_grad()"
             )
         self._awaits_step = False
+        self._steps_called += not self.boundary
+        if self._steps_called >= self.steps and not self._backwards:
+            self._steps_called = 0  # the step that was to update had nothing to update with
         return self.boundary
 
-    def next_is_boundary(self, begun: bool = False) -> bool:
-        """Whether the micro-step that runs (``begun``) or comes next is a boundary."""
+    def next_is_boundary(self) -> bool:
+        """Whether the next call of ``step`` updates, and so the backwards before it complete an optimizer step."""
         if self._no_sync_depth:
             return False
         if not self.managed:
             return True
         if self._said is not None:
             return self._said
-        return (self._in_cycle + (0 if begun else 1)) >= self.steps
+        return self._steps_called + 1 >= self.steps
+
+    def _warn_of_several(self) -> None:
+        warn_once(
+            f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). It is "
+            f"the calls of step() that are counted: every {self.steps}. call updates, with all gradients since the last update, each "
+            f"loss divided by {self.steps}. Where an update after each step() is meant, call step() after every backward, or "
+            "set_gradient_accumulation_boundary(is_boundary) before it"
+        )
+
+    def repeats(self) -> bool:
+        """Whether a call of ``step`` without a backward since the last one completes an optimizer step that has begun, by the count."""
+        counts = self.managed and self._said is None and not self.broken and not self.held_back
+        if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):
+            return False
+        self.boundary = self._awaits_step = True
+        return True
 
     def completed(self) -> bool:
         """The caller says that the backwards so far complete an optimizer step; returns whether there were any."""
@@ -132,7 +163,7 @@ class Accumulation:
 
     def stepped(self) -> None:
         """An optimizer step was taken: a new cycle begins."""
-        self._in_cycle = self._backwards = self._lost = 0
+        self._in_cycle = self._steps_called = self._backwards = self._lost = 0
         self.boundary = self._awaits_step = self.held_back = self._broke = False
 
     def discarded(self) -> None:

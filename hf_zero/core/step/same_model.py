@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from itertools import zip_longest
 
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.step.same_facts import Kind, differing, is_fact, ranks_by_facts
 from hf_zero.core.units.grouping import NamedParam
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.tp_shard import is_expert, whole_shape
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import StateError
-
-# What of a digest is compared, by one vote however many ranks there are: so many numbers of so many hexadecimal digits, 24 bits.
-_PIECES, _DIGITS = 10, 6
 
 
 def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
@@ -28,27 +25,43 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         module: The user's module.
         members: Its parameters.
         collectives: The data-parallel axis.
-        notes: What else has to be the same, in words.
+        notes: What else has to be the same, in words: of the optimizer, its groups' hyper-parameters.
 
     Raises:
-        StateError: They differ; on every rank, with the first difference.
+        StateError: They differ; on every rank, with the first difference, or all of those of the optimizer.
     """
     if collectives.world == 1:
         return
-    lines = [*notes, *map(_line, members), *_buffer_lines(module)]
-    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    pieces = [int(digest[start : start + _DIGITS], 16) for start in range(0, _PIECES * _DIGITS, _DIGITS)]
-    most = collectives.largest_of([*pieces, *(-piece for piece in pieces)], "digest of the model")
-    if most[:_PIECES] == [-least for least in most[_PIECES:]]:
-        return
-    digests = collectives.gather_objects(digest, "digests of the model")
-    rank = next(rank for rank, other in enumerate(digests) if other != digests[0])
-    first, second = (collectives.broadcast_object(lines, source, "parameters of the model") for source in (0, rank))
-    mine, other = next(pair for pair in zip_longest(first, second) if pair[0] != pair[1])
-    raise StateError(
-        f"the model is not the same on all data-parallel ranks: rank 0 has {mine or 'nothing more'}, rank {rank} has "
-        f"{other or 'nothing more'} ({len(first)} and {len(second)} entries in all). Build it from the same "
-        "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
+    kinds = ranks_by_facts([*notes, *map(_line, members), *_buffer_lines(module)], collectives, "model")
+    if len(kinds) > 1:
+        different = next(pair for pair in zip_longest(*(kind.lines for kind in kinds)) if len(set(pair)) > 1)
+        if any(is_fact(line) for line in different):
+            raise _other_optimizer(kinds)
+        told = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
+        counts = " and ".join(str(len(kind.lines)) for kind in kinds)
+        raise StateError(
+            f"the model is not the same on all data-parallel ranks: {told} ({counts} entries in all). Build it from the same "
+            "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
+        )
+
+
+def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> None:
+    """Returns when all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
+
+    Raises:
+        StateError: They differ; on every rank, with all of the differences.
+    """
+    if collectives.world > 1:
+        kinds = ranks_by_facts(notes, collectives, "optimizer")
+        if len(kinds) > 1:
+            raise _other_optimizer(kinds)
+
+
+def _other_optimizer(kinds: Sequence[Kind]) -> StateError:
+    told = "; ".join(differing(kinds))
+    return StateError(
+        f"the optimizer is not the same on all ranks: {told}. Each rank updates its part of the parameters by its own rule: make the same "
+        "optimizer with the same hyper-parameters on every rank"
     )
 
 

@@ -1,49 +1,72 @@
-"""Notices ranks that make fewer or more micro-steps than the others, before they train on different batches until one of them ends."""
+"""What the ranks agree on at each boundary, by one vote: what must be alike on all of them, and what is so on any."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import hashlib
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NoReturn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
 
 
-def require_same_pace(
-    collectives: Collectives,
-    micro_steps: int,
-    has_written: bool = False,
-    digest: int = 0,
-    differing: Callable[[], StateError] | None = None,
-) -> bool:
-    """Raises on all ranks when one has begun another number of micro-steps; collective, on the host.
+@dataclass(frozen=True)
+class Alike:
+    """Something that must be alike on all ranks.
+
+    Attributes:
+        numbers: What this rank has: a few numbers, floating-point or whole.
+        refuse: Called with the network on every rank where they differ; may exchange more, and raises.
+    """
+
+    numbers: Sequence[float]
+    refuse: Callable[[Collectives], NoReturn]
+
+
+def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[bool] = ()) -> list[bool]:
+    """Compares what the ranks have, in one message; collective, on the host.
+
+    The message has 24 bits for all that must be alike: a digest. It holds the number of micro-steps, so it is another one at each
+    boundary, and two that are the same by chance differ at the next.
 
     Args:
-        collectives: The data-parallel axis.
-        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
-        has_written: The script has written gradients of its own on this rank.
-        digest: Of all else that must be alike on all ranks, up to 24 bits.
-        differing: Makes the error for digests that differ; collective.
+        collectives: The ranks.
+        alike: What must be alike on all of them; the first that is not is refused.
+        anywhere: What any rank has to tell.
 
     Returns:
-        Whether any rank ``has_written``.
-
-    Raises:
-        StateError: It names the ranks and their numbers.
+        For each of ``anywhere`` whether it is so on any rank.
     """
-    most, fewest, largest, smallest, written = collectives.largest_of(
-        [micro_steps, -micro_steps, digest, -digest, has_written], "micro-steps"
-    )
-    if differing is not None and largest != -smallest:
-        raise differing()
-    if most == -fewest:
-        return bool(written)
-    counts = collectives.gather_objects(micro_steps, "micro-steps")
-    by_count: dict[int, list[int]] = {}
-    for rank, count in enumerate(counts):
-        by_count.setdefault(count, []).append(rank)
-    told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
-    raise StateError(
-        f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
-        "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went on. "
-        "Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the run"
-    )
+    brought = [array("d", one.numbers).tobytes() for one in alike]
+    digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
+    most, least, *answers = collectives.largest_of([digest, -digest, *anywhere], "micro-steps")
+    if most != -least:
+        by_rank = collectives.gather_objects(brought, "what differs at the boundary")
+        next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
+    return [bool(answer) for answer in answers]
+
+
+def same_pace(micro_steps: int) -> Alike:
+    """Notices ranks that make fewer or more micro-steps than the others, before they train on different batches until one of them ends.
+
+    Args:
+        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
+
+    The error is a StateError that names the ranks and their numbers.
+    """
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        by_count: dict[int, list[int]] = {}
+        for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
+            by_count.setdefault(count, []).append(rank)
+        told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        raise StateError(
+            f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
+            "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went "
+            "on. Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the "
+            "run"
+        )
+
+    return Alike([micro_steps], refuse)

@@ -17,7 +17,8 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.step.same_groups import same_groups
+from hf_zero.core.step.same_pace import agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.step.written_values import WrittenValues
@@ -67,6 +68,7 @@ class Stepper:
         settings: StepSettings,
         model_collectives: Collectives | None = None,
         expert_collectives: Collectives | None = None,
+        everyone: Collectives | None = None,
         trained: TrainedSet | None = None,
         join: Callable[[Sequence[Joining]], list[UnitGradients]] | None = None,
     ) -> None:
@@ -81,6 +83,7 @@ class Stepper:
         self.on_joined: WeakMethod[Callable[[UnitGradients], None]] | None = None  # told of the gradients of each new unit
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
+        self._everyone = everyone or collectives.data  # the ranks that have to agree before a step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -139,16 +142,17 @@ class Stepper:
         """Whether the script has written gradients to ``param.grad`` itself, on any rank; collective, on the host.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
         """
         look = WrittenValues(self.runtime.units())
-        digest = (self.trained.look() if self.trained is not None else 0) ^ look.digest
-
-        def differing() -> StateError:
-            return look.compare(data) or (self.trained.compare(data) if self.trained is not None else StateError("the ranks differ"))
-
-        data = self.collectives.data
-        written = require_same_pace(data, self.runtime.micro_steps, have_written(self.reducer), digest, differing)
+        alike = [same_pace(self.runtime.micro_steps)]
+        if self._everyone is self.collectives.data:  # stages of a pipeline have units of their own
+            alike.append(look.alike())
+        if self.trained is not None:
+            alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
+        written = have_written(self.reducer)
+        if self._everyone.world > 1:
+            written = agree(self._everyone, [*alike, same_groups(self.optimizer.inner)], [written])[0]
         look.require_none_refused()
         return written
 
@@ -199,12 +203,18 @@ class Stepper:
                 "before initialize(), or offload to cpu"
             )
 
+    def measure(self) -> torch.Tensor:
+        """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
+        shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.trained_units]
+        self.optimizer.state_store.halt()
+        return self.norm_of(shards) / self.scaler.scale
+
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps, a parameter had no gradient and each must
-                have one, or gradients were written that cannot be taken; nothing has changed then.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
+                no gradient and each must have one, or gradients were written that cannot be taken; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
         written = self.agree()

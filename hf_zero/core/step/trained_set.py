@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NoReturn
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.same_pace import Alike
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once
@@ -100,8 +102,11 @@ class TrainedSet:
             self._warn_of_untrained()
         return self.digest
 
-    def compare(self, collectives: Collectives) -> StateError:
-        """Make the error for digests that differ; collective over the data-parallel ranks."""
+    def alike(self) -> Alike:
+        """Look again; return the digest for the vote of a step, with the error that names parameters and ranks."""
+        return Alike([self.look()], self._refuse)
+
+    def _refuse(self, collectives: Collectives) -> NoReturn:
         by_rank: list[list[str]] = collectives.gather_objects([*self._trained_names(), *self._foreign], "trained parameters")
         everywhere = set(by_rank[0]).intersection(*by_rank[1:])
         differing = list(dict.fromkeys(name for names in by_rank for name in names if name not in everywhere))
@@ -110,7 +115,7 @@ class TrainedSet:
             ranks = ", ".join(str(rank) for rank, names in enumerate(by_rank) if name in names)
             told.append(f"{name} on rank(s) {ranks}")
         more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
-        return StateError(
+        raise StateError(
             f"the ranks train different parameters: {'; '.join(told)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
             "param group was added, on some ranks only: do the same on all ranks"
         )
@@ -193,8 +198,7 @@ class TrainedSet:
         return (f"{name} (param group {group})" for name, _, group in self._trained())
 
     def _digest(self) -> int:
-        whole = zlib.crc32("\n".join([*self._trained_names(), *self._foreign]).encode())
-        return whole & 0xFFFFFF  # votes have 24 bits
+        return zlib.crc32("\n".join([*self._trained_names(), *self._foreign]).encode())
 
     def _warn_of_untrained(self) -> None:
         """Say which parameters require a gradient and are in no param group: plain PyTorch trains these as little."""

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
+from typing import NoReturn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.step.same_pace import Alike, agree
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError
@@ -18,7 +20,7 @@ class WrittenValues:
     compared at their end, is in a digest that the ranks compare in the vote of the step.
 
     Attributes:
-        digest: 0 where nothing was refused or noted; up to 24 bits.
+        digest: 0 where nothing was refused or noted.
 
     Args:
         units: All units of the engine, in the same order on all ranks.
@@ -36,23 +38,24 @@ class WrittenValues:
                 self._names += [unit.layout.slots[index].name for index in sorted(unit.written)]
                 unit.written.clear()
         noted = self._refused or self._names
-        self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) & 0xFFFFFF if noted else 0
+        self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) if noted else 0
 
-    def compare(self, collectives: Collectives) -> StateError | None:
-        """Make the error for digests that differ; None where they are equal. Collective."""
+    def alike(self) -> Alike:
+        """Return the digest for a vote, with the error that names parameter and ranks."""
+        return Alike([self.digest], self._refuse)
+
+    def _refuse(self, collectives: Collectives) -> NoReturn:
         told: list[tuple[str, list[str]]] = collectives.gather_objects((self._refused, self._names), "written parameters")
         for rank, (refused, _) in enumerate(told):
             if refused:
-                return StateError(f"{refused} (rank {rank})")
+                raise StateError(f"{refused} (rank {rank})")
         everywhere = set(told[0][1]).intersection(*(names for _, names in told[1:]))
-        for name in dict.fromkeys(name for _, names in told for name in names):
-            if name not in everywhere:
-                ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if name in names)
-                return StateError(
-                    f"parameter {name} was written on rank(s) {ranks} of {len(told)} only: the ranks would train different models. Write "
-                    "the same on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
-                )
-        return None
+        name = next(name for _, names in told for name in names if name not in everywhere)
+        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if name in names)
+        raise StateError(
+            f"parameter {name} was written on rank(s) {ranks} of {len(told)} only: the ranks would train different models. Write the same "
+            "on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+        )
 
     def agree(self, collectives: Collectives) -> None:
         """Compare the digests outside of a step; collective.
@@ -60,11 +63,8 @@ class WrittenValues:
         Raises:
             StateError: On all ranks, where something was refused, or written on some ranks only.
         """
-        largest, smallest = collectives.largest_of([self.digest, -self.digest], "written parameters")
-        if largest != -smallest:
-            error = self.compare(collectives)
-            if error is not None:
-                raise error
+        if collectives.world > 1:
+            agree(collectives, [self.alike()])
         self.require_none_refused()
 
     def require_none_refused(self) -> None:

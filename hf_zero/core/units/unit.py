@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
-from weakref import WeakSet
+from typing import Any, Protocol
+from weakref import WeakSet, ref
 
 import torch
 from torch import nn
@@ -59,6 +59,23 @@ class UnitSpec:
     copy_lasts: bool = False
 
 
+class Training(Protocol):
+    """What trains the parameters of units.
+
+    Attributes:
+        module: The module that they are of.
+        trains: Whether it still does.
+    """
+
+    module: nn.Module
+
+    @property
+    def trains(self) -> bool: ...
+
+    def let_go(self, unit: Unit, index: int) -> None:
+        """The parameter at ``index`` of ``unit`` is about to move to another unit."""
+
+
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
 
@@ -87,6 +104,7 @@ class Unit:
         gathers: How many ``GatheredParameters`` hold it now.
         written: Positions of parameters that this rank has seen written since the last step; the ranks compare them.
         rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
+        trained_by: What trains it, weak; None where nothing does.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -103,6 +121,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
+        self.trained_by: ref[Training] | None = None
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)

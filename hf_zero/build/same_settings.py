@@ -1,0 +1,87 @@
+"""The first exchange of ``initialize``: all ranks must have the same configuration and the same versions of what trains."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero import __version__
+from hf_zero.build.axes import count_samples
+from hf_zero.build.mesh import mesh_of
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.own_groups import own_topology
+from hf_zero.comm.topology import axis_over, build_topology
+from hf_zero.config.alike import default_text, settings_of
+from hf_zero.config.read import read_config
+from hf_zero.config.resolve import analyse
+from hf_zero.config.sources import hidden_size_of
+from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.errors import HfZeroError, StateError
+
+_SOURCE = "the configuration"
+
+
+def everyone_of(mpu: Any) -> Collectives:
+    """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's data-parallel group."""
+    if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
+        return open_collectives(axis_over(mpu.get_data_parallel_group()))
+    return open_collectives(own_topology(build_topology(None)))
+
+
+def require_same_settings(source: Any, mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None) -> None:
+    """Returns when all ranks have the same resolved configuration, and the same versions of hf_zero and torch; collective.
+
+    A rank with another stage, precision or accumulation would wait for what the others never send; one with another clipping would train
+    by its own rule. So this comes before anything whose order depends on a setting. A rank whose configuration is refused comes here too:
+    it would leave the others waiting.
+
+    Args:
+        source: The configuration as the user gave it.
+        mpu: As in ``initialize``.
+        mesh_param: Likewise.
+        model: The user's module.
+
+    Raises:
+        StateError: They differ; on every rank, with each key, all values and their ranks.
+    """
+    everyone = everyone_of(mpu)
+    if everyone.world == 1:
+        return
+    error: HfZeroError | None = None
+    try:
+        settings = {_SOURCE: "read", **_settings(source, mpu, mesh_param, model, everyone.world)}
+    except HfZeroError as refused:
+        settings, error = {_SOURCE: f"refused ({refused})"}, refused
+    versions = {"version of hf_zero": __version__, "version of torch": ".".join(torch.__version__.split(".")[:2])}
+    kinds = ranks_by_facts([fact(key, value) for key, value in {**versions, **settings}.items()], everyone, "settings")
+    if len(kinds) > 1:
+        clauses = differing(kinds, default_text)
+        told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # what cannot be read has no keys
+        raise StateError(
+            f"the ranks were given different settings: {told}. They cannot train together: give every rank the same configuration (a file "
+            "that was changed on one node is enough) and the same versions"
+        ) from error
+
+
+def _settings(source: Any, mpu: Any, mesh_param: Any, model: nn.Module | None, world: int) -> Mapping[str, str]:
+    """Every key that ranks must have alike, and what is wrong with the configuration.
+
+    Raises:
+        ConfigError: It cannot be read.
+    """
+    data, wrong = read_config(source), []
+    try:
+        if mpu is None:
+            mesh = mesh_of(data, None, mesh_param, model)
+            data, world = count_samples(data, mesh), mesh.replicas
+    except HfZeroError as error:
+        wrong.append(str(error))
+    hidden_size = hidden_size_of(model) if model is not None else None
+    analysis = analyse(data, world_size=world, sources={"hidden_size": hidden_size} if hidden_size else None)
+    if analysis.problems.found:
+        wrong.append(analysis.problems.report())
+    return {**settings_of(analysis.resolved), **({"what is wrong with it": "\n".join(wrong)} if wrong else {})}
