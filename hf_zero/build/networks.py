@@ -12,6 +12,7 @@ from hf_zero.comm.hops import TwoHops
 from hf_zero.comm.nodes import nodes_of
 from hf_zero.comm.own_groups import Purpose, borrow, give_back, own_topology
 from hf_zero.comm.pipeline_axes import stages_together
+from hf_zero.comm.process_groups import host_device
 from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError
@@ -29,6 +30,7 @@ class Networks:
         collectives: Of the axis that shards.
         model: Of the model axis (tensor parallelism, pipelines); None without.
         experts: Of the ranks that hold the same experts; None where all hold all.
+        model_votes: The same ranks in a group whose votes wait for no device.
         nodes: What the ranks know of their nodes.
         inside: How many ranks keep all parameters between them; the whole axis where nobody asks for fewer.
 
@@ -42,6 +44,7 @@ class Networks:
         self._borrowed: list[Topology] = []  # the groups for reductions
         self.collectives: Collectives = self._open(self.topology)
         self.model = open_collectives(self.topology.model) if self.topology.model is not None else None
+        self.model_votes = self._voters(self.model)
         self.nodes = nodes_of([self.collectives.data, *([self.model] if self.model is not None else [])])
         self._per_node = self._ranks_in_each_node()
         self.collectives.lie_in_nodes(self._per_node)
@@ -92,6 +95,12 @@ class Networks:
         collectives = open_collectives(own_topology(topology, purpose))
         collectives.connect()
         return collectives
+
+    def _voters(self, model: Collectives | None) -> Collectives | None:
+        if model is None or model.world == 1:
+            return None
+        on_host = host_device(model.topology.group, model.topology.device).type == "cpu"
+        return model if on_host else self._open(model.topology)
 
     def _ranks_in_each_node(self) -> int:
         """How many ranks of the axis each node has; 0 where that is not known or not the same."""

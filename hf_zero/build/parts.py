@@ -29,6 +29,7 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
@@ -228,6 +229,7 @@ class PartsBuilder:
             stepper=stepper,
             scheduler=scheduler,
             give_back=self.networks.give_back,
+            preemption=Preemption(policies.preemption_settings(config)),
             explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
         )
 
@@ -328,7 +330,9 @@ class PartsBuilder:
         # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts)
+        return kind(
+            runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, self.networks.model_votes
+        )
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:

@@ -15,11 +15,12 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_pace import require_same_pace
+from hf_zero.core.step.same_pace import Agreed, require_same_pace
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.units.values import all_gather_updated, write_back_assigned
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
+from hf_zero.system import signals
 
 
 @dataclass(frozen=True)
@@ -41,11 +42,19 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the norm before clipping (0-dim tensor, unscaled), and whether it was skipped (norm inf) and for which parameter."""
+    """What a step did.
+
+    Attributes:
+        norm: Before clipping; 0-dim tensor, unscaled.
+        skipped: It was skipped (norm inf).
+        culprit: For which parameter.
+        signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
+    """
 
     norm: torch.Tensor
     skipped: bool
     culprit: str = ""
+    signal: int = 0
 
 
 class Stepper:
@@ -61,6 +70,7 @@ class Stepper:
         settings: StepSettings,
         model_collectives: Collectives | None = None,
         expert_collectives: Collectives | None = None,
+        model_votes: Collectives | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -68,6 +78,7 @@ class Stepper:
         self.scaler = scaler
         self.collectives = collectives
         self.settings = settings
+        self.model_votes = model_votes
         self._model = model_axis(optimizer.units, model_collectives) if model_collectives is not None else None
         apart = expert_collectives or model_collectives  # who has parts that this rank does not have
         tensor = model_collectives.world if model_collectives is not None else 1
@@ -116,13 +127,22 @@ class Stepper:
                 "set the key to true: they count as zero then"
             )
 
-    def agree(self) -> bool:
-        """Whether the script has written gradients to ``param.grad`` itself, on any rank; collective, on the host.
+    def agree(self) -> Agreed:
+        """What the ranks tell each other before a step; collective, on the host.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps.
         """
-        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer))
+        return require_same_pace(self.collectives.data, self.runtime.micro_steps, have_written(self.reducer), signals.heard())
+
+    def signal_of_any(self) -> int:
+        """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
+        (signal,) = self.collectives.data.largest_of([signals.heard()], "signals")
+        return self._of_all_parts(int(signal))
+
+    def _of_all_parts(self, signal: int) -> int:
+        """The highest ``signal`` of the ranks that hold one model together; collective where several do."""
+        return signal if self.model_votes is None else int(self.model_votes.largest_of([signal], "signals")[0])
 
     def take(self) -> StepResult:
         """One step over the gradients accumulated so far, and over those that the script has written; collective.
@@ -132,7 +152,9 @@ class Stepper:
                 have one, or gradients were written that cannot be taken; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
-        if self.agree():
+        agreed = self.agree()
+        signal = self._of_all_parts(agreed.signal)
+        if agreed.written:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:
             self._require_all()
@@ -166,4 +188,4 @@ class Stepper:
         scale = self.scaler.scale
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(overflow, self.scaler.scale / scale)
-        return StepResult(norm, overflow, culprit)
+        return StepResult(norm, overflow, culprit, signal)
