@@ -15,10 +15,13 @@ WATCHED = frozenset(
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "lightning.pytorch.callbacks.model_checkpoint",
+        "lightning.pytorch.loops.fit_loop",
         "pytorch_lightning.callbacks.model_checkpoint",
+        "pytorch_lightning.loops.fit_loop",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",
         "transformers.trainer",
+        "transformers.trainer_jit_checkpoint",
     )
 )
 

@@ -115,6 +115,8 @@ def save_by_itself(engine: Engine) -> None:
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
+_looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # the step after which Trainer was last asked to save
+
 
 def _saves(trainer: Any) -> bool:
     args = trainer.args
@@ -146,30 +148,49 @@ def _stop(trainer: Any, deliver: bool) -> None:
 def log_save_evaluate(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer._maybe_log_save_evaluate``, which follows ``on_step_end``: where the ranks have agreed to end, it saves, and the run ends.
 
-    An evaluation that is due is left out: it takes longer than a scheduler waits. A signal that comes while Trainer saves anyway is
-    answered by that checkpoint.
+    An evaluation that is due comes first, as it would have: it takes random numbers, and says which checkpoint is the best. For the same
+    reason the last step of an epoch is saved after ``on_epoch_end``, which calls this once more. A signal that comes while Trainer saves
+    anyway is answered by that checkpoint. A training that is complete is saved too, and goes on to its end: Trainer takes one step too
+    many when it resumes from its last one.
     """
     engine = _engine_of(trainer)
     if engine is None or not engine.preemption.listens:
         return function(trainer, *args, **kwargs)
     control, progress, preemption = trainer.control, engine.progress, engine.preemption
+    again = _looked_at.get(engine) == progress.global_steps
+    _looked_at[engine] = progress.global_steps
+    complete = bool(control.should_training_stop)
+    if not again and (complete or float(trainer.state.epoch).is_integer()):
+        return function(trainer, *args, **kwargs)
     if not preemption.signal:
         result = function(trainer, *args, **kwargs)
-        if progress.saved_at != progress.global_steps and not control.should_training_stop:
+        if progress.saved_at != progress.global_steps and not complete:
             return result
         number = engine.stepper.signal_of_any()  # type: ignore[union-attr]
         if not number:
             return result
         preemption.agree(number)
-    control.should_training_stop, control.should_evaluate = True, False
-    control.should_save = progress.saved_at != progress.global_steps
+    _save(function, trainer, engine, args, kwargs)
+    if not complete:
+        trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+        end_preempted()
+    log_rank0("the training is complete, so it ends as it would have: %s", signals.newest())
+    return None
+
+
+def _save(function: Callable[..., Any], trainer: Any, engine: ConfiguredEngine, args: Any, kwargs: Any) -> None:
+    """Has ``function`` log, evaluate and save a whole checkpoint of this step, unless there is one of the same moment."""
+    control, progress = trainer.control, engine.progress
     only_model, trainer.args.save_only_model = trainer.args.save_only_model, False  # nothing could be resumed from it
+    control.should_training_stop = True
+    control.should_save = progress.saved_at != progress.global_steps or control.should_evaluate
     try:
         function(trainer, *args, **kwargs)
+        if progress.saved_at != progress.global_steps:  # save_strategy "best", and it is not
+            trainer.control.should_save, trainer.control.should_evaluate = True, False
+            function(trainer, *args, **kwargs)
     finally:
         trainer.args.save_only_model = only_model
-    trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
-    end_preempted()
 
 
 def set_trainer(function: Callable[..., Any], callback: Any, trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""Signals that ask ranks to end: all ranks save the same step once, end with one status, and the resumed run is the one that never stopped."""
+"""Signals that ask ranks to end: all save the same step once and end with one status; the resumed run is the one that never stopped."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from tests.support import ranks, signalled
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
@@ -70,33 +68,33 @@ def test_all_ranks_save_the_same_step_once_and_resume_bit_for_bit(tmp_path: Path
 def _handlers(folder: str) -> None:
     """What was there is called and put back, other processes are none of it, and what nobody answers is delivered."""
     heard: list[int] = []
-    before = signal.signal(signal.SIGUSR1, lambda number, _: heard.append(number))
+    before = signal.signal(signal.SIGUSR2, lambda number, _: heard.append(number))
     try:
-        own = signal.getsignal(signal.SIGUSR1)
+        own = signal.getsignal(signal.SIGUSR2)
         with signalled.new_process():
-            engine = start(1, hf_zero={"preemption_signal": "usr1"})
-            assert signal.getsignal(signal.SIGUSR1) is not own
-            signalled.send(0, number=signal.SIGUSR1)
-            assert heard == [signal.SIGUSR1] * (ranks.rank() == 0)  # the former handler, once
+            engine = start(1, hf_zero={"preemption_signal": "usr2"})
+            assert signal.getsignal(signal.SIGUSR2) is not own
+            signalled.send(0, number=signal.SIGUSR2)
+            assert heard == [signal.SIGUSR2] * (ranks.rank() == 0)  # the former handler, once
             child = os.fork()
             if child == 0:
-                os._exit(signal.getsignal(signal.SIGUSR1) is own)
+                os._exit(signal.getsignal(signal.SIGUSR2) is own)
             assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 1
             steps(engine, 0, 1)
-            assert engine.preempted and engine.preemption.signal == "SIGUSR1"
+            assert engine.preempted and engine.preemption.signal == "SIGUSR2"
             engine.destroy()
-            assert signal.getsignal(signal.SIGUSR1) is own and len(heard) == (ranks.rank() == 0)  # answered
+            assert signal.getsignal(signal.SIGUSR2) is own and len(heard) == (ranks.rank() == 0)  # answered
         with signalled.new_process():
-            engine = start(1, hf_zero={"preemption_signal": 10})
-            signalled.send(1, number=signal.SIGUSR1)
+            engine = start(1, hf_zero={"preemption_signal": 12})
+            signalled.send(1, number=signal.SIGUSR2)
             engine.destroy()  # without a step in between
             assert len(heard) == (1 if ranks.rank() == 0 else 2), heard
         with signalled.new_process():
             engine = start(1, hf_zero={"preemption_signal": "none"})
-            assert not engine.preempted and signal.getsignal(signal.SIGUSR1) is own
+            assert not engine.preempted and signal.getsignal(signal.SIGUSR2) is own
             engine.destroy()
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR2, before)
 
 
 def test_handlers_are_chained_and_put_back(tmp_path: Path) -> None:
