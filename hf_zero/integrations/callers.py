@@ -197,12 +197,26 @@ CONVERSIONS = Method(
 )
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
-LIGHTNING_FIT = Method("lightning.pytorch.loops.fit_loop", "_FitLoop.run", _UNSAVED)
-OLD_LIGHTNING_FIT = Method("pytorch_lightning.loops.fit_loop", "_FitLoop.run", _UNSAVED)
+
+
+def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
+    """A method of Lightning, in the package of each of its two names."""
+    around = f"hf_zero.integrations.lightning_signals:{around}"
+    return (
+        Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
+        Method(f"pytorch_lightning.{module}", name, _UNSAVED, around, seen, (2,)),
+    )
+
+
+LIGHTNING_FITS = _of_lightning("loops.fit_loop", "_FitLoop.run", "run", seen=True)
+LIGHTNING_SIGNALS = (
+    *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
+    *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
+)
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
     EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
-    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, LIGHTNING_FIT, OLD_LIGHTNING_FIT,
+    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

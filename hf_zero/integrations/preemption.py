@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+from hf_zero.comm.process_groups import exists
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
@@ -26,7 +27,8 @@ _engines: list[weakref.ref[ConfiguredEngine]] = []  # those that train, in the o
 
 
 def _live() -> list[ConfiguredEngine]:
-    return [engine for made in _engines if (engine := made()) is not None and engine.stepper is not None]
+    found = [engine for made in _engines if (engine := made()) is not None and engine.stepper is not None]
+    return [engine for engine in found if engine.runtime.attached and exists(engine.collectives.topology.group)]
 
 
 # -- scripts ----------------------------------------------------------------------------------------------------------
@@ -50,9 +52,8 @@ def end_preempted() -> NoReturn:
         StateError: No signal has asked for it, as ``preempted`` would have told.
         CheckpointError: A checkpoint in the background could not be written; on every rank.
     """
-    engines = _live()
-    asked = next((engine.preemption.signal for engine in engines if engine.preemption.signal), "")
-    if not asked:
+    engines = [engine for engine in _live() if engine.preemption.signal]  # others may be garbage that another rank has collected
+    if not engines:
         raise StateError(
             "end_preempted() though no signal asks the ranks to end: call it where hf_zero.utils.preempted() is true, on every rank"
         )
@@ -60,7 +61,7 @@ def end_preempted() -> NoReturn:
         engine.checkpoints.wait()
         engine.stepper.signal_of_any()  # type: ignore[union-attr]  # until then another rank may be writing files of the script's
     signals.end()
-    log_rank0("preempted by %s: %s. All ranks end with status %d", asked, signals.newest(), PREEMPTED_STATUS)
+    log_rank0("preempted by %s: %s. All ranks end with status %d", engines[0].preemption.signal, signals.newest(), PREEMPTED_STATUS)
     raise Preempted
 
 
@@ -101,7 +102,7 @@ def save_by_itself(engine: Engine) -> None:
         Preempted: It has.
     """
     preemption = engine.preemption
-    if callers.running(callers.TRAIN, callers.LIGHTNING_FIT, callers.OLD_LIGHTNING_FIT):
+    if callers.running(callers.TRAIN, *callers.LIGHTNING_FITS):
         return
     if preemption.settings.folder:
         engine.save_checkpoint(preemption.settings.folder)
