@@ -7,8 +7,11 @@ import signal
 from pathlib import Path
 from typing import Any
 
-from tests.support import ranks, signalled
+from hf_zero.utils import end_preempted
+from tests.support import parity, ranks, signalled
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
+from tests.support.models import CASES
+from tests.support.parity import Run
 
 TOTAL = 5
 
@@ -99,3 +102,23 @@ def _handlers(folder: str) -> None:
 
 def test_handlers_are_chained_and_put_back(tmp_path: Path) -> None:
     ranks.run_ranks(_handlers, 2, str(tmp_path))
+
+
+def _parts(folder: str, sections: list[dict[str, Any]]) -> None:
+    """Ranks that hold one model together are on different data-parallel axes, and hear of it all the same."""
+    for number, extra in enumerate(sections):
+        case = CASES["llama"]
+        with signalled.new_process():
+            engine = parity.initialize(case.build(), Run(stage=1, dtype="fp32", extra=extra))
+            assert not engine.preempted
+            for step in range(2):
+                signalled.send(*((1,) if step == 1 else ()))
+                parity.micro_step(engine, parity.prepare(case.rows(step, 0, 0), parity.DTYPES["fp32"]), case.forward, 0)
+                assert engine.preempted == (step == 1), (extra, step)
+            engine.save_checkpoint(f"{folder}/{number}")
+            assert signalled.preempted(end_preempted)
+            engine.destroy()
+
+
+def test_ranks_with_other_parts_of_the_model_hear_of_it(tmp_path: Path) -> None:
+    ranks.run_ranks(_parts, 2, str(tmp_path), [{"tensor_parallel": {"autotp_size": 2}}, {"pipeline": {"stages": 2}}])
