@@ -129,6 +129,7 @@ def _newest(folder: Path) -> int:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(3600)  # each of the hangs that it looks for ends after LIMIT_SECONDS
 @pytest.mark.parametrize("kind", ["script", "trainer"])
 def test_signals_at_random_moments(kind: str, tmp_path: Path) -> None:
     draw, folder = random.Random(f"preempted {kind}"), tmp_path / "run"
