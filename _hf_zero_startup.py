@@ -16,10 +16,17 @@ WATCHED = frozenset(
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",
         "lightning.pytorch.callbacks.model_checkpoint",
+        "lightning.pytorch.loops.fit_loop",
+        "lightning.pytorch.loops.training_epoch_loop",
+        "lightning.pytorch.trainer.connectors.signal_connector",
         "pytorch_lightning.callbacks.model_checkpoint",
+        "pytorch_lightning.loops.fit_loop",
+        "pytorch_lightning.loops.training_epoch_loop",
+        "pytorch_lightning.trainer.connectors.signal_connector",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",
         "transformers.trainer",
+        "transformers.trainer_jit_checkpoint",
     )
 )
 

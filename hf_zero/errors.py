@@ -36,3 +36,14 @@ class HostMemoryError(HfZeroError, MemoryError):
 
 class OffloadError(HfZeroError, OSError):
     """A file that holds offloaded state cannot be made, read or written. Names the path, the bytes and what the system said."""
+
+
+PREEMPTED_STATUS = 75
+"""Exit status of every rank that has saved because a signal asked it to end: that of BSD's sysexits for "try again later"."""
+
+
+class Preempted(SystemExit):
+    """The run ends with ``PREEMPTED_STATUS``: a signal asked for it, and all is saved. No error, so ``except Exception`` lets it by."""
+
+    def __init__(self) -> None:
+        super().__init__(PREEMPTED_STATUS)

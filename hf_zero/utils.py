@@ -25,14 +25,17 @@ from hf_zero.deepspeed.safe_values import (
     safe_set_local_optimizer_state,
     safe_update_full_grad_vectorized,
 )
+from hf_zero.integrations.preemption import end_preempted, preempted
 from hf_zero.integrations.weight_stream import iter_full_params
 from hf_zero.observe import logger
 
 __all__ = [
+    "end_preempted",
     "get_z3_leaf_modules",
     "iter_full_params",
     "logger",
     "newest_trainer_checkpoint",
+    "preempted",
     "safe_get_full_fp32_param",
     "safe_get_full_grad",
     "safe_get_full_optimizer_state",

@@ -32,6 +32,7 @@ from hf_zero.core.generation import Generation
 from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
@@ -237,6 +238,7 @@ class PartsBuilder:
             stepper=stepper,
             scheduler=scheduler,
             give_back=self.networks.give_back,
+            preemption=Preemption(policies.preemption_settings(config)),
             explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
         )
 

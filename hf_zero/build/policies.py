@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import nn
 
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core.preemption import PreemptionSettings
 from hf_zero.core.schedule.gradients import GradientPolicy
 from hf_zero.core.schedule.quantized_gradients import ErrorFeedback
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
@@ -203,6 +205,13 @@ def saved_how(config: ZeroConfig) -> CheckpointSettings:
         tag_validation=config.checkpoint.tag_validation,
         pickle_client_state=config.hf_zero.pickle_client_state,
     )
+
+
+def preemption_settings(config: ZeroConfig) -> PreemptionSettings:
+    """What `hf_zero.preemption_signal` and `hf_zero.preemption_save_dir` ask for."""
+    own = config.hf_zero
+    number = 0 if own.preemption_signal == "none" else int(signal.Signals[own.preemption_signal])
+    return PreemptionSettings(number, "preemption_signal" in own.model_fields_set, own.preemption_save_dir or "")
 
 
 def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Module, progress: Progress) -> Clock:

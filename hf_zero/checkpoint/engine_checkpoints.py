@@ -6,8 +6,11 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any
 
+from hf_zero.checkpoint.commit import folders
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
@@ -23,6 +26,7 @@ from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
+from hf_zero.system import signals
 from hf_zero.tensor_parallel.same_data import SameData
 
 
@@ -98,7 +102,10 @@ class EngineCheckpoints:
             settings.tag_validation,
             may_pickle=settings.pickle_client_state,
         )
+        signals.name_newest(partial(folders.say_newest, Path(save_dir)))
         folder = save_checkpoint(self.state_of(engine), request, self.background)
+        if latest and not trained:
+            engine.progress.saved_at = engine.progress.global_steps
         how = "saved to"
         if self.background is not None:
             reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
@@ -126,6 +133,7 @@ class EngineCheckpoints:
         loaded = load_checkpoint(self.state_of(engine), request)
         if loaded is None:
             return None
+        signals.name_newest(partial(folders.say_newest, Path(load_dir)))
         model_axis = self._collectives.topology.model
         if model_axis is not None:
             # What else is resumed, loaders and random states, may be that of other groups.

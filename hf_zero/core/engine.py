@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Protocol
 from weakref import WeakMethod
 
@@ -16,6 +16,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.preemption import Preemption, PreemptionSettings
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
@@ -88,6 +89,7 @@ class EngineParts:
         stepper: None likewise.
         scheduler: Stepped by the engine; None when the caller steps his own.
         give_back: Lets go of the process groups that only training needs; every rank calls it.
+        preemption: Signals that ask the ranks to end.
         explain: Called with the engine, an error and the phase that it broke off (forward, backward or step), while what was alive still
             is; may add to the error's message.
     """
@@ -108,6 +110,7 @@ class EngineParts:
     stepper: Stepper | None = None
     scheduler: Any = None
     give_back: Callable[[], None] | None = None
+    preemption: Preemption = field(default_factory=lambda: Preemption(PreemptionSettings(number=0)))
     explain: Callable[[Engine, BaseException, str], None] = lambda _engine, _error, _phase: None
 
 
@@ -121,6 +124,7 @@ class Engine(nn.Module):
         units: The flat buffers.
         samples_per_step: Samples of all ranks in an optimizer step.
         offloaded_states: What waits on the host while the engine is idle.
+        preemption: Signals that ask the ranks to end.
         destroyed: Whether ``destroy`` was called.
     """
 
@@ -141,6 +145,7 @@ class Engine(nn.Module):
         self.clock = parts.clock
         self.reports = parts.reports
         self.checkpoints = parts.checkpoints
+        self.preemption = parts.preemption
         self.optimizer: Any = parts.optimizer
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
@@ -304,6 +309,10 @@ class Engine(nn.Module):
         offloaded = self.optimizer.offloaded() if self.clock.memory else {}
         self.clock.end_step(progress.global_steps, self.samples_per_step, offloaded)
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
+        if result.signal:
+            self.preemption.agree(result.signal)
+            for hook in hooks.on_preempted:
+                hook(self)
 
     def _begin_written(self) -> None:
         """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective.
@@ -312,7 +321,7 @@ class Engine(nn.Module):
         """
         if self.stepper is None:
             return
-        written = self.stepper.agree()
+        written = self.stepper.agree().written
         boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
         if not (written or boundary):
             return
@@ -460,6 +469,7 @@ class Engine(nn.Module):
     def destroy(self) -> None:
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         self.destroyed = True
+        self.preemption.stop()
         for hook in hooks.on_destroy:
             hook(self)
         self.checkpoints.close()

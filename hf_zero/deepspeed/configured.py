@@ -35,3 +35,13 @@ class ConfiguredEngine(core.Engine):
         self.sequence_parallel = sequence_parallel
         self.training_dataloader: Any = None
         self.collate_fn: Callable[[Any], Any] | None = None
+
+    @property
+    def preempted(self) -> bool:
+        """Whether a signal has asked some rank to end (`hf_zero.preemption_signal`): the same on all ranks after each ``step``.
+
+        Asking begins to listen: a script that asks after its steps saves and ends by itself.
+        """
+        self.preemption.asked = True
+        self.preemption.listen()
+        return bool(self.preemption.signal)

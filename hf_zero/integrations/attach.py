@@ -10,12 +10,14 @@ from hf_zero.integrations.expert_functions import dispatch_in_table
 from hf_zero.integrations.idle_saves import stand_before_saves
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
+from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.retrain import let_go
 from hf_zero.integrations.rotation import keeps_too_few
 
 __all__ = ["initialize"]
 
-hooks.on_build += [stand_before_saves, count_samples_once]
+hooks.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
+hooks.on_preempted.append(save_by_itself)
 hooks.on_destroy.append(let_go)
 hooks.reasons_to_wait.append(keeps_too_few)
 mesh.sources.append(claims_of_accelerate)

@@ -37,6 +37,7 @@ class Method:
         name: Its name there, "Class.method" or "function".
         loss: What no longer works without it, as a clause.
         around: "module:function" called with the method and its arguments instead of it; "" where it is only to be seen running.
+        seen: With ``around``: it is to be seen running as well.
         since: First version of the library that has it.
     """
 
@@ -44,6 +45,7 @@ class Method:
     name: str
     loss: str
     around: str = ""
+    seen: bool = False
     since: tuple[int, ...] = ()
 
 
@@ -169,7 +171,26 @@ LOAD_WEIGHTS = Method(
     since=(5, 20),
 )
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
-TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
+TRAIN = Method(
+    "transformers.trainer",
+    "Trainer.train",
+    f"a Trainer cannot train twice, and {_DELETED}",
+    around="hf_zero.integrations.preemption:train",
+    seen=True,
+)
+_UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
+STEP_END = Method(
+    "transformers.trainer",
+    "Trainer._maybe_log_save_evaluate",
+    _UNSAVED,
+    around="hf_zero.integrations.preemption:log_save_evaluate",
+)
+JIT = Method(
+    "transformers.trainer_jit_checkpoint",
+    "JITCheckpointCallback.set_trainer",
+    "with enable_jit_checkpoint each rank decides by a timer of its own when it saves, and a rank that saves alone waits for ever",
+    around="hf_zero.integrations.preemption:set_trainer",
+)
 LOG = Method(
     "transformers.trainer",
     "Trainer.log",
@@ -195,10 +216,26 @@ CONVERSIONS = Method(
 )
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
+
+
+def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
+    """A method of Lightning, in the package of each of its two names."""
+    around = f"hf_zero.integrations.lightning_signals:{around}"
+    return (
+        Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
+        Method(f"pytorch_lightning.{module}", name, _UNSAVED, around, seen, (2,)),
+    )
+
+
+LIGHTNING_FITS = _of_lightning("loops.fit_loop", "_FitLoop.run", "run", seen=True)
+LIGHTNING_SIGNALS = (
+    *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
+    *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
+)
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
-    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
+    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
+    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
@@ -275,7 +312,9 @@ def attach(module: ModuleType) -> None:
         if not inspect.isfunction(function):
             _report(method)
         elif function.__dict__.get("hf_zero_method") is not method:
-            wrapped = _replaced(method, function) if method.around else _seen(method, function)
+            wrapped = _replaced(method, function) if method.around else function
+            if method.seen or not method.around:
+                wrapped = _seen(method, wrapped)
             wrapped.__dict__["hf_zero_method"] = method
             setattr(owner, name, type(found)(wrapped) if bound else wrapped)
 

@@ -81,6 +81,8 @@ OWN_KEYS = {
     "hf_zero.param_shard_size",
     "hf_zero.peak_tflops",
     "hf_zero.pickle_client_state",
+    "hf_zero.preemption_save_dir",
+    "hf_zero.preemption_signal",
     "hf_zero.step_metrics",
     "hf_zero.trace_folder",
     "hf_zero.trace_step",

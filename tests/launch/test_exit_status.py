@@ -61,6 +61,24 @@ try:
 except hf_zero.errors.CheckpointError as error:
     print("heard", flush=True)
 """
+SIGNALLED = """
+import os, signal, sys, threading, time, torch, hf_zero
+model = torch.nn.Linear(4, 4)
+config = {"train_batch_size": 1, "checkpoint": {"writer": {"decoupled": True}}, "hf_zero": {"preemption_save_dir": sys.argv[1]}}
+engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+engine.save_checkpoint(sys.argv[1])
+
+def send():
+    for seconds in SECONDS:
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+threading.Thread(target=send, daemon=True).start()
+time.sleep(BUSY)  # a step that lasts
+while True:
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+"""
 CHILDREN = """
 import multiprocessing, sys, time
 from hf_zero.system import exit_status
@@ -93,6 +111,8 @@ def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
     """Ends of the script, by their names."""
     codes = {name: SCRIPT + ENDS[name][0] for name in FAST}
     codes |= {"heard": SCRIPT + HEARD, "slowly": SCRIPT + SLOWLY, "children": CHILDREN}
+    for name, (seconds, busy) in {"signalled": ((0, 0.2), 0.4), "signalled again": ((0, 1.3), 60)}.items():
+        codes[name] = SIGNALLED.replace("SECONDS", str(seconds)).replace("BUSY", str(busy))
     return run_forked(codes, tmp_path_factory.mktemp("ends"), IMPORTS)
 
 
@@ -120,6 +140,19 @@ def test_every_end_tells_of_a_last_save_that_failed(tmp_path: Path) -> None:
 def test_an_error_that_was_heard_is_not_told_again(ended: dict[str, Ended]) -> None:
     found = ended["heard"]
     assert (found.status, found.out) == (0, "heard\nhandler after\nhandler before\n") and "nothing waited for it" not in found.err
+
+
+def test_a_run_that_a_signal_ends_has_its_own_status(ended: dict[str, Ended]) -> None:
+    """A launcher may pass a signal on that the process has had already."""
+    found = ended["signalled"]
+    assert found.status == 75 and (found.folder / "latest").read_text() == "global_step1", found
+    assert "All ranks end with status 75" in found.err and "Traceback" not in found.err
+
+
+def test_a_second_signal_ends_at_once_and_names_the_last_checkpoint(ended: dict[str, Ended]) -> None:
+    found = ended["signalled again"]
+    assert found.status == -signal.SIGTERM and (found.folder / "latest").read_text() == "global_step0", found
+    assert re.search(r"SIGTERM for the second time, .*the newest complete one is .*/global_step0$", found.err, re.MULTILINE)
 
 
 def test_the_interpreter_waits_for_the_last_checkpoint(ended: dict[str, Ended]) -> None:

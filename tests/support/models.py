@@ -259,8 +259,8 @@ CASES: dict[str, ModelCase] = {
 }
 
 
-# Of the vote before each update, 4 each: a digest of all that must be alike, twice, and whether gradients were written.
-STEP_VOTE_BYTES = 12
+# Of the vote before each update, 4 each: a digest of all that must be alike, twice, whether gradients were written, and a signal.
+STEP_VOTE_BYTES = 16
 
 
 class TwoBlocks(nn.Module):

@@ -2,11 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+import signal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import BeforeValidator, Field
 
 from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Positive, Section, Size, used
+
+
+def _signal_name(value: Any) -> Any:
+    """The name of a signal from the usual spellings: "SIGUSR1", "usr1", its number; "none" for none."""
+    text = str(value).strip().upper()
+    if value in (None, False) or text == "NONE":
+        return "none"
+    if text.isdecimal() and int(text) in set(signal.Signals):
+        return signal.Signals(int(text)).name
+    return text if text.startswith("SIG") else f"SIG{text}"
+
+
+Signal = Literal["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP", "SIGINT", "SIGQUIT", "SIGXCPU", "none"]
 
 
 class OwnSettings(Section):
@@ -39,6 +53,17 @@ class OwnSettings(Section):
     )
     expert_load_each: Bool = used(
         False, "With expert_load: also the tokens of each expert, a line per layer in the log and Train/Experts/.../tokens/... in monitors"
+    )
+    preemption_signal: Annotated[Signal, BeforeValidator(_signal_name)] = used(
+        "SIGTERM",
+        "Signal that asks a rank to end: all ranks finish the optimizer step, save once and end with status 75. Under Trainer and "
+        "Lightning, and in scripts that ask hf_zero.utils.preempted(), without further settings; a name given here is listened for from "
+        "initialize on (Slurm: SIGUSR1). none leaves signals alone",
+    )
+    preemption_save_dir: str | None = used(
+        None,
+        "Folder that an engine saves to by itself at the step at which its ranks agree to end, for scripts that do not ask "
+        "hf_zero.utils.preempted(); load_checkpoint of it goes on. Not used under Trainer and Lightning, which have folders of their own",
     )
     step_metrics: Size = used(
         0,

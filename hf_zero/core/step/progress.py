@@ -26,6 +26,7 @@ class Progress:
         last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
         last_loss: Loss given to the last backward, detached; on the device.
         loads: How often the weights were replaced by loaded ones.
+        saved_at: ``global_steps`` at the last whole checkpoint that this engine has saved; -1 before the first.
     """
 
     global_steps: int = 0
@@ -35,6 +36,7 @@ class Progress:
     last_norm: torch.Tensor | None = None
     last_loss: torch.Tensor | None = None
     loads: int = 0
+    saved_at: int = -1
 
     def count_step(self, samples: int, norm: torch.Tensor, skipped: bool) -> None:
         """Takes note of one optimizer step over ``samples`` samples of all ranks."""

@@ -6,7 +6,7 @@ import hashlib
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
@@ -25,7 +25,19 @@ class Alike:
     refuse: Callable[[Collectives], NoReturn]
 
 
-def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[bool] = ()) -> list[bool]:
+class Agreed(NamedTuple):
+    """What the ranks have told each other at a boundary, the same on all of them.
+
+    Attributes:
+        written: A script has written gradients of its own, on any rank.
+        signal: Number of a signal that asks a rank to end (the highest, where several were heard); 0 when none has heard one.
+    """
+
+    written: bool
+    signal: int
+
+
+def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
     """Compares what the ranks have, in one message; collective, on the host.
 
     The message has 24 bits for all that must be alike: a digest. It holds the number of micro-steps, so it is another one at each
@@ -34,10 +46,10 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[b
     Args:
         collectives: The ranks.
         alike: What must be alike on all of them; the first that is not is refused.
-        anywhere: What any rank has to tell.
+        anywhere: Numbers of this rank, of which the largest of all ranks counts.
 
     Returns:
-        For each of ``anywhere`` whether it is so on any rank.
+        The largest of each of ``anywhere``.
     """
     brought = [array("d", one.numbers).tobytes() for one in alike]
     digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
@@ -45,7 +57,7 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[b
     if most != -least:
         by_rank = collectives.gather_objects(brought, "what differs at the boundary")
         next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
-    return [bool(answer) for answer in answers]
+    return [int(answer) for answer in answers]
 
 
 def same_pace(micro_steps: int) -> Alike:

@@ -18,7 +18,7 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_groups import same_groups
-from hf_zero.core.step.same_pace import agree, same_pace
+from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.step.written_values import WrittenValues
@@ -27,6 +27,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, write_back
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
+from hf_zero.system import signals
 
 
 @dataclass(frozen=True)
@@ -48,11 +49,19 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did: the norm before clipping (0-dim tensor, unscaled), and whether it was skipped (norm inf) and for which parameter."""
+    """What a step did.
+
+    Attributes:
+        norm: Before clipping; 0-dim tensor, unscaled.
+        skipped: It was skipped (norm inf).
+        culprit: For which parameter.
+        signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
+    """
 
     norm: torch.Tensor
     skipped: bool
     culprit: str = ""
+    signal: int = 0
 
 
 class Stepper:
@@ -138,8 +147,8 @@ class Stepper:
                 "set the key to true: they count as zero then"
             )
 
-    def agree(self) -> bool:
-        """Whether the script has written gradients to ``param.grad`` itself, on any rank; collective, on the host.
+    def agree(self) -> Agreed:
+        """What the ranks tell each other before a step; collective, on the host.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
@@ -150,11 +159,15 @@ class Stepper:
             alike.append(look.alike())
         if self.trained is not None:
             alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
-        written = have_written(self.reducer)
+        told = [int(have_written(self.reducer)), signals.heard()]
         if self._everyone.world > 1:
-            written = agree(self._everyone, [*alike, same_groups(self.optimizer.inner)], [written])[0]
+            told = agree(self._everyone, [*alike, same_groups(self.optimizer.inner)], told)
         look.require_none_refused()
-        return written
+        return Agreed(bool(told[0]), told[1])
+
+    def signal_of_any(self) -> int:
+        """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
+        return int(self._everyone.largest_of([signals.heard()], "signals")[0])
 
     def waiting(self) -> frozenset[int]:
         """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
@@ -217,10 +230,10 @@ class Stepper:
                 no gradient and each must have one, or gradients were written that cannot be taken; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
-        written = self.agree()
+        agreed = self.agree()
         if self.trained is not None and self.trained.changed:
             self._follow(self.trained)
-        if written:
+        if agreed.written:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:
             self._require_all()
@@ -254,4 +267,4 @@ class Stepper:
         scale = self.scaler.scale
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(overflow, self.scaler.scale / scale)
-        return StepResult(norm, overflow, culprit)
+        return StepResult(norm, overflow, culprit, agreed.signal)

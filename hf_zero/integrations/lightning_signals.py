@@ -1,0 +1,89 @@
+"""Signals to the ranks of Lightning's Trainer: its handlers, which talk to other ranks wherever they interrupt one, give way to the vote.
+
+Lightning's handler of SIGTERM issues a broadcast, and that of Slurm's signal saves: both in the middle of whatever the rank was doing, so
+the ranks would talk at cross purposes. Here the signal is noted, and after the batch at whose step the ranks agree, Lightning's
+checkpoint for clusters is written: ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``. ``fit(ckpt_path="hpc")`` goes on from it, on Slurm
+without being asked.
+"""
+
+from __future__ import annotations
+
+import signal
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.integrations.preemption import end_preempted
+from hf_zero.system import signals
+
+_requeues: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[bool], None]]] = weakref.WeakKeyDictionary()
+"""By connector: the signal upon which Slurm is asked to run the job again, and what stops listening for it."""
+
+
+def _engine_of(trainer: Any) -> ConfiguredEngine | None:
+    model = getattr(trainer.strategy, "model", None)
+    return model if isinstance(model, ConfiguredEngine) and model.stepper is not None else None
+
+
+def register_signal_handlers(function: Callable[..., Any], connector: Any) -> None:
+    """``_SignalConnector.register_signal_handlers``: signals that ask ranks to end are noted instead, while an engine of ours trains."""
+    function(connector)
+    engine = _engine_of(connector.trainer)
+    if engine is None or not engine.preemption.settings.number:
+        return
+    environment = connector.trainer._accelerator_connector.cluster_environment
+    again = getattr(environment, "requeue_signal", None) if getattr(environment, "auto_requeue", False) else None
+    for number in {signal.SIGTERM, engine.preemption.settings.number, *([again] if again else [])}:
+        former = connector._original_handlers.get(number)
+        if former is not None and signal.getsignal(number) is not former:
+            signal.signal(number, former)
+    engine.preemption.listen()
+    if again:
+        stop = signals.listen(int(again))
+        if stop is not None:
+            _requeues[connector] = signal.Signals(again).name, stop
+
+
+def run(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> Any:
+    """``_FitLoop.run``: signals are noted until it ends."""
+    try:
+        result = function(loop, *args, **kwargs)
+    except BaseException:
+        _stop(loop.trainer, deliver=False)
+        raise
+    _stop(loop.trainer, deliver=True)
+    return result
+
+
+def _stop(trainer: Any, deliver: bool) -> None:
+    engine = _engine_of(trainer)
+    if engine is not None and not engine.preemption.asked:
+        engine.preemption.stop(deliver)
+    _, stop = _requeues.pop(trainer._signal_connector, ("", None))
+    if stop is not None:
+        stop(deliver)
+
+
+def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> None:
+    """``_TrainingEpochLoop.on_advance_end``, the end of a batch: where the ranks have agreed to end, it is saved, and the run ends.
+
+    A validation that is due comes first, as it would have.
+    """
+    function(loop, *args, **kwargs)
+    trainer = loop.trainer
+    engine = _engine_of(trainer)
+    if engine is None or not engine.preemption.signal:
+        return
+    connector, files = trainer._signal_connector, trainer._checkpoint_connector
+    # One name on all ranks: each would look what is there, also after rank 0 has begun.
+    path = trainer.strategy.broadcast(files.hpc_save_path(trainer.default_root_dir))
+    if engine.preemption.signal == _requeues.get(connector, ("",))[0]:
+        files.hpc_save_path = lambda _folder: path
+        try:
+            connector._slurm_sigusr_handler_fn(signal.Signals[engine.preemption.signal], None)
+        finally:
+            del files.hpc_save_path
+    else:
+        trainer.save_checkpoint(path)
+    end_preempted()

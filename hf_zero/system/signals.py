@@ -1,0 +1,192 @@
+"""Signals that ask this process to end soon: noted when they come, and answered where the work can be left.
+
+[Note: signals] The handler notes the number of the signal, and nothing else: whoever trains asks ``heard`` at a place where all ranks can
+stop. A scheduler and a launcher often tell a process twice within a moment (Slurm signals each process of a step, torchrun passes on the
+signal it was sent), so what comes within ``REPEATED_SECONDS`` of the first counts as the same. A later one ends the process at once, as
+the signal would have done without a listener. Python runs handlers in the main thread between two instructions: a call that
+waits inside a library (a collective, a device) returns first.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from hf_zero.errors import PREEMPTED_STATUS
+from hf_zero.observe import global_rank, logger
+
+REPEATED_SECONDS = 1.0
+
+
+@dataclass
+class _Ear:
+    """A signal that is listened for.
+
+    Attributes:
+        former: The handler that was there before.
+        process: Which process listens; a forked child does not.
+        listeners: How many want it.
+    """
+
+    former: Any
+    process: int
+    listeners: int = 0
+
+
+@dataclass
+class _Noted:
+    """What this process has heard.
+
+    Attributes:
+        number: Of the first signal; 0 is none.
+        seconds: When the handler ran for it, monotonic.
+        answered: Somebody acts upon it.
+        ending: All is saved, and the process is on its way to its end.
+        further: Signals since then.
+    """
+
+    number: int = 0
+    seconds: float = 0.0
+    answered: bool = False
+    ending: bool = False
+    further: int = 0
+
+
+_ears: dict[int, _Ear] = {}
+_noted = _Noted()
+_newest: list[Callable[[], str]] = []  # says which checkpoint is the newest complete one
+_watches_forks = False
+
+
+def heard() -> int:
+    """Number of the signal that this process has heard; 0 when there was none."""
+    return _noted.number
+
+
+def answer() -> None:
+    """Says that what was heard is acted upon: it is not delivered again when nobody listens any more."""
+    _noted.answered = True
+
+
+def end() -> None:
+    """Says that all is saved and the process ends: a launcher that ends its ranks with the first one cuts nothing off."""
+    _noted.answered = _noted.ending = True
+
+
+def name_newest(say: Callable[[], str]) -> None:
+    """Has ``say`` tell, in a sentence, which checkpoint is the newest complete one, when a second signal ends the process."""
+    _newest[:] = [say]
+
+
+def newest() -> str:
+    """A sentence on the newest complete checkpoint that this process knows of."""
+    try:
+        return _newest[0]() if _newest else "this process has neither saved nor loaded a checkpoint"
+    except OSError as error:
+        return f"which checkpoint is the newest complete one cannot be told: {error}"
+
+
+def listen(number: int) -> Callable[[bool], None] | None:
+    """Begins to note signal ``number``; the handler that is there is still called.
+
+    Returns:
+        What ends that, and puts the former handler back with the last listener. Its argument: deliver a signal again that was heard and
+        that nobody has answered. None where no handler can be installed, because this is not the main thread.
+    """
+    global _watches_forks
+    if threading.current_thread() is not threading.main_thread():
+        logger.warning(
+            "rank %d does not hear %s: handlers can be installed in the main thread of Python alone, and this is %r. The other ranks are "
+            "asked all the same",
+            global_rank(), signal.Signals(number).name, threading.current_thread().name,
+        )  # fmt: skip
+        return None
+    if not _watches_forks:
+        os.register_at_fork(after_in_child=_forget)
+        _watches_forks = True
+    if number not in _ears:
+        _ears[number] = _Ear(signal.getsignal(number), os.getpid())
+        signal.signal(number, _hear)
+    ear = _ears[number]
+    ear.listeners += 1
+    stopped = False
+
+    def stop(deliver: bool = True) -> None:
+        nonlocal stopped
+        if stopped or ear.process != os.getpid():
+            return
+        stopped = True
+        ear.listeners -= 1
+        if ear.listeners == 0:
+            _put_back(number, ear)
+            if _noted.number == number:
+                _leave(number, deliver)
+
+    return stop
+
+
+def _put_back(number: int, ear: _Ear) -> None:
+    """Installs the former handler, unless somebody has installed another over ours, which goes on calling it."""
+    if signal.getsignal(number) is _hear and threading.current_thread() is threading.main_thread():
+        # None: the former handler is none of Python's, which cannot bring it back
+        signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
+        del _ears[number]
+
+
+def _leave(number: int, deliver: bool) -> None:
+    """Nobody listens any more for what was heard."""
+    deliver = deliver and not _noted.answered
+    if not _noted.ending:
+        _noted.number, _noted.answered = 0, False
+    if deliver:
+        os.kill(os.getpid(), number)
+
+
+def _hear(number: int, frame: Any) -> None:
+    """The handler."""
+    ear = _ears.get(number)
+    if ear is None or not ear.listeners or ear.process != os.getpid():
+        _pass_on(number, frame, ear.former if ear is not None else None)
+        return
+    now = time.monotonic()
+    if _noted.ending:
+        _noted.further += 1
+        if _noted.further > 1:
+            os._exit(PREEMPTED_STATUS)
+    elif not _noted.number:
+        _noted.number, _noted.seconds = number, now
+        if callable(ear.former):
+            ear.former(number, frame)
+    elif now - _noted.seconds > REPEATED_SECONDS:
+        _end_at_once(number)
+
+
+def _pass_on(number: int, frame: Any, former: Any) -> None:
+    """Does what the signal would do without us."""
+    if callable(former):
+        former(number, frame)
+    elif former is not signal.SIG_IGN:
+        signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+
+
+def _end_at_once(number: int) -> None:
+    name = signal.Signals(number).name
+    text = f"[hf_zero] rank {global_rank()}: {name} for the second time, so this rank ends at once, without a checkpoint: {newest()}\n"
+    os.write(2, text.encode(errors="replace"))  # a stream may be in the middle of a write
+    signal.signal(number, signal.SIG_DFL)
+    os.kill(os.getpid(), number)
+
+
+def _forget() -> None:
+    """In a forked child: its signals are its own."""
+    for number, ear in _ears.items():
+        if signal.getsignal(number) is _hear:
+            signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
+    _ears.clear()
+    _noted.number, _noted.answered, _noted.ending, _noted.further = 0, False, False, 0

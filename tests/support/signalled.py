@@ -1,0 +1,39 @@
+"""Signals that ranks of a test send themselves, and the end of a run that they bring about."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from hf_zero.errors import PREEMPTED_STATUS, Preempted
+from hf_zero.system import signals
+from tests.support import ranks
+
+
+def send(*to: int, number: int = signal.SIGTERM) -> None:
+    """Sends the signal to this process if it is one of the ranks ``to``."""
+    if ranks.rank() in to:
+        os.kill(os.getpid(), number)
+
+
+def preempted(run: Callable[[], object]) -> bool:
+    """Whether ``run`` ends as a preempted run does."""
+    try:
+        run()
+    except Preempted as end:
+        assert end.code == PREEMPTED_STATUS == 75
+        return True
+    return False
+
+
+@contextmanager
+def new_process() -> Iterator[None]:
+    """What this process has heard is forgotten after the ``with``, in which a run may have ended."""
+    try:
+        yield
+    finally:
+        assert not signals._ears, "somebody still listens"
+        signals._noted.__init__()  # type: ignore[misc]
+        signals._newest.clear()
