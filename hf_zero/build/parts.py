@@ -157,6 +157,7 @@ class PartsBuilder:
             policies.quantized_units(self.config),
             self.networks.node() if self.stage.parameters_sharded and self.networks.inside < self.topology.world else None,
             self.networks.experts,
+            policies.kept_patterns(self.config),
         )
 
     def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:

@@ -227,14 +227,10 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters and floating buffers in place; rotary tables (``inv_freq``) stay fp32, as the engine keeps them."""
+    """Cast parameters in place; buffers stay as they are, as the engine leaves them."""
     for parameter in model.parameters():
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):  # bitsandbytes' bytes under another name
             parameter.data = parameter.data.to(dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and "inv_freq" not in name:
-                module._buffers[name] = buffer.to(dtype)
     return model
 
 
