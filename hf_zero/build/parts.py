@@ -15,6 +15,7 @@ from hf_zero.activation_checkpointing import configure
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
+from hf_zero.build.mixed_types import explain_types
 from hf_zero.build.networks import Networks
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.out_of_memory import OutOfMemory
@@ -67,6 +68,7 @@ from hf_zero.profiling.recorded_step import RecordedStep
 from hf_zero.profiling.step_metrics import StepMetrics
 
 Measure = Callable[[int], Mapping[str, float]]
+Explain = Callable[[Any, BaseException, str], None]
 
 
 class PartsBuilder:
@@ -229,7 +231,7 @@ class PartsBuilder:
             stepper=stepper,
             scheduler=scheduler,
             give_back=self.networks.give_back,
-            explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
+            explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )
 
     def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:
@@ -330,6 +332,16 @@ class PartsBuilder:
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts)
+
+
+def _all_of(*explain: Explain) -> Explain:
+    """What adds to an error what each of ``explain`` adds."""
+
+    def explain_all(engine: Any, error: BaseException, phase: str) -> None:
+        for one in explain:
+            one(engine, error, phase)
+
+    return explain_all
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:
