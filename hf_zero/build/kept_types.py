@@ -24,7 +24,7 @@ def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence
     such a tensor stays as it was loaded. Of ``patterns``, which a configuration asks for, a 16-bit tensor becomes fp32.
 
     [Note: norms with statistics] torch computes a batch norm of mixed types with weight, bias and statistics of one type only. So weight
-    and bias stay as they are where the statistics, which are buffers, are not of the type that parameters are cast to.
+    and bias have the type of the statistics, which are buffers, where that is not the one that parameters are cast to.
 
     Args:
         module: The model.
@@ -42,8 +42,9 @@ def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence
         kept = {id(tensor): _type_loaded(tensor, dtype) for tensor in own}
     for norm in module.modules():
         statistics = norm.running_mean if isinstance(norm, nn.modules.batchnorm._BatchNorm) else None
-        if statistics is not None and precision.buffer_type(statistics, kept) != dtype:
-            kept.update((id(param), param.dtype) for param in norm._parameters.values() if param is not None)
+        if statistics is not None:
+            wide = precision.buffer_type(statistics, kept)
+            kept.update((id(param), wide) for param in norm._parameters.values() if param is not None and wide != dtype)
     return kept
 
 

