@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import is_narrow
-from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy
+from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_parameters
 
 _HALF = (torch.float16, torch.bfloat16)
 _NAMED = "_keep_in_fp32_modules"  # kept in fp32 where the model is in fp16
@@ -60,6 +60,11 @@ def named_for_fp32(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tenso
     search = _own_list(model, dtype) if dtype in _HALF else None
     if search is not None:
         yield from _matching(model, search)
+
+
+def cast_unnamed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters of ``model`` to ``dtype``, but for those that it names for fp32; return it. Buffers stay as they are."""
+    return cast_parameters(model, dtype, kept_types(model, PrecisionPolicy(param_dtype=dtype), None))
 
 
 def glob_search(patterns: Sequence[str]) -> re.Pattern[str] | None:

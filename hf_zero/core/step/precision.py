@@ -79,3 +79,15 @@ def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.devi
 def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
     """Cast and move one parameter that stays outside of units."""
     param.data = param.data.to(device=device, dtype=policy.unit_dtype(param, kept))
+
+
+def cast_parameters(module: nn.Module, dtype: torch.dtype, kept: KeptTypes) -> nn.Module:
+    """Cast the floating-point parameters of ``module`` that no unit holds to ``dtype`` where they are, but for ``kept``; return it.
+
+    Buffers stay as they are, unlike with ``module.to(dtype)``.
+    """
+    policy = PrecisionPolicy(param_dtype=dtype)
+    for param in module.parameters():
+        if find_unit(param) is None:
+            cast_param(param, policy, param.device, kept)
+    return module
