@@ -59,7 +59,7 @@ class Joiner:
         added: list[Unit] = []
         for block, members in self._by_block(joining):
             spec = BlockSpec(f"{block.name} (added {self._joins})", block.module, members)
-            added += self._extend(block, self.builder.block(spec).units)
+            added += self._extend(block, self.builder.block(spec, self.builder.kept()).units)
         self._drop_empty(former.values())
         self.units += added
         persist_and_reshard(added, set(), self.largest, sum(unit.layout.numel for unit in added))

@@ -18,6 +18,7 @@ from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
 from hf_zero.build.joining import Joiner
+from hf_zero.build.mixed_types import explain_types
 from hf_zero.build.networks import Networks
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.out_of_memory import OutOfMemory
@@ -72,6 +73,7 @@ from hf_zero.profiling.recorded_step import RecordedStep
 from hf_zero.profiling.step_metrics import StepMetrics
 
 Measure = Callable[[int], Mapping[str, float]]
+Explain = Callable[[Any, BaseException, str], None]
 
 
 class PartsBuilder:
@@ -167,6 +169,7 @@ class PartsBuilder:
             self.networks.node() if self.stage.parameters_sharded and self.networks.inside < self.topology.world else None,
             self.networks.experts,
             self.networks.everyone,
+            policies.kept_patterns(self.config),
         )
 
     def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:
@@ -239,7 +242,7 @@ class PartsBuilder:
             scheduler=scheduler,
             give_back=self.networks.give_back,
             preemption=Preemption(policies.preemption_settings(config)),
-            explain=OutOfMemory(self.resolved, held, self.topology.device).explain,
+            explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )
 
     def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:
@@ -368,6 +371,16 @@ class PartsBuilder:
         return kind(
             runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, everyone, trained, joiner.join
         )
+
+
+def _all_of(*explain: Explain) -> Explain:
+    """What adds to an error what each of ``explain`` adds."""
+
+    def explain_all(engine: Any, error: BaseException, phase: str) -> None:
+        for one in explain:
+            one(engine, error, phase)
+
+    return explain_all
 
 
 def _stages_of(unit: Unit) -> tuple[int, ...]:

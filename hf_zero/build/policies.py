@@ -67,6 +67,12 @@ def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> Pre
     )
 
 
+def kept_patterns(config: ZeroConfig) -> list[str] | None:
+    """Names that ``data_types.keep_in_fp32_modules`` lists; None where the model says which stay in fp32."""
+    named = config.data_types.keep_in_fp32_modules
+    return named if isinstance(named, list) else None
+
+
 def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int, sharers: int = 1) -> GradientPolicy:
     """Scaling and element types of the reduction.
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import nn
 
+from hf_zero.build.kept_types import kept_types
 from hf_zero.build.packed_weights import packed_weights, pieces_of, prepare_packed
 from hf_zero.build.policies import QuantizedUnits
 from hf_zero.build.wrapped_weights import prepare_wrapped
@@ -15,7 +16,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.precision import PrecisionPolicy, cast_and_move, cast_param
+from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.core.step.same_groups import facts_of
 from hf_zero.core.step.same_model import require_same_model, require_same_optimizer
 from hf_zero.core.units.construct import NamedParam, build_unit
@@ -49,6 +50,7 @@ class UnitBuilder:
         node: Network of the ranks that keep secondary copies, if any do.
         experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
         everyone: All ranks of the engine; None where the data-parallel axis is all of them.
+        kept_patterns: Names of parameters and buffers that stay in fp32, as in ``kept_types``.
         groups: Param group of each parameter of the optimizer by id, frozen ones included.
     """
 
@@ -63,6 +65,7 @@ class UnitBuilder:
     node: Collectives | None = None
     experts: Collectives | None = None
     everyone: Collectives | None = None
+    kept_patterns: Sequence[str] | None = None
     groups: dict[int, int] = field(default_factory=dict)
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
@@ -76,6 +79,7 @@ class UnitBuilder:
             StateError: The ranks have brought different models or optimizers.
         """
         device = self.collectives.topology.device
+        kept = self.kept()
         packed = packed_weights(self.module)
         divided = prepare_wrapped(self.module, self.stage.parameters_sharded, self.collectives.world)
         members = self._members(inner)
@@ -90,13 +94,14 @@ class UnitBuilder:
         specs = build_blocks(self.module, in_units, self.leaves)
         sizes = [sum(map(self._numel, spec.members)) for spec in specs]
         trained = sum(self._numel(member) for member in in_units if member.group != FROZEN)
-        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units))
-        root, *blocks = [self.block(spec) for spec in specs]
+        itemsize = self._mean_itemsize(in_units, kept)
+        self.offloading.prepare(inner, trained, sum(sizes) - trained, max(sizes, default=0), _passing_bytes(in_units), itemsize)
+        root, *blocks = [self.block(spec, kept) for spec in specs]
         taken = {id(member.param) for member in in_units}
         for member in members:
             if id(member.param) not in taken and find_unit(member.param) is None:
-                cast_param(member.param, self.precision, device)
-        cast_and_move(self.module, self.precision, device)
+                cast_param(member.param, self.precision, device, kept)
+        cast_and_move(self.module, self.precision, device, kept)
         loose = {member.name: member.param for member in members if id(member.param) not in taken}
         for param in loose.values():
             if not (is_elsewhere(param) or is_expert(param)):
@@ -114,6 +119,11 @@ class UnitBuilder:
         """Elements of a parameter as all ranks hold it between them: each has its own experts."""
         numel = full_shape(member.param).numel()
         return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
+
+    def _mean_itemsize(self, members: Sequence[NamedParam], kept: KeptTypes) -> float:
+        """Return the bytes per element that ``members`` take in their units, on average; those of packed weights are of their codes."""
+        sizes = [(self._numel(member), self.precision.unit_dtype(member.param, kept).itemsize) for member in members]
+        return sum(numel * itemsize for numel, itemsize in sizes) / max(1, sum(numel for numel, _ in sizes))
 
     def _members(self, inner: torch.optim.Optimizer | None) -> list[NamedParam]:
         names = {id(param): name for name, param in self.module.named_parameters()}
@@ -139,14 +149,18 @@ class UnitBuilder:
         training = owner[0].trained_by() if owner is not None and owner[0].trained_by is not None else None
         return training is not None and param.requires_grad and training.trains and training.module is not self.module
 
-    def block(self, spec: BlockSpec) -> Block:
+    def kept(self) -> KeptTypes:
+        """Return the types of tensors that the cast of the model leaves alone."""
+        return kept_types(self.module, self.precision, self.kept_patterns)
+
+    def block(self, spec: BlockSpec, kept: KeptTypes) -> Block:
         """Make a block with one unit per element type and kind; the block's own name when there is just one. Collective."""
         kinds: dict[tuple[bool, bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
             param, pieces, frozen = member.param, pieces_of(member), member.group == FROZEN
-            kept = pieces[0].param
+            held = pieces[0].param
             split = self.quantized.any(frozen) and self._is_split(param)
-            kind = is_expert(param), frozen, is_packed(kept), split, self.precision.unit_dtype(kept), stages_of(param)
+            kind = is_expert(param), frozen, is_packed(held), split, self.precision.unit_dtype(held, kept), stages_of(param)
             kinds.setdefault(kind, []).extend(pieces)
         units = []
         for (expert, frozen, packed, split, dtype, stages), members in kinds.items():
@@ -178,14 +192,11 @@ class UnitBuilder:
     def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool) -> UnitSpec:
         of_experts = expert and self.experts is not None
         collectives = self.experts if expert and self.experts is not None else self.collectives
-        master = self.precision.master_dtype
-        if master is None or (self.precision.param_dtype is None and dtype == torch.float64):
-            master = dtype
         return UnitSpec(
             collectives,
             shards=self.stage.optimizer_sharded,
             reshards=self.stage.parameters_sharded and (collectives.world > 1 or shard_storage.reshards),
-            master_dtype=master,
+            master_dtype=self.precision.master_type(dtype),
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
             # Experts are where their tokens go, and few ranks gather them: as they are, from all of these.

@@ -179,7 +179,7 @@ class Checkpoint:
         return record
 
     def read(self, name: str) -> torch.Tensor:
-        """Parameter or buffer ``name``, whole; floating point as fp32.
+        """Parameter or buffer ``name``, whole; floating point as fp32, a buffer of fp64 as it is.
 
         Raises:
             ValueError: A file is missing or damaged; names it.
@@ -187,7 +187,8 @@ class Checkpoint:
         with _reading(self.folder):
             if name not in self.params:
                 file = self.index["buffers"][name]
-                return _as_fp32(self._tensor(file, name, 0, None)).reshape(self._record(file, name)["shape"])
+                value = self._tensor(file, name, 0, None)
+                return (value if value.dtype == torch.float64 else _as_fp32(value)).reshape(self._record(file, name)["shape"])
             return self._read_param(self.params[name], name, self.shapes[name])
 
     def _read_param(self, places: list[_Place], name: str, shape: list[int]) -> torch.Tensor:
@@ -253,12 +254,22 @@ class Checkpoint:
         else:
             record = self._record(self.index["buffers"][name], name)
             dtype, numel = record["dtype"], math.prod(record["shape"])
+            widened = self.written == torch.float32 and dtype in _FLOATS and dtype != "F64"
+            return int(numel * (4 if widened else _ITEM_BYTES[dtype]))
         return numel * (self.written.itemsize if dtype in _FLOATS else _ITEM_BYTES[dtype])
 
     def to_write(self, name: str) -> torch.Tensor:
-        """``name`` as a file gets it, in memory of its own; errors as ``read``."""
+        """``name`` as a file gets it, in memory of its own; errors as ``read``.
+
+        A buffer keeps the type that it was saved in, or fp32 instead of a narrower one where weights are written as fp32.
+        """
         value = self.read(name)
-        return (value.to(self.written) if value.is_floating_point() else value).contiguous().clone()
+        if name in self.params:
+            value = value.to(self.written) if value.is_floating_point() else value
+        elif self.written != torch.float32:
+            file = self.index["buffers"][name]
+            value = self._tensor(file, name, 0, None).reshape(value.shape)
+        return value.contiguous().clone()
 
 
 @dataclass(frozen=True)

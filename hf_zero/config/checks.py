@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -105,6 +106,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     fp16, bf16 = data.get("fp16", {}), data.get("bf16", {})
     if fp16.get("enabled") and bf16.get("enabled"):
         problems.error("fp16.enabled", "and `bf16.enabled` are both true; they exclude each other, set one to false")
+    _check_patterns(data.get("data_types", {}).get("keep_in_fp32_modules"), problems)
     masters, states = bf16.get("bf16_master_weights_and_grads", False), bf16.get("bf16_optimizer_states", False)
     if masters != states:
         text = f"is {show(states)} but `bf16.bf16_master_weights_and_grads` is {show(masters)}"
@@ -138,6 +140,16 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     if "scheduler" in data:
         _check_type("scheduler", data["scheduler"].get("type"), SCHEDULERS, problems)
         _check_arguments("scheduler", data["scheduler"], problems)
+
+
+def _check_patterns(patterns: list[str] | str | None, problems: Problems) -> None:
+    """Report parts of names that are no regular expressions."""
+    for pattern in patterns if isinstance(patterns, list) else ():
+        try:
+            re.compile(pattern.replace("*", ".*"))
+        except re.error as error:
+            text = f"has {show(pattern)}, which is no pattern ({error}); allowed: parts of names, `*` for any characters"
+            problems.error("data_types.keep_in_fp32_modules", text)
 
 
 def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:

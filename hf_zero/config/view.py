@@ -137,6 +137,7 @@ _READERS: dict[str, Callable[[ResolvedConfig], Any]] = {
     "aio_config": lambda resolved: resolved.config.aio,
     "param_dtype": lambda resolved: resolved.config.data_types.param_dtype,
     "buffer_dtype": lambda resolved: resolved.config.data_types.buffer_dtype,
+    "keep_in_fp32_modules": lambda resolved: resolved.config.data_types.keep_in_fp32_modules,
     "grad_accum_dtype": lambda resolved: resolved.config.data_types.grad_accum_dtype,
     "elasticity_enabled": lambda resolved: bool(resolved.config.elasticity and resolved.config.elasticity.enabled),
     "eigenvalue_enabled": lambda resolved: False,

@@ -19,12 +19,17 @@ from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import build_topology
 from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.step.precision import KeptTypes
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import UnitSpec, find_unit, shares_unsharded_memory
+from hf_zero.core.units.unit_copy import cast_unit
 from hf_zero.core.units.unprepared import guard_unprepared
 from hf_zero.memory import heap
 from hf_zero.observe import warn_once
@@ -45,14 +50,19 @@ class ModelInit:
     attribute of the layer; ``nn.Module.apply`` itself is not touched. Pretrained models have a variant of their own, ``smart_apply``,
     whose function also writes to the children of the module it is given; not every version of their library unshards them for it.
 
+    [Note: cast when built] Parameters are cast when the model is complete: what its constructor draws has the type that it has without
+    us, and only a complete model tells which of its parameters keep theirs (``keeps``). Until then a shard has the type that the
+    constructor gave it.
+
     Args:
         group: Data-parallel process group; None is all ranks.
         replicate: Shard groups that it is divided into.
-        dtype: Type floating-point parameters are cast to; None leaves them.
+        dtype: Type that floating-point parameters are cast to when the model is built; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
+        keeps: Gives the types of parameters of a model, by ``id``, that the cast leaves alone.
     """
 
     def __init__(
@@ -64,14 +74,17 @@ class ModelInit:
         shard_storage: ShardStorage = ON_DEVICE,
         listener: ParamListener | None = None,
         replicate: int = 1,
+        keeps: Callable[[nn.Module], KeptTypes] = lambda _module: {},
     ) -> None:
         self._dtype = dtype
+        self._keeps = keeps
         self._spec: UnitSpec | None = None
         if enabled:
             topology = own_topology(build_topology(group, device, replicate=replicate))
             listener = listener or ParamListener()
             self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=True, shard_storage=shard_storage, listener=listener)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
+        self._built: WeakSet[nn.Module] = WeakSet()  # modules that got a parameter or a module inside
         self._unsharding: WeakSet[nn.Module] = WeakSet()  # modules whose ``apply`` or ``smart_apply`` unshards
         self._access = ConstructorAccess()
         self._stack = ExitStack()
@@ -95,18 +108,24 @@ class ModelInit:
         if kind is None:
             for module in list(self._open.values()):
                 self.shard(module)
+            inner = {id(child) for module in self._built for child in module.children()}
+            for module in [module for module in self._built if id(module) not in inner]:
+                self._cast(module)
         self._open.clear()
+        self._built.clear()
         for module in self._unsharding:
             for name in _STAND_INS:
                 module.__dict__.pop(name, None)
         self._unsharding.clear()
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        self._built.add(module)
         if param is not None and find_unit(param) is None:
             self._open[id(module)] = module
 
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
         self._access.close()
+        self._built.add(parent)
         if module is not None:
             for inner in module.modules():
                 if isinstance(inner, ParametrizationList) and inner is module:
@@ -139,7 +158,7 @@ class ModelInit:
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
-            self.divide(module, label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype)
+            self.divide(module, label, [NamedParam(label, param, FROZEN)], param.dtype)
             module.__dict__["apply"] = MethodType(_apply_unsharded, module)  # a method: a deep copy has its own
             self._unsharding.add(module)
 
@@ -163,9 +182,33 @@ class ModelInit:
         guard_unprepared(module)
 
     def shard_all(self, module: nn.Module) -> None:
-        """Shards every parameter of an existing module; collective."""
+        """Shards every parameter of an existing module, and casts it; collective."""
         for inner in module.modules():
             self.shard(inner)
+        self._cast(module)
+
+    def _cast(self, module: nn.Module) -> None:
+        """Cast the shards of a complete module that this context has made; local."""
+        if self._dtype is None or self._spec is None:
+            return
+        kept = self._keeps(module)
+        for param in module.parameters():
+            owner = find_unit(param)
+            if owner is not None and owner[0].collectives is self._spec.collectives and param.is_floating_point():
+                cast_sharded(param, kept.get(id(param), self._dtype))
+
+
+def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Cast a parameter that has a unit of its own, as ``zero.Init`` makes them; local. Packed weights and parameters that somebody holds
+    whole now stay as they are: ``initialize`` casts the latter."""
+    owner = find_unit(param)
+    if owner is None or len(owner[0].params) > 1 or is_packed(param) or is_wrapped(param):
+        return
+    unit = owner[0]
+    if unit.layout.dtype != dtype and not unit.trainable and unit.state is UnitState.SHARDED:
+        cast = cast_unit(unit, dtype)
+        register(cast)
+        cast.reshard()
 
 
 def _is_whole(param: nn.Parameter | None) -> bool:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from hf_zero.build.kept_types import cast_unnamed
 from hf_zero.build.mesh import CLAIMS, claims_of_model, pipeline_ranks
 from hf_zero.build.policies import precision_policy
 from hf_zero.config.mesh import EXPERT, Claim, requested_experts
@@ -48,7 +49,8 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
     Args:
         model: Any model, the same on every rank.
         tp_size: Ranks that hold one model together.
-        dtype: As there.
+        dtype: Cast the parameters to this, but for those that the model keeps in fp32; None leaves them. With ``config`` it is left to
+            ``initialize``.
         config: Configuration, or its ``tensor_parallel`` section.
         **kwargs: As there.
 
@@ -62,14 +64,14 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
     if config is None:
         setattr(model, _ASKED, (dtype, kwargs.get("tp_group") is not None))
     if tp_size == 1:
-        return model if dtype is None or config is not None else model.to(dtype)
+        return model if dtype is None or config is not None else cast_unnamed(model, dtype)
     source = read_config(config) if config is not None else {}
     if pipeline_ranks(source, claims_of_model(model))[0] > 1:
         return model
     wanted = requested_experts(source) > 1
     divides = wanted or any(claim.axis == EXPERT for claim in claims_of_model(model))
     try:
-        return split.tp_model_init(model, tp_size, dtype, config, keeps=modules_of_experts(model) if divides else (), **kwargs)
+        model = split.tp_model_init(model, tp_size, None, config, keeps=modules_of_experts(model) if divides else (), **kwargs)
     except UnknownFlowError as error:
         if config is not None or kwargs.get("tp_group") is not None:
             raise
@@ -77,4 +79,5 @@ def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any
             "tp_model_init leaves %s whole until initialize(), whose configuration may name its layers: %s", type(model).__name__, error
         )
         model.__dict__[CLAIMS] = (*model.__dict__.get(CLAIMS, ()), Claim("tp", tp_size, "tp_model_init"))
-        return model if dtype is None else model.to(dtype)
+        return model if dtype is None else cast_unnamed(model, dtype)
+    return model if dtype is None or config is not None else cast_unnamed(model, dtype)

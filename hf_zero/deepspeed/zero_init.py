@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
 import torch
 from torch import nn
 
+from hf_zero.build.kept_types import kept_types
 from hf_zero.build.mesh import shard_groups
-from hf_zero.build.policies import precision_policy
+from hf_zero.build.policies import kept_patterns, precision_policy
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
+from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.units.shard_storage import ON_DEVICE
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.errors import UnsupportedError
@@ -81,17 +85,28 @@ class Init:
         offloads, pins = remote_device not in (None, "none"), pin_memory
         group = data_parallel_group or sequence_data_parallel_group or _group_of(mpu)
         source, replicate = config_dict_or_path if config_dict_or_path is not None else config, 1
+        precision, patterns = PrecisionPolicy(), None
         if enabled:
             init_distributed()
             if source is not None:
                 source = read_config(source)
                 config = resolve(_without_batch_sizes(source), world_size=1).config
-                dtype = dtype or precision_policy(config).param_dtype
+                precision, patterns = precision_policy(config), kept_patterns(config)
+                dtype = dtype or precision.param_dtype
                 section = config.zero_optimization.offload_param
                 replicate = shard_groups(source, group)
                 offloads, pins = offloads or section.device != "none", pins or section.pin_memory
         shard_storage = init_shard_storage(default_device(), pins) if enabled and offloads else ON_DEVICE
-        self._inner = ModelInit(group, dtype, enabled=enabled, shard_storage=shard_storage, listener=PARAM_ATTRIBUTES, replicate=replicate)
+        keeps = partial(kept_types, precision=replace(precision, param_dtype=dtype), patterns=patterns)
+        self._inner = ModelInit(
+            group,
+            dtype,
+            enabled=enabled,
+            shard_storage=shard_storage,
+            listener=PARAM_ATTRIBUTES,
+            replicate=replicate,
+            keeps=keeps,
+        )
         if module is not None and enabled:
             self._inner.shard_all(module)
 

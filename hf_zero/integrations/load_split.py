@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.build.kept_types import cast_unnamed
 from hf_zero.comm.topology import build_topology
 from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.split import split_model
@@ -24,7 +25,7 @@ def tp_from_pretrained(
         model_class: A class of transformers, ``AutoModelForCausalLM`` and the like included.
         name: Folder of a saved model, or an ID on the Hub.
         tp_size: Ranks that hold one model together.
-        dtype: Type of the parameters; None takes that of the files.
+        dtype: Type of the parameters, but for those that the model keeps in fp32; None takes that of the files.
         plan: What to follow; None makes one.
 
     Raises:
@@ -32,4 +33,4 @@ def tp_from_pretrained(
     """
     model: nn.Module = model_class.from_pretrained(name, dtype="auto")
     split_model(model, {}, build_topology(model_parallel=tp_size), plan)
-    return model.to(dtype) if dtype is not None else model
+    return cast_unnamed(model, dtype) if dtype is not None else model

@@ -36,9 +36,32 @@ def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
     Up to transformers 5.0 it is a class method, which loads in other ways: there every rank reads all, and the engine divides it.
     """
-    if not _configuration_in_use() or next(iter(inspect.signature(method).parameters)) != "model":
+    if not _configuration_in_use():
         return method(*args, **kwargs)
-    return _load_share(method, *args, **kwargs)
+    signature = inspect.signature(method)
+    _widen_named(**signature.bind_partial(*args, **kwargs).arguments)
+    return _load_share(method, *args, **kwargs) if next(iter(signature.parameters)) == "model" else method(*args, **kwargs)
+
+
+def _widen_named(model: Any = None, dtype: Any = None, load_config: Any = None, **_: Any) -> None:
+    """Give a sharded model's parameters and buffers that transformers loads in fp32 that type, before their values come; local.
+
+    Unsharded, the loader replaces a tensor by one of the type that it shall have. Into shards it copies, and the constructor has made them
+    in the type of the whole model.
+    """
+    from hf_zero.build.kept_types import named_for_fp32
+    from hf_zero.core.model_init import cast_sharded
+    from hf_zero.core.units.unit import find_unit
+
+    if model is None or all(find_unit(param) is None for param in model.parameters()):
+        return
+    import torch
+
+    for tensor in named_for_fp32(model, getattr(load_config, "dtype", dtype)):
+        if find_unit(tensor) is not None:
+            cast_sharded(tensor, torch.float32)
+        elif not tensor.is_meta:
+            tensor.data = tensor.data.float()
 
 
 def _load_share(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -85,11 +86,18 @@ class Offloading:
         self._left_numel = 0.0  # elements whose states may still stay on the device
         self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
         self._mode = "none"  # of `offload_overlap`, settled by `prepare`
+        self._param_itemsize = 4.0
 
     # -- before units are made ----------------------------------------------------------------------------------------
 
     def prepare(
-        self, inner: torch.optim.Optimizer | None, trained_numel: int, frozen_numel: int, largest_numel: int, passing_bytes: int = 0
+        self,
+        inner: torch.optim.Optimizer | None,
+        trained_numel: int,
+        frozen_numel: int,
+        largest_numel: int,
+        passing_bytes: int = 0,
+        param_itemsize: float = 4.0,
     ) -> None:
         """Checks that memory and disk have room, and reserves the disk's; collective.
 
@@ -99,18 +107,20 @@ class Offloading:
             frozen_numel: Elements of frozen units.
             largest_numel: Elements of the largest block.
             passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: each block's go when its new ones are there.
+            param_itemsize: Bytes of an element of the units, on average.
 
         Raises:
             HostMemoryError: The host has too little memory.
             OffloadError: The swap files cannot be made, or the disk has too little room.
         """
+        self._param_itemsize = param_itemsize
         world = self._collectives.world
         share = -(-trained_numel // world)
         offloads_optimizer = inner is not None and self._optimizer.device != "none"
         self._mode = self._choose_mode(inner)
         types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
         need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
-        _leave_out(need, passing_bytes - -(-largest_numel // world) * (self._precision.param_dtype or torch.float32).itemsize)
+        _leave_out(need, int(passing_bytes - -(-largest_numel // world) * self._param_itemsize))
         if any(need.values()):
             gather = self._collectives.data.gather_objects
             require_host_memory(need, lambda value: gather(value, "free host memory"), self._remedies(need, -(-largest_numel // world)))
@@ -132,11 +142,11 @@ class Offloading:
             numel: All elements of this rank.
             largest: Those of the largest block.
         """
-        master, param = self._master_dtype().itemsize, (self._precision.param_dtype or torch.float32).itemsize
+        master, param = self._master_dtype().itemsize, self._param_itemsize
         apart = self._apart or self._precision.master_dtype is not None  # a master that is not the shard itself
         offloaded = int(trained * self._optimizer.ratio)
         states = sum(dtype.itemsize for dtype in types.values()) + (master if apart else 0)
-        need: dict[str, int] = {}
+        need: dict[str, float] = {}
         if offloaded and self._optimizer.device == "cpu":
             need["masters and optimizer states"] = offloaded * states
         if offloaded and self._optimizer.device == "nvme":
@@ -149,17 +159,17 @@ class Offloading:
         if self._offloads_param and self._param.device == "nvme":
             need["parameters"] = min(self._param.max_in_cpu, numel) * param if self._apart else 0
             need["buffers of parameters"] = min(self._param.buffer_count * largest, numel) * param
-        return need
+        return {name: math.ceil(nbytes) for name, nbytes in need.items()}
 
     def _remedies(self, need: Mapping[str, int], largest: int) -> str:
         """What lessens ``need`` by how much, as a sentence; ``largest``: elements of the largest block on this rank."""
-        master, param = self._master_dtype().itemsize, (self._precision.param_dtype or torch.float32).itemsize
+        master, param = self._master_dtype().itemsize, self._param_itemsize
         states, parameters = need.get("masters and optimizer states", 0), need.get("parameters", 0)
         optimizer = states + need.get("gradients", 0) + need.get("updated shards", 0)
         ways = {
             "offload_optimizer.device: nvme": states - min(self._optimizer.buffer_count * largest * master, states),
             f"offload_optimizer.ratio: {self._optimizer.ratio / 2:g}": optimizer // 2 if states else 0,
-            "offload_param.device: nvme": parameters - min(self._param.buffer_count * largest * param, parameters),
+            "offload_param.device: nvme": parameters - min(math.ceil(self._param.buffer_count * largest * param), parameters),
             "twice as many machines": sum(nbytes for name, nbytes in need.items() if "buffers" not in name) // 2,
         }
         if self._param.device == "nvme":
@@ -218,8 +228,7 @@ class Offloading:
         if self._apart:
             self._on_host = HostStorage(memory, self._inward)
         if section.device == "nvme":
-            itemsize = (self._precision.param_dtype or torch.float32).itemsize
-            nbytes = max(0, share - section.max_in_cpu) * itemsize
+            nbytes = math.ceil(max(0, share - section.max_in_cpu) * self._param_itemsize)
             folder, file = self._on_all(lambda: self._make_file(section.folder, "parameters", nbytes))
             self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 

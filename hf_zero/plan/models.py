@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.build.kept_types import named_for_fp32
 from hf_zero.config.names import nearest
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.plan_table import class_of
@@ -93,6 +94,9 @@ def _from_config(wish: ModelWish) -> PlannedModel:
             module = kind._from_config(config, attn_implementation=attention)
         except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
             raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_line(error)}") from error
+    # A run reads its weights: from_pretrained has these in fp32 whatever the type of the others.
+    for tensor in named_for_fp32(module, module.dtype):
+        tensor.data = tensor.data.float()
     module.train()
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
     return PlannedModel(module, _batch_maker(module), int(getattr(inner, "vocab_size", 0) or 0))

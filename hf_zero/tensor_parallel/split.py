@@ -15,6 +15,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
+from hf_zero.core.step.precision import cast_parameters
 from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.tp_shard import is_expert, is_part, tp_shard_of
 from hf_zero.errors import ConfigError
@@ -172,8 +173,8 @@ def tp_model_init(
     Args:
         model: Any model, the same on every rank.
         tp_size: Ranks that hold one model together.
-        dtype: Cast the parameters to this; None leaves them. With ``config`` it is left to ``initialize``: transformers passes fp16 for a
-            configuration that says nothing of precision, which means fp32.
+        dtype: Cast all parameters to this; None leaves them. Buffers stay as they are. With ``config`` it is left to ``initialize``:
+            transformers passes fp16 for a configuration that says nothing of precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
         plan: What to follow, as in ``split_model``; None makes one.
         tp_group: This rank's group; None takes adjacent ranks.
@@ -197,7 +198,7 @@ def tp_model_init(
     section = {"autotp_size": tp_size, **(section.get("tensor_parallel") or section)}
     topology = build_topology(model_parallel=tp_size) if tp_group is None else topology_around(dist.get_process_group_ranks(tp_group))
     split_model(model, section, topology, plan, inputs=inputs, keeps=keeps)
-    return model.to(dtype) if dtype is not None and config is None else model
+    return cast_parameters(model, dtype, {}) if dtype is not None and config is None else model
 
 
 def _numel(shape: list[int]) -> int:

@@ -43,6 +43,7 @@ SAMPLES: dict[str, tuple[list[Any], list[Any]]] = {
     "int|str": (["auto", 3], [[], {}]),
     "float|str": (["auto", 0.5], [[], {}]),
     "list[str]|str": (["*", ["a"]], [1, [1]]),
+    "auto|list[str]": (["auto", ["a"], []], ["wo", 1, [1]]),
     "str|null": (["w3"], [1]),
     "tuple": ([("a",)], []),
     "object": ([object()], []),
@@ -106,7 +107,7 @@ def test_no_key_is_extra() -> None:
 
 
 def test_the_list_is_whole() -> None:
-    assert len(ROWS) == 581
+    assert len(ROWS) == 582
 
 
 def test_default_is_the_listed_one() -> None:

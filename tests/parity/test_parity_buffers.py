@@ -30,7 +30,8 @@ class Buffered(Mlp):
 
     def forward(self, inputs: Tensor) -> Tensor:
         self.calls += 1
-        hidden = (self.entry(inputs) + self.offset)[:, self.order] * self.mask
+        hidden = self.entry(inputs)
+        hidden = (hidden + self.offset.to(hidden.dtype))[:, self.order] * self.mask
         hidden = hidden * self.gain + self.shift.to(hidden.dtype) * self.codes.to(hidden.dtype)
         for block in self.blocks:
             hidden = block(hidden)
@@ -47,6 +48,7 @@ def _rank_zero_wins(run: Run) -> None:
     engine = initialize(build_buffered(seed=ranks.rank()), run)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     assert (engine.module.codes.dtype, buffers["shift"].dtype) == (torch.float8_e5m2, torch.float8_e4m3fn)
+    assert buffers["offset"].dtype == torch.float32  # as it was built, whatever the parameters train in
     buffers["shift"] = buffers["shift"].float()  # pickle does not know the type
     gathered: list[dict[str, Tensor]] = [{} for _ in range(ranks.world())]
     dist.all_gather_object(gathered, buffers)

@@ -9,7 +9,7 @@ import pytest
 from hf_zero.plan.cluster import Cluster
 from hf_zero.plan.prediction import Hardware, predict
 from tests.support import planned
-from tests.support.plan_cases import BF16, LISTED, case
+from tests.support.plan_cases import BF16, FP16, LISTED, case
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}, **BF16}
 STAGES = {"pipeline": {"stages": 2}, **BF16}
@@ -19,6 +19,7 @@ FAST = [
     case("llama", 1, wish={"trainable": "match:layers.1"}, saves=True, tensor_parallel={"autotp_size": 2}, **BF16),
     case("gpt2", 3, saves=True),
     case(LISTED, 1, saves=True, **EXPERTS),
+    case("t5", 3, saves=True, **FP16),  # a third of it stays in fp32
 ]
 SLOW = [
     case(LISTED, 3, steps=2, **EXPERTS),

@@ -8,7 +8,7 @@ fp32 masters, cast back. A parameter that nobody used in a step has a zero gradi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,7 +124,7 @@ def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: i
     ``follow``: masters to go on from after each step; see [Note: parity in 16 bit].
     """
     dtype = DTYPES[run.dtype]
-    cast_model(model.to(ranks.device()), dtype)
+    cast_model(model.to(ranks.device()), dtype, run.extra.get("data_types", {}).get("keep_in_fp32_modules", ()))
     trainable = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     masters = {name: parameter.detach().float().clone() for name, parameter in trainable.items()}
     settings = {"lr": run.lr, "betas": (0.9, 0.99), "eps": run.eps, "weight_decay": run.weight_decay}
@@ -226,15 +226,13 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
     return reference(case.build(), feed, case.forward, whole, world=1)
 
 
-def cast_model(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast parameters and floating buffers in place; rotary tables (``inv_freq``) stay fp32, as the engine keeps them."""
-    for parameter in model.parameters():
+def cast_model(model: nn.Module, dtype: torch.dtype, kept: Sequence[str] = ()) -> nn.Module:
+    """Cast parameters in place, but for those with one of ``kept`` in their names; buffers stay as they are."""
+    for name, parameter in model.named_parameters():
+        if any(part in name for part in kept):
+            continue
         if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):  # bitsandbytes' bytes under another name
             parameter.data = parameter.data.to(dtype)
-    for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_floating_point() and "inv_freq" not in name:
-                module._buffers[name] = buffer.to(dtype)
     return model
 
 

@@ -9,9 +9,16 @@ from tests.support import planned
 
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
 LISTED = f"python:{Path(__file__).with_name('experts.py')}:build_listed"
 """A model whose layers call experts of a list one by one."""
-_SETTINGS: dict[str, dict[str, Any]] = {"llama": planned.LLAMA, "gpt2": planned.GPT2, "mixtral": planned.MIXTRAL, LISTED: {}}
+_SETTINGS: dict[str, dict[str, Any]] = {
+    "llama": planned.LLAMA,
+    "gpt2": planned.GPT2,
+    "mixtral": planned.MIXTRAL,
+    "t5": planned.T5,
+    LISTED: {},
+}
 
 
 def case(model: str, stage: int, steps: int = 1, wish: dict[str, Any] | None = None, saves: bool = False, **config: Any) -> dict[str, Any]:

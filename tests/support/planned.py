@@ -26,6 +26,7 @@ LLAMA = {
     "pad_token_id": 0,
 }
 MIXTRAL = {**LLAMA, "num_local_experts": 4}
+T5 = {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_heads": 4, "num_layers": 2, "vocab_size": 96}
 GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions": 64}
 
 

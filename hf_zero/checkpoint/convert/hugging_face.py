@@ -107,7 +107,7 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     Args:
         source: What to write; tied parameters once, as Hugging Face does.
         folder: Made when it does not exist.
-        dtype: Type of all floating-point tensors.
+        dtype: Type of all floating-point parameters; buffers keep theirs.
         limit: Bytes of one file; a larger tensor gets a file of its own.
         beside: Folders to copy configuration and tokenizer from.
         progress: Told bytes.
@@ -118,8 +118,8 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     Raises:
         OSError: The file system refuses.
     """
-    tensors = [param.value for param in source.params] + list(source.buffers)
-    entries = [Entry(tensor.name, *_cast(tensor, dtype)) for tensor in tensors]
+    entries = [Entry(param.value.name, *_cast(param.value, dtype)) for param in source.params]
+    entries += [Entry(buffer.name, *_cast(buffer, buffer.row.dtype)) for buffer in source.buffers]
     shards = split_by_size(entries, limit)
     folder.mkdir(parents=True, exist_ok=True)
     own_files.sweep(folder)

@@ -112,7 +112,7 @@ def _progress(source: Source, to: str, wanted: Conversion) -> Iterator[Progress]
     for param in source.params:
         rows = [param.value.row] if to == "hf" else [param.value.row, *param.states.values()]
         total += sum(_written_bytes(row.numel(), row.dtype, to, wanted) for row in rows)
-    total += sum(_written_bytes(math.prod(buffer.shape), buffer.row.dtype, to, wanted) for buffer in source.buffers)
+    total += sum(math.prod(buffer.shape) * buffer.row.dtype.itemsize for buffer in source.buffers)
     with tqdm(total=total, unit="B", unit_scale=True, desc=f"to {to}", disable=wanted.quiet or None) as bar:
         yield lambda count: bar.update(count) and None
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from hf_zero.config.schema.fields import Bool, Count, Dtype, Int, NonNegative, Section, Size, accepted, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Dtype, Int, NonNegative, Section, Size, accepted, used
 
 
 class Fp16(Section, switch="enabled"):
@@ -54,4 +54,11 @@ class DataTypes(Section):
 
     grad_accum_dtype: Dtype | None = used(None, "Type of gradient accumulation: fp32 fp16 bf16; null follows the model")
     param_dtype: Dtype | None = used(None, "Cast parameters to this type at engine creation")
-    buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null follows the parameters, rotary tables excepted")
+    buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null leaves each in the type it was loaded in")
+    keep_in_fp32_modules: Annotated[Literal["auto"], ANY_CASE] | list[str] | None = used(
+        "auto",
+        "Parts of names (`*` for any characters) of parameters and buffers that stay in fp32 in 16-bit training; auto and null take the "
+        "names that a transformers model lists itself (`_keep_in_fp32_modules_strict`, in fp16 `_keep_in_fp32_modules` too), and leave "
+        "them as loaded; [] keeps none",
+        auto_is_value=True,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -11,10 +12,8 @@ from hf_zero.comm.collectives import is_narrow
 from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.unit import find_unit
 
-_NORMS_WITH_STATISTICS = (nn.modules.batchnorm._BatchNorm, nn.modules.instancenorm._InstanceNorm)
-
-# Rotary tables are angles times positions: in 16 bit, position 1000 is off by whole turns.
-_FP32_BUFFERS = ("inv_freq", "original_inv_freq")
+KeptTypes = Mapping[int, torch.dtype]
+"""Types of parameters and buffers, by ``id`` of the tensor, that a cast of the whole model does not change."""
 
 
 @dataclass(frozen=True)
@@ -22,11 +21,11 @@ class PrecisionPolicy:
     """Element types of one engine.
 
     Attributes:
-        param_dtype: Type all floating-point parameters are cast to; None leaves each as it is.
+        param_dtype: Type that floating-point parameters are cast to; None leaves each as it is.
         master_dtype: Type of masters and moments; None is the parameters' own type (fp32 training).
         accumulation_dtype: Type in which gradients are summed over ranks and micro-steps.
         message_dtype: Type of gradients on the network; None is the parameters' type.
-        buffer_dtype: Type floating-point buffers are cast to; None follows ``param_dtype``, rotary tables excepted.
+        buffer_dtype: Type that floating-point buffers are cast to; None leaves each as it is.
         autocast_dtype: Type of ``torch.autocast`` around forward; None is off.
         casts_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
         skips_overflow: A step with a gradient that is not finite is skipped.
@@ -41,33 +40,54 @@ class PrecisionPolicy:
     casts_inputs: bool = False
     skips_overflow: bool = False
 
-    def unit_dtype(self, param: torch.Tensor) -> torch.dtype:
-        """The type ``param`` has inside its unit."""
-        casts = self.param_dtype is not None and param.is_floating_point() and not is_packed(param)
-        return self.param_dtype if casts and self.param_dtype is not None else param.dtype
+    def unit_dtype(self, param: torch.Tensor, kept: KeptTypes) -> torch.dtype:
+        """Return the type that ``param`` has inside its unit."""
+        if self.param_dtype is None or not param.is_floating_point() or is_packed(param):
+            return param.dtype
+        return kept.get(id(param), self.param_dtype)
+
+    def buffer_type(self, buffer: torch.Tensor, kept: KeptTypes) -> torch.dtype:
+        """Return the type that ``buffer`` has while the engine trains.
+
+        A buffer stays as it was loaded: a rotary table that holds angles times positions, and statistics that are summed over thousands
+        of steps, lose in 16 bit whatever they are called.
+        """
+        if not buffer.is_floating_point() or is_narrow(buffer):
+            return buffer.dtype
+        return kept.get(id(buffer), self.buffer_dtype or buffer.dtype)
+
+    def master_type(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the type of the masters of a unit of ``dtype``: ``master_dtype``, and never a narrower one than the unit has itself."""
+        wide = self.master_dtype
+        return dtype if wide is None or dtype.itemsize > wide.itemsize else wide
 
 
-def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Moves what no unit will hold to ``device``: buffers, cast as the policy says, and parameters that are not floating point."""
+def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
+    """Move the tensors that no unit will hold to ``device``: buffers, cast as the policy says, and parameters that are not floating point.
+
+    ``kept`` as in ``PrecisionPolicy.buffer_type``.
+    """
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
             if buffer is not None:
-                inner._buffers[name] = buffer.to(device=device, dtype=_buffer_dtype(inner, name, buffer, policy))
+                inner._buffers[name] = buffer.to(device=device, dtype=policy.buffer_type(buffer, kept))
         for param in inner._parameters.values():
             if param is not None and find_unit(param) is None and not param.is_meta and not param.is_floating_point():
                 param.data = param.data.to(device)
 
 
-def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.device) -> None:
-    """Casts and moves one parameter that stays outside units."""
-    param.data = param.data.to(device=device, dtype=policy.unit_dtype(param))
+def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
+    """Cast and move one parameter that stays outside of units."""
+    param.data = param.data.to(device=device, dtype=policy.unit_dtype(param, kept))
 
 
-def _buffer_dtype(module: nn.Module, name: str, buffer: torch.Tensor, policy: PrecisionPolicy) -> torch.dtype:
-    if not buffer.is_floating_point() or is_narrow(buffer):
-        return buffer.dtype
-    if policy.buffer_dtype is not None and not isinstance(module, _NORMS_WITH_STATISTICS):
-        return policy.buffer_dtype
-    if policy.param_dtype is None or name in _FP32_BUFFERS:
-        return buffer.dtype
-    return policy.param_dtype
+def cast_parameters(module: nn.Module, dtype: torch.dtype, kept: KeptTypes) -> nn.Module:
+    """Cast the floating-point parameters of ``module`` that no unit holds to ``dtype`` where they are, but for ``kept``; return it.
+
+    Buffers stay as they are, unlike with ``module.to(dtype)``.
+    """
+    policy = PrecisionPolicy(param_dtype=dtype)
+    for param in module.parameters():
+        if find_unit(param) is None:
+            cast_param(param, policy, param.device, kept)
+    return module

@@ -1,7 +1,8 @@
-"""A copy of a sharded unit: what ``copy.deepcopy`` of a divided model is made of."""
+"""Sharded units made of others: a copy, of which ``copy.deepcopy`` of a divided model is made, and one of another type."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -19,18 +20,30 @@ def copy_unit(unit: Unit) -> Unit:
 
     It rests in memory: where ``unit`` rests in a file, the file is another engine's.
     """
-    layout = replace(unit.layout, slots=tuple(replace(slot, group=FROZEN) for slot in unit.layout.slots))
-    device = unit.collectives.topology.device
-    unit.shard_storage.flush()
-    buffer = host_memory.empty(layout.padded_numel, layout.dtype, device)
-    buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
-    empty = torch.empty(0, dtype=layout.dtype, device=device)
+    empty = torch.empty(0, dtype=unit.layout.dtype, device=unit.collectives.topology.device)
     params = [None if param is None else _param_like(param, empty) for param in unit.params]
-    storage = unit.shard_storage.of_copies()
-    spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
-    copied = Unit(layout, params, spec, buffer)
+    copied = _unit_of(unit, unit.layout.dtype, params)
     copied.reshard()
     return copied
+
+
+def cast_unit(unit: Unit, dtype: torch.dtype) -> Unit:
+    """Return a sharded unit of the parameters of ``unit``, cast to ``dtype``; local. The caller registers it, then reshards it.
+
+    ``unit`` is sharded, trained by nobody, and holds no packed weights.
+    """
+    return _unit_of(unit, dtype, unit.params)
+
+
+def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | None]) -> Unit:
+    """Return a unit of ``params`` with the values of ``unit``'s shard, whole buffer allocated but undefined outside of that."""
+    layout = replace(unit.layout, dtype=dtype, slots=tuple(replace(slot, group=FROZEN) for slot in unit.layout.slots))
+    unit.shard_storage.flush()
+    buffer = host_memory.empty(layout.padded_numel, dtype, unit.collectives.topology.device)
+    buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
+    storage = unit.shard_storage.of_copies()
+    spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
+    return Unit(layout, params, spec, buffer)
 
 
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:

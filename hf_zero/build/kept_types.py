@@ -1,0 +1,108 @@
+"""Which parameters and buffers of a model keep their types where it trains in 16 bit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import is_narrow
+from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_parameters
+
+_HALF = (torch.float16, torch.bfloat16)
+_NAMED = "_keep_in_fp32_modules"  # kept in fp32 where the model is in fp16
+_ALWAYS_NAMED = "_keep_in_fp32_modules_strict"  # in bf16 too
+
+
+def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence[str] | None) -> KeptTypes:
+    """Return the types of the tensors of ``module`` that its cast to 16 bit leaves alone, by ``id``; empty where nothing is cast to 16 bit.
+
+    The names that a model of transformers or diffusers keeps in fp32 are its own list, read as the library reads it while it loads a model;
+    such a tensor stays as it was loaded. Of ``patterns``, which a configuration asks for, a 16-bit tensor becomes fp32.
+
+    [Note: norms with statistics] torch computes a batch norm of mixed types with weight, bias and statistics of one type only. So weight
+    and bias have the type of the statistics, which are buffers, where that is not the one that parameters are cast to.
+
+    Args:
+        module: The model.
+        precision: Types that parameters and buffers are cast to.
+        patterns: Parts of names, ``*`` for any characters; None is what the model names itself.
+    """
+    dtype = precision.param_dtype
+    if dtype not in _HALF:
+        return {}
+    if patterns is not None:
+        search = glob_search(patterns)
+        kept = {id(tensor): torch.promote_types(tensor.dtype, torch.float32) for tensor in _matching(module, search)} if search else {}
+    else:
+        own = [tensor for model, search in _lists(module, dtype) for tensor in _matching(model, search)]
+        kept = {id(tensor): _type_loaded(tensor, dtype) for tensor in own}
+    for norm in module.modules():
+        statistics = norm.running_mean if isinstance(norm, nn.modules.batchnorm._BatchNorm) else None
+        if statistics is not None:
+            wide = precision.buffer_type(statistics, kept)
+            kept.update((id(param), wide) for param in norm._parameters.values() if param is not None and wide != dtype)
+    return kept
+
+
+def _type_loaded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor that the model names for fp32 in training in ``dtype``: its own, but for a parameter of the other 16-bit
+    type, which was loaded for other training."""
+    other = isinstance(tensor, nn.Parameter) and tensor.dtype in _HALF and tensor.dtype != dtype
+    return torch.float32 if other else tensor.dtype
+
+
+def named_for_fp32(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor]:
+    """Yield the floating-point parameters and buffers that the library of ``model`` loads in fp32 where the rest is loaded in ``dtype``."""
+    search = _own_list(model, dtype) if dtype in _HALF else None
+    if search is not None:
+        yield from _matching(model, search)
+
+
+def cast_unnamed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Cast the parameters of ``model`` to ``dtype``, but for those that it names for fp32; return it. Buffers stay as they are."""
+    return cast_parameters(model, dtype, kept_types(model, PrecisionPolicy(param_dtype=dtype), None))
+
+
+def glob_search(patterns: Sequence[str]) -> re.Pattern[str] | None:
+    """Return an expression that finds any of ``patterns`` anywhere in a name, ``*`` for any characters; None for no patterns.
+
+    Raises:
+        re.error: A pattern is no regular expression.
+    """
+    return re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns)) if patterns else None
+
+
+def _lists(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
+    """Yield each model inside ``module`` that names tensors for fp32, and the expression that finds their names inside that model."""
+    for inner in module.modules():
+        search = _own_list(inner, dtype)
+        if search is not None:
+            yield inner, search
+
+
+def _own_list(model: nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:
+    plan_of: Any = getattr(type(model), "_get_dtype_plan", None)
+    if plan_of is not None:  # transformers 5 says itself which of its names count, and finds them anywhere
+        return glob_search(sorted(name for name, kept in plan_of(model, dtype).items() if kept == torch.float32))
+    names = set(_names(model, _ALWAYS_NAMED))
+    if dtype == torch.float16:
+        names |= set(_names(model, _NAMED))
+    # transformers 4 and diffusers: a name is one or several whole parts between dots.
+    return re.compile("|".join(rf"(?:(?:^|\.){name}(?:$|\.))" for name in sorted(names))) if names else None
+
+
+def _names(model: nn.Module, attribute: str) -> list[str]:
+    """Return a list of the model itself: a wrapper (PEFT's) passes questions about attributes on to the model in it."""
+    value = vars(model).get(attribute, getattr(type(model), attribute, None))
+    return [name for name in value if isinstance(name, str)] if isinstance(value, (list, tuple, set, frozenset)) else []
+
+
+def _matching(module: nn.Module, search: re.Pattern[str]) -> Iterator[torch.Tensor]:
+    for named in (module.named_parameters(), module.named_buffers()):
+        for name, tensor in named:
+            if tensor.is_floating_point() and not is_narrow(tensor) and search.search(name):
+                yield tensor
