@@ -219,6 +219,7 @@ class Engine(nn.Module):
         with self.clock.phase("backward"):
             self._begin_micro_step()
             self.runtime.backward.begin()
+            self.runtime.backward.expect(scaled)
             _running_scales.append(scale)
             try:
                 scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]

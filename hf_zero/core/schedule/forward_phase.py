@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.observe import span
 
 
@@ -45,7 +44,8 @@ class ForwardPhase:
                     self._schedule.begin_forward(self._training)
             else:
                 self.unshard(block)
-            block.entered(recomputed_later=self._training and block is not root and not torch.is_grad_enabled())
+            recomputed_later = self._training and block is not root and not torch.is_grad_enabled()
+            block.entered(recomputed_later, first_node=next_node())
             self.stack.append(block)
 
     def unshard(self, block: Block) -> None:
@@ -59,12 +59,12 @@ class ForwardPhase:
             for external in block.externals:
                 external.unshard()
 
-    def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block``'s module ends, with ``output`` None if it failed; collective at the end of the whole module's."""
+    def leave(self, block: Block, raised: bool) -> None:
+        """A forward of ``block``'s module ends, if need be with an error; collective at the end of the whole module's."""
         if self.stack and self.stack[-1] is block:
             self.stack.pop()
         block.left()
-        if output is None:
+        if raised:
             self.failed += block is self._root and self._training
         elif self._schedule is not None:
             with span("post_forward", block.name):

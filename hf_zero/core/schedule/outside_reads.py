@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -25,22 +26,30 @@ from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
 
+RAISED = object()  # stands for what a forward that raised has returned
+
 
 def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
-    """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with None where it raised.
+    """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with ``RAISED``.
 
     A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
     """
+    around: BaseException | None = None  # what the caller of the forward is handling
 
     def pre(called: nn.Module, *_: Any) -> None:
+        nonlocal around
         if called is module:
+            around = sys.exc_info()[1]
             before()
         else:
             refuse_sharded(called)
 
     def post(called: nn.Module, _args: Any, output: Any) -> None:
-        if called is module:
-            after(output)
+        nonlocal around
+        if called is module:  # torch says None of a forward that raised, and of one that returned it
+            raised = output is None and sys.exc_info()[1] is not around
+            around = None
+            after(RAISED if raised else output)
 
     return [
         module.register_forward_pre_hook(outside_compile(pre, module), prepend=True),
@@ -107,7 +116,7 @@ class OutsideReads:
 
         Args:
             enter: Called when a part of a block is called by itself, outside the block's forward.
-            leave: Called when that ends, with what it returned, or None if it raised.
+            leave: Called when that ends, with what it returned, or ``RAISED``.
         """
         hooked = {id(block.module) for block in (self._root, *self._blocks.values())}
         guarded = [module for module in self._module.modules() if module._parameters]

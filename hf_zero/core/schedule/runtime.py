@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_phase import ForwardPhase
-from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
+from hf_zero.core.schedule.outside_reads import RAISED, OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
@@ -114,14 +114,16 @@ class Runtime:
             self.backward.abort()  # it broke off
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may come of it
             self.backward.reducer.shown.end()
+        self.backward.outputs.follow()
         self.forward.enter(block)
 
     def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block``'s module ends, with ``output`` None if it failed."""
+        """A forward of ``block``'s module ends, with ``output`` ``RAISED`` if it failed."""
         if not self.backward.begun or self.backward.mixed:
-            if output is not None and not self.backward.begun:
+            raised = output is RAISED
+            if not (raised or self.backward.begun):
                 self.backward.watch(block, output)
-            self.forward.leave(block, output)
+            self.forward.leave(block, raised)
         if block is self.root and not block.open:
             self._outside_reads.forget_wholes()
 

@@ -9,6 +9,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.unshard_pass import UnshardLimits, UnshardPass
+from hf_zero.core.schedule.watched_outputs import Foretold
 
 
 class UnshardSchedule:
@@ -40,6 +41,7 @@ class UnshardSchedule:
         self._updating = False  # updates of the last step may still go on
         self._pass = UnshardPass((), 0, limits)
         self._reducer: Reducer | None = None  # in backward
+        self._foretold: dict[int, Foretold] = {}  # by id of the block
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
@@ -145,7 +147,8 @@ class UnshardSchedule:
                 self._positions = self._place_reductions()
             sizes = [block.numel if block.sharded else 0 for block in order]
             reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
-        self._begin(order)
+        self._foretold = {}
+        self._begin(order, border=self._border(order))
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)
         for block in takewhile(lambda block: block.saved_outside, order):
@@ -162,11 +165,30 @@ class UnshardSchedule:
             positions.update(dict.fromkeys(map(id, block.gradients), max(position, 0)))
         return positions
 
+    def foretold(self, found: Sequence[Foretold]) -> None:
+        """Takes the blocks of which the backward that has begun tells nothing in time, [Note: what tells of a backward]; collective."""
+        self._foretold = {id(entry.block): entry for entry in found}
+        self._request_silent(0)
+
+    def _request_silent(self, start: int) -> None:
+        """Makes blocks from position ``start`` on whole, up to the first of which a gradient of an output tells in time."""
+        for block in self._pass.order[start:] if self._foretold else ():
+            entry = self._foretold.pop(id(block), None)
+            if entry is not None:
+                self._request(block)
+                if not entry.comes:
+                    block.never_comes()
+            if block.pending or block.checkpointed:  # it tells
+                return
+
     def backward(self, block: Block) -> list[Block]:
         """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Reshards what is done, and returns it."""
         self._request(block)
         for external in block.externals:
             self._request(external)
+        index = self._pass.index_of(block)
+        if index is not None:
+            self._request_silent(index + 1)
         done = [
             other
             for other in self._pass.passed(block)
@@ -194,9 +216,23 @@ class UnshardSchedule:
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, order: Sequence[Block]) -> None:
+    def _begin(self, order: Sequence[Block], border: int | None = None) -> None:
         live = sum(block.numel for block in (self.root, *self.order) if not block.sharded)
-        self._pass = UnshardPass(order, live, self.limits, self._reducer)
+        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, self._wants_more)
+
+    @staticmethod
+    def _border(order: Sequence[Block]) -> int | None:
+        """[Note: below what trains] The first position of a backward behind all blocks that train at which something is sharded, if any.
+
+        A backbone that is frozen has no backward, unless a gradient comes through it to what lies below it: parameters of the root (a
+        prompt), an input. Which it is, a rank knows from its own graph alone. So the unshards behind the border are issued if any rank
+        asks for one of them: a vote has its place in the order there, and ranks that do not come so far vote when their backward is over.
+        """
+        trains = max((index for index, block in enumerate(order) if block.gradients), default=-1)
+        return next((index for index in range(trains + 1, len(order)) if order[index].sharded), None)
+
+    def _wants_more(self, wanted: bool) -> bool:
+        return self._collectives.any_rank(wanted, "below what trains")
 
     def _request(self, block: Block) -> None:
         if self._pass.index_of(block) is None:  # the root, or an embedding in backward: a recomputation reads it after all

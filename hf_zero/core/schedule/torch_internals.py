@@ -48,11 +48,25 @@ def reaches(params: Iterable[torch.Tensor]) -> bool:
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    return will_run(torch.autograd.graph.get_gradient_edge(param).node)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs comes to ``node`` of the graph, or has been there; for hooks of tensors in the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad with respect to this parameter: it goes to the caller
+    except RuntimeError:  # torch.autograd.grad with respect to it: the gradient goes to the caller
         return False
+
+
+def next_node() -> int:
+    """The number that this thread's next node of a graph gets. Numbers rise, and backward runs nodes with higher ones first."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def number_of(node: Any) -> int:
+    """The number of a ``grad_fn``."""
+    return int(node._sequence_nr())
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------------------
