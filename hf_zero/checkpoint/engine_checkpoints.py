@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
@@ -20,7 +21,7 @@ from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import CheckpointError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
 
@@ -80,23 +81,27 @@ class EngineCheckpoints:
         self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
     ) -> None:
         """Saves ``engine``; see ``Engine.save_checkpoint``. ``trained``: leave frozen parameters out."""
-        name = str(tag) if tag is not None else f"global_step{engine.progress.global_steps}"
         if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()
         settings = self._settings
-        request = SaveRequest(
-            os.fspath(save_dir),
-            name,
-            client_state,
-            latest,
-            trained,
-            settings.direct,
-            settings.node_local,
-            settings.tag_validation,
-            may_pickle=settings.pickle_client_state,
-        )
-        folder = save_checkpoint(self.state_of(engine), request, self.background)
+
+        def ask() -> tuple[SaveRequest, TrainingState]:
+            request = SaveRequest(
+                _folder(save_dir, "save_dir"),
+                str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
+                client_state,
+                latest,
+                trained,
+                settings.direct,
+                settings.node_local,
+                settings.tag_validation,
+                may_pickle=settings.pickle_client_state,
+            )
+            return request, self.state_of(engine)
+
+        request, state = agreement.quickly(self._everyone(), "save_checkpoint()", ask)  # one rank's mistake is everybody's error
+        folder = save_checkpoint(state, request, self.background)
         how = "saved to"
         if self.background is not None:
             reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
@@ -111,17 +116,22 @@ class EngineCheckpoints:
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
         """Loads into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
-        name, settings = None if tag is None else str(tag), self._settings
-        request = LoadRequest(
-            os.fspath(load_dir),
-            name,
-            masters_from_fp32=settings.masters_from_fp32,
-            custom=custom,
-            node_local=settings.node_local,
-            may_unpickle=settings.pickle_client_state,
-            **wanted,
-        )
-        loaded = load_checkpoint(self.state_of(engine), request)
+        settings = self._settings
+
+        def ask() -> tuple[LoadRequest, TrainingState]:
+            request = LoadRequest(
+                _folder(load_dir, "load_dir"),
+                None if tag is None else str(tag),
+                masters_from_fp32=settings.masters_from_fp32,
+                custom=custom,
+                node_local=settings.node_local,
+                may_unpickle=settings.pickle_client_state,
+                **wanted,
+            )
+            return request, self.state_of(engine)
+
+        request, state = agreement.quickly(self._everyone(), "load_checkpoint()", ask)
+        loaded = load_checkpoint(state, request)
         if loaded is None:
             return None
         model_axis = self._collectives.topology.model
@@ -174,6 +184,17 @@ class EngineCheckpoints:
     def _everyone(self) -> Collectives:
         joint = joint_topology(self._collectives.topology)
         return self._collectives if joint is self._collectives.topology else open_collectives(joint)
+
+
+def _folder(given: Any, argument: str) -> str:
+    """The path that was given as ``argument``.
+
+    Raises:
+        CheckpointError: It is no path.
+    """
+    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
+        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a non-empty string or a pathlib.Path")
+    return str(os.fspath(given))
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:

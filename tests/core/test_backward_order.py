@@ -131,7 +131,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         block.gradients = [entries[block.name]]
     schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
     exchange: Any = SimpleNamespace(keeps_whole=False)
-    reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
+    reducer = Reducer(list(entries.values()), exchange, True, agree, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for index in ran:
         blocks[index].watched()

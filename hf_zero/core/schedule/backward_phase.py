@@ -15,7 +15,8 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
 from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs
-from hf_zero.observe import note, span
+from hf_zero.errors import CollectiveError, StateError
+from hf_zero.observe import logger, note, span
 
 
 class BackwardPhase:
@@ -217,16 +218,43 @@ class BackwardPhase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward."""
+        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward.
+
+        Raises:
+            StateError: It broke off with an error on another rank; nothing of it is left here either.
+        """
         if not self.begun:
             return
+        texts = self._join("")
+        if texts:
+            self.abort()
+            raise StateError(
+                f"a backward broke off with an error on another rank ({texts}): the gradients since the last optimizer step are gone on "
+                "all ranks. Let the error end the run, or run these micro-steps again on all ranks, after zero_grad()"
+            )
+        self._finish()
+
+    def _join(self, error: str) -> str:
+        """Issues what is left of this backward on any rank; collective. Returns the errors with which it broke off elsewhere."""
         with span("end_backward"), outside_transforms():
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
-            if self.reducer is not None:
-                self.reducer.flush()
-        self._finish()
+            return self.reducer.flush(error) if self.reducer is not None else ""
+
+    def break_off(self, error: BaseException | None = None) -> None:
+        """The backward that runs broke off with ``error``, None if unknown: forgets it. Collective.
+
+        [Note: a backward that breaks off on one rank] The others go on with theirs, and wait for this rank in each collective of it. So it
+        takes part in what is left, with zeros, and the vote on late gradients tells all ranks that there was an error. An
+        interrupt and a broken network end this rank at once.
+        """
+        if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
+            try:
+                self._join(repr(error) if error is not None else "an error that the script has caught")
+            except Exception as further:  # the one that comes first is told; the device may have no memory left, or be broken
+                logger.warning("after a backward that broke off this rank could not join the others: %r", further)
+        self.abort()
 
     def close(self) -> None:
         """Issues what is left of this backward's unshards and reductions; collective. See [Note: engines in one backward]."""

@@ -15,7 +15,7 @@ class ForwardPhase:
 
     Attributes:
         count: Forwards begun so far: of the whole module, or of a block by itself.
-        failed: Forwards of the whole module for training that raised.
+        failed: Forwards of the whole module for training that raised, without those that were run again.
         stack: Blocks whose forward runs now, outermost first.
 
     Args:
@@ -29,6 +29,7 @@ class ForwardPhase:
         self.stack: list[Block] = []
         self._root = root
         self._schedule = schedule
+        self._raised = False  # the last forward of the whole module, noticed by its own hook
         self._training = False  # the forward of the whole module began with gradients on
 
     def enter(self, block: Block) -> None:
@@ -38,7 +39,7 @@ class ForwardPhase:
             if not root.open:
                 self.count += 1
             if block is root and not root.open:
-                self._training = torch.is_grad_enabled()
+                self._training, self._raised = torch.is_grad_enabled(), False
                 self.stack.clear()
                 if self._schedule is not None:
                     self._schedule.begin_forward(self._training)
@@ -65,7 +66,8 @@ class ForwardPhase:
             self.stack.pop()
         block.left()
         if raised:
-            self.failed += block is self._root and self._training
+            if block is self._root and not block.open:
+                self._break_off(self._training, inside=True)
         elif self._schedule is not None:
             with span("post_forward", block.name):
                 if block is not self._root:
@@ -73,8 +75,35 @@ class ForwardPhase:
                 elif not block.open:
                     self._schedule.end_forward()
 
+    def read_behind(self, block: Block) -> None:
+        """Makes ``block`` whole for code that reads it between forward and backward; collective."""
+        if self._schedule is not None:
+            self._schedule.read_behind(block)
+
+    def _break_off(self, trains: bool, inside: bool) -> None:
+        self._raised = inside
+        self.failed += trains
+        if self._schedule is not None:
+            self._schedule.break_off(inside)
+
+    def raised(self, trains: bool) -> None:
+        """A call of the whole module raised, maybe when its forward was over: a hook behind this one's; local.
+
+        Args:
+            trains: It was one for training.
+        """
+        if not self._raised:
+            self._break_off(trains, inside=False)
+        self._raised = False
+
+    def settle(self) -> None:
+        """A forward that raised on this rank is not run again: lets the others end theirs; collective then."""
+        if self._schedule is not None:
+            self._schedule.settle()
+
     def join(self) -> None:
         """Takes part in a forward that other ranks run and this one does not: its unshards, no computation; collective."""
+        self.settle()
         if self._schedule is not None:
             self._schedule.begin_forward(training=False)
             self._schedule.end_forward()

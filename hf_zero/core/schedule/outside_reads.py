@@ -16,6 +16,7 @@ from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_phase import ForwardPhase
+from hf_zero.core.schedule.late_values import lend
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.grouping import enclosing
@@ -177,8 +178,28 @@ class OutsideReads:
 
     def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
-        if block is not None and self._wants_values():
+        if block is None or not self._wants_values():
+            return
+        if self._is_behind():
+            lend(param, self._bring)
+        else:
             self._read(block)
+
+    def _bring(self, param: nn.Parameter) -> None:
+        """Code behind the forward computes with ``param``, or code in a later forward or backward that has kept it; collective."""
+        block = self._block_of(param)
+        if block is None:
+            return
+        note("external", block.name)
+        with outside_transforms():
+            if self._is_behind() or not self._wants_values():
+                block.read_by(self._root, self._root)
+                self._forward.read_behind(block)
+            else:
+                self._read(block)
+
+    def _is_behind(self) -> bool:
+        return not (self._forward.stack or self._backward.begun)
 
     def _wants_values(self) -> bool:
         """Whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""

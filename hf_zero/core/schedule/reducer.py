@@ -86,6 +86,7 @@ class Reducer:
         exchange: As the attribute.
         overlap: Reductions run while backward goes on.
         agree: Collective; for each flag, whether it is True on any rank.
+        tell: Collective; the texts of all ranks.
     """
 
     def __init__(
@@ -94,6 +95,7 @@ class Reducer:
         exchange: GradientExchange,
         overlap: bool,
         agree: Callable[[list[bool]], list[bool]],
+        tell: Callable[[str], list[str]],
     ) -> None:
         self.gradients = list(gradients)
         self.exchange = exchange
@@ -103,6 +105,7 @@ class Reducer:
         self.pieces = False
         self._overlap = overlap
         self._agree = agree
+        self._tell = tell
         self._queue = self.gradients[::-1]
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
@@ -207,11 +210,17 @@ class Reducer:
                 if entry.start_next_part():
                     self._flying[part + 1].append(entry)
 
-    def flush(self) -> None:
-        """Ends a backward: sends what is left, in order; collective if it reduces."""
+    def flush(self, error: str = "") -> str:
+        """Ends a backward: sends what is left, in order; collective if it reduces.
+
+        Args:
+            error: With which it broke off on this rank.
+
+        Returns:
+            Errors of other ranks, where the ranks have voted.
+        """
         self.send_all()
-        if self._reduces:
-            self._send_late()
+        errors = self._send_late(error) if self._reduces else ""
         self._finish()
         for entry in self.gradients:
             entry.begin_backward()
@@ -219,6 +228,7 @@ class Reducer:
         if self._reduces and self.exchange.completes:
             self.shown.begin()
         self._reset()
+        return errors
 
     def reduce_deferred(self) -> None:
         """Reduces what earlier backwards have left where it was; collective."""
@@ -227,30 +237,35 @@ class Reducer:
             _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
             self.flush()
 
-    def _send_late(self) -> None:
+    def _send_late(self, error: str) -> str:
         """Reduces once more what arrived behind its place in the order, on any rank.
 
         [Note: late gradients] Which they are depends on a rank's data (a layer that is recomputed in pieces, as many as there are), so the
         ranks vote: at the end of each backward that unshards, which is long, else with the one that completes an optimizer step. Until
         then they wait in the type of sums over micro-steps. A unit that was late once is sent when backward is over from then on.
+
+        Returns:
+            The errors with which the backward broke off on other ranks.
         """
         for entry in self._queue:
             entry.set_aside()
-        if self._order is not None or self.exchange.completes:
-            self.reduce_late()
+        return self.reduce_late(error) if self._order is not None or self.exchange.completes else ""
 
-    def reduce_late(self) -> None:
-        """Reduces what was set aside on any rank; collective."""
-        answers = self._agree([entry.late for entry in self._queue])
+    def reduce_late(self, error: str = "") -> str:
+        """Reduces what was set aside on any rank; collective. Arguments and result as of ``flush``."""
+        broken, *answers = self._agree([bool(error), *(entry.late for entry in self._queue)])
+        if broken:
+            return "; ".join(text for text in self._tell(error) if text)
         late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
         if not late:
-            return
+            return ""
         self._finish()  # a unit has one reduction at a time
         for entry in late:
             entry.was_late = True
             self._send(entry, late=True)
         self._finish()
         self._sort()
+        return ""
 
     def clear(self) -> None:
         """Forgets all gradients."""

@@ -16,6 +16,7 @@ from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.core.units.unprepared import unguard_unprepared
+from hf_zero.errors import StateError
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
 
@@ -111,7 +112,7 @@ class Runtime:
             if in_backward():
                 self.backward.recompute(block)
                 return
-            self.backward.abort()  # it broke off
+            self.backward.break_off()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may come of it
             self.backward.reducer.shown.end()
         self.backward.outputs.follow()
@@ -145,9 +146,24 @@ class Runtime:
         return self.backward.micro_steps + self.forward.failed
 
     def forget_broken(self) -> None:
-        """Forgets a backward that the script started and that broke off with an error, of which nothing told the engine; local."""
+        """Ends a backward that the script started and that broke off with an error, of which nothing told the engine; collective then."""
         if self.backward.begun and not self.backward.mixed and not in_backward():
-            self.backward.abort()
+            self.backward.break_off()
+
+    def require_forward(self, what: str) -> None:
+        """Raises where the last forward raised on this rank, and others wait for it; collective then.
+
+        Args:
+            what: Is called instead of running it again.
+
+        Raises:
+            StateError: On every rank, each where it is.
+        """
+        if self.schedule is not None and self.schedule.give_up():
+            raise StateError(
+                f"{what} after a forward that raised an error on this rank alone, while the others wait in theirs: let the error end the "
+                "run, or catch it and run the forward again, with the same batch"
+            )
 
     def reshard_for_update(self) -> None:
         """Before an update: what is unsharded becomes stale, so it is resharded; local."""
