@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from hf_zero.checkpoint.commit import agreement
 from hf_zero.checkpoint.commit.background import Background
@@ -21,9 +21,11 @@ from hf_zero.core import hooks
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.errors import CheckpointError, UnsupportedError
+from hf_zero.errors import CheckpointError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.tensor_parallel.same_data import SameData
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -100,7 +102,7 @@ class EngineCheckpoints:
             )
             return request, self.state_of(engine)
 
-        request, state = agreement.quickly(self._everyone(), "save_checkpoint()", ask)  # one rank's mistake is everybody's error
+        request, state = self._agreed("save_checkpoint()", ask)
         folder = save_checkpoint(state, request, self.background)
         how = "saved to"
         if self.background is not None:
@@ -130,7 +132,7 @@ class EngineCheckpoints:
             )
             return request, self.state_of(engine)
 
-        request, state = agreement.quickly(self._everyone(), "load_checkpoint()", ask)
+        request, state = self._agreed("load_checkpoint()", ask)
         loaded = load_checkpoint(state, request)
         if loaded is None:
             return None
@@ -181,6 +183,15 @@ class EngineCheckpoints:
             },
         )
 
+    def _agreed(self, what: str, ask: Callable[[], T]) -> T:
+        """The result of ``ask`` on this rank, where it fails on none: one rank's mistake is everybody's error; collective."""
+        try:
+            return agreement.quickly(self._everyone(), what, ask)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, StateError):  # this rank's own
+                raise error.__cause__ from None
+            raise
+
     def _everyone(self) -> Collectives:
         joint = joint_topology(self._collectives.topology)
         return self._collectives if joint is self._collectives.topology else open_collectives(joint)
@@ -192,8 +203,8 @@ def _folder(given: Any, argument: str) -> str:
     Raises:
         CheckpointError: It is no path.
     """
-    if not isinstance(given, (str, os.PathLike)) or not os.fspath(given):
-        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a non-empty string or a pathlib.Path")
+    if not isinstance(given, (str, os.PathLike)):
+        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path")
     return str(os.fspath(given))
 
 
