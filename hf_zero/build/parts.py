@@ -312,7 +312,9 @@ class PartsBuilder:
 
         self._gradients_of = gradients_of
         entries = [gradients_of(unit) for unit in units]
-        return Reducer(entries, exchange, overlap, partial(self.collectives.data.any_of, unit="late gradients"))
+        data = self.collectives.data
+        tell = partial(data.gather_objects, unit="a backward that broke off")
+        return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell)
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""

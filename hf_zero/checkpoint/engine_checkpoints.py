@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from hf_zero.checkpoint.commit import folders
+from hf_zero.checkpoint.commit import agreement, folders
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
@@ -24,10 +24,12 @@ from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.errors import UnsupportedError
+from hf_zero.errors import CheckpointError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import signals
 from hf_zero.tensor_parallel.same_data import SameData
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -85,25 +87,29 @@ class EngineCheckpoints:
         self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
     ) -> None:
         """Saves ``engine``; see ``Engine.save_checkpoint``. ``trained``: leave frozen parameters out."""
-        name = str(tag) if tag is not None else f"global_step{engine.progress.global_steps}"
         if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()
         WrittenValues(engine.units).agree(self._collectives.data)
         settings = self._settings
-        request = SaveRequest(
-            os.fspath(save_dir),
-            name,
-            client_state,
-            latest,
-            trained,
-            settings.direct,
-            settings.node_local,
-            settings.tag_validation,
-            may_pickle=settings.pickle_client_state,
-        )
+
+        def ask() -> tuple[SaveRequest, TrainingState]:
+            request = SaveRequest(
+                _folder(save_dir, "save_dir"),
+                str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
+                client_state,
+                latest,
+                trained,
+                settings.direct,
+                settings.node_local,
+                settings.tag_validation,
+                may_pickle=settings.pickle_client_state,
+            )
+            return request, self.state_of(engine)
+
+        request, state = self._agreed("save_checkpoint()", ask)
         signals.name_newest(partial(folders.say_newest, Path(save_dir)))
-        folder = save_checkpoint(self.state_of(engine), request, self.background)
+        folder = save_checkpoint(state, request, self.background)
         if latest and not trained:
             engine.progress.saved_at = engine.progress.global_steps
         how = "saved to"
@@ -120,17 +126,22 @@ class EngineCheckpoints:
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
         """Loads into the parts of ``engine``; see ``Engine.load_checkpoint``. ``wanted``: flags of ``LoadRequest``."""
-        name, settings = None if tag is None else str(tag), self._settings
-        request = LoadRequest(
-            os.fspath(load_dir),
-            name,
-            masters_from_fp32=settings.masters_from_fp32,
-            custom=custom,
-            node_local=settings.node_local,
-            may_unpickle=settings.pickle_client_state,
-            **wanted,
-        )
-        loaded = load_checkpoint(self.state_of(engine), request)
+        settings = self._settings
+
+        def ask() -> tuple[LoadRequest, TrainingState]:
+            request = LoadRequest(
+                _folder(load_dir, "load_dir"),
+                None if tag is None else str(tag),
+                masters_from_fp32=settings.masters_from_fp32,
+                custom=custom,
+                node_local=settings.node_local,
+                may_unpickle=settings.pickle_client_state,
+                **wanted,
+            )
+            return request, self.state_of(engine)
+
+        request, state = self._agreed("load_checkpoint()", ask)
+        loaded = load_checkpoint(state, request)
         if loaded is None:
             return None
         signals.name_newest(partial(folders.say_newest, Path(load_dir)))
@@ -181,9 +192,29 @@ class EngineCheckpoints:
             },
         )
 
+    def _agreed(self, what: str, ask: Callable[[], T]) -> T:
+        """The result of ``ask`` on this rank, where it fails on none: one rank's mistake is everybody's error; collective."""
+        try:
+            return agreement.quickly(self._everyone(), what, ask)
+        except CheckpointError as error:
+            if isinstance(error.__cause__, StateError):  # this rank's own
+                raise error.__cause__ from None
+            raise
+
     def _everyone(self) -> Collectives:
         joint = joint_topology(self._collectives.topology)
         return self._collectives if joint is self._collectives.topology else open_collectives(joint)
+
+
+def _folder(given: Any, argument: str) -> str:
+    """The path that was given as ``argument``.
+
+    Raises:
+        CheckpointError: It is no path.
+    """
+    if not isinstance(given, (str, os.PathLike)):
+        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path")
+    return str(os.fspath(given))
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:

@@ -17,6 +17,7 @@ from hf_zero.core import hooks
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption, PreemptionSettings
+from hf_zero.core.schedule.run_again import RunAgain
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
@@ -152,6 +153,7 @@ class Engine(nn.Module):
         self._give_back = parts.give_back
         self._explain = parts.explain
         self.destroyed = False
+        self._run_again = RunAgain()
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
         device = parts.collectives.topology.device
         self.offloaded_states = OffloadedStates(parts.runtime, parts.units, device, parts.optimizer, gradients)
@@ -170,11 +172,13 @@ class Engine(nn.Module):
         Raises:
             StateError: The engine was destroyed, or a backward broke off and took gradients with it, and it is asked to train.
         """
-        if self.training and torch.is_grad_enabled():
+        trains, given = self.training and torch.is_grad_enabled(), (args, kwargs)
+        if trains:
             if self.destroyed:
                 raise StateError(f"a forward for training on an engine that was destroyed{self._after_destroy}")
             self.runtime.forget_broken()
             self.accumulation.require_window()
+            self.runtime.forward.failed -= self._run_again.is_of(given)
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self.autocast():
@@ -182,6 +186,9 @@ class Engine(nn.Module):
                 return self.module(*args, **kwargs)
             except Exception as error:
                 self._explain(self, error, "forward")
+                self.runtime.forward.raised(trains)
+                if trains:
+                    self._run_again.raised(given)
                 raise
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -224,12 +231,13 @@ class Engine(nn.Module):
         with self.clock.phase("backward"):
             self._begin_micro_step()
             self.runtime.backward.begin()
+            self.runtime.backward.expect(scaled)
             _running_scales.append(scale)
             try:
                 scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self._explain(self, error, "backward")
-                self.runtime.backward.abort()
+                self.runtime.backward.break_off(error)
                 raise
             finally:
                 _running_scales.pop()
@@ -291,6 +299,7 @@ class Engine(nn.Module):
         self._require_optimizer("step")
         self.progress.last_step_applied = False
         self.runtime.forget_broken()
+        self.runtime.require_forward("step()")
         if not self.accumulation.awaits_step:
             self._begin_written()
         if not self.accumulation.step_called():
@@ -390,6 +399,7 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: On every rank, when it cannot be written; earlier checkpoints stay as they are.
         """
+        self.runtime.require_forward("save_checkpoint()")
         with self.clock.aside():
             self.checkpoints.save(self, save_dir, tag, client_state or {}, save_latest, exclude_frozen_parameters)
         return True
@@ -421,6 +431,7 @@ class Engine(nn.Module):
         Raises:
             CheckpointError: On every rank, naming the file or parameter that does not fit.
         """
+        self.runtime.require_forward("load_checkpoint()")
         self.checkpoints.wait()
         self.runtime.reshard_for_update()
         restored = self.checkpoints.load(

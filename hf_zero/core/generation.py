@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
 
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
+from hf_zero.core.schedule.outside_reads import RAISED
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.unit import Unit
+from hf_zero.errors import CollectiveError
 from hf_zero.observe import log_rank0
 
 # Part of the free memory that the whole model may take; the rest is left to keys, values and activations.
@@ -131,17 +134,32 @@ class Generation(StandsBefore):
 
         def after(_module: nn.Module, _args: Any, output: Any) -> None:
             if module is not root.module:
-                runtime.leave(root, output)
+                runtime.leave(root, RAISED if output is None else output)
 
         handles = [module.register_forward_pre_hook(before, prepend=True), module.register_forward_hook(after, always_call=True)]
         try:
             result = generate()
+        except CollectiveError:
+            raise  # there is nobody left to join
+        except Exception:
+            _remove(handles)
+            self._join()
+            raise
         finally:
-            for handle in handles:
-                handle.remove()
-        while self._collectives.any_rank(False, "another token"):
-            runtime.forward.join()
+            _remove(handles)
+        self._join()
         return result
+
+    def _join(self) -> None:
+        """Takes part in the tokens that other ranks still make; collective."""
+        self._runtime.forward.settle()
+        while self._collectives.any_rank(False, "another token"):
+            self._runtime.forward.join()
+
+
+def _remove(handles: Iterable[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 class GenerateMethod:

@@ -99,8 +99,12 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
         raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
     with ConfiguredEngine.no_sync(engine):
         yield
-    if engine.accumulation.completed() and engine.stage_policy.allows_deferral:
-        engine.stepper.reducer.reduce_deferred()
+    if engine.accumulation.completed():
+        reducer = engine.stepper.reducer
+        if engine.stage_policy.allows_deferral:
+            reducer.reduce_deferred()
+        else:
+            reducer.reduce_late()
 
 
 def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike[str], tag: Any, expp_rank: int = 0) -> str:

@@ -58,6 +58,7 @@ class _Gradients:
     has_local: bool = False
     passed: bool = False
     was_late: bool = False
+    late: bool = False
     left: bool = False  # a sum that goes to the replicas next
     shard: Any = None  # no reduced gradients to show
     exchange: Any = field(default_factory=lambda: SimpleNamespace(completes=True))
@@ -65,7 +66,7 @@ class _Gradients:
 
     @property
     def done(self) -> bool:
-        return self.complete or (self.passed and not self.was_late)
+        return not self.was_late and (self.complete or self.passed)
 
     def arrive(self) -> None:
         self.complete = True
@@ -74,6 +75,13 @@ class _Gradients:
     def start_reduce(self) -> None:
         self.unit.log.append(f"reduce {self.unit.name}")
         self.has_local, self.left = False, True
+
+    def set_aside(self) -> None:
+        self.late, self.has_local = self.late or self.has_local, False
+
+    def start_reduce_late(self) -> None:
+        self.late = False
+        self.start_reduce()
 
     def finish_reduce(self) -> None: ...
 
@@ -124,7 +132,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
         block.gradients = [entries[block.name]]
     schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
     exchange: Any = SimpleNamespace(keeps_whole=False)
-    reducer = Reducer(list(entries.values()), exchange, True, agree)  # type: ignore[arg-type]
+    reducer = Reducer(list(entries.values()), exchange, True, agree, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for index in ran:
         blocks[index].watched()
@@ -140,7 +148,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     entries["root"].arrive()
     schedule.end_backward()
     reducer.flush()
-    assert not any(entry.has_local for entry in entries.values()), "what comes late is reduced in the same backward"
+    assert not any(entry.has_local or entry.late for entry in entries.values()), "what comes late is reduced in the same backward"
     return log, flags
 
 

@@ -16,11 +16,14 @@ from hf_zero.core.schedule.outside_reads import GuardedParameters
 from hf_zero.core.schedule.torch_internals import (
     call_after_backward,
     in_backward,
+    next_node,
+    number_of,
     outside_compile,
     outside_transforms,
     reaches,
     replace_parameters,
     transforming,
+    will_run,
 )
 from hf_zero.core.units.memory_uses import is_only_view, other_uses
 
@@ -53,6 +56,25 @@ def test_a_backward_is_noticed_and_its_end_is_called() -> None:
     assert not in_backward()
     y.sum().backward()
     assert seen == [True, True] and not in_backward()
+
+
+def test_backward_runs_the_nodes_made_last_first() -> None:
+    """[Note: what tells of a backward] depends on it; numbers rise by one with each node, and a node is known to run or not."""
+    seen: list[tuple[int, list[bool]]] = []
+    x = torch.ones(3, requires_grad=True)
+    first = next_node()
+    left, right = x * 2, x * 3
+    unused = x * 4
+    late = right + 1
+    total = left + late
+    assert [number_of(tensor.grad_fn) - first for tensor in (left, right, unused, late, total)] == [0, 1, 2, 3, 4]
+    assert next_node() == first + 5
+    nodes = [tensor.grad_fn for tensor in (left, right, unused, late)]
+    for number, tensor in enumerate((left, right, unused, late)):
+        tensor.register_hook(lambda _, number=number: seen.append((number, [will_run(node) for node in nodes])))
+    total.sum().backward()
+    assert [number for number, _ in seen] == [3, 1, 0]
+    assert all(known == [True, True, False, True] for _, known in seen)
 
 
 def _reached(start: str) -> bool:

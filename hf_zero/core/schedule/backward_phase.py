@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -15,8 +14,10 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
+from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs
 from hf_zero.core.units.unit import Unit
-from hf_zero.observe import note, span
+from hf_zero.errors import CollectiveError, StateError
+from hf_zero.observe import logger, note, span
 
 
 class BackwardPhase:
@@ -30,6 +31,7 @@ class BackwardPhase:
         micro_steps: Backwards so far that hand gradients to parameters.
         on_user_backward: Called when one of them begins that the engine did not start.
         on_broken_off: Called when one of them has broken off with an error, and its gradients are gone.
+        outputs: What forwards have returned, by which their backwards are noticed.
 
     Args:
         root: Block of what belongs to no other block.
@@ -54,7 +56,8 @@ class BackwardPhase:
         self._stack = stack
         self._count = 0  # backwards so far
         self._collects = False  # whether the backward that runs hands gradients to parameters
-        self._awaited: WeakSet[Callable[..., Any]] = WeakSet()  # hooks of outputs; they live as long as the graph
+        self._looked = False  # whether the backward that runs has looked ahead
+        self.outputs = WatchedOutputs(root)
         self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
 
     def attach(self) -> None:
@@ -109,7 +112,7 @@ class BackwardPhase:
     @property
     def awaited(self) -> bool:
         """Whether a backward may still come of the forwards so far."""
-        return bool(self._awaited)
+        return bool(self.outputs)
 
     # -- from forward to backward -------------------------------------------------------------------------------------
 
@@ -117,25 +120,28 @@ class BackwardPhase:
         """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""
         # A backward that the user starts must be noticed before checkpointing recomputes a block in it.
         wanted = self.schedule is not None or (block is self._root and self.reducer is not None)
-        if not (wanted and torch.is_grad_enabled()):
-            return
-        fired = 0  # the last backward it was made whole for: with retain_graph there are several
+        if wanted and torch.is_grad_enabled():
+            self.outputs.left(block, output, self._fired)
 
-        def pre_backward(grad: torch.Tensor) -> None:
-            nonlocal fired
-            if not self.begun:
-                self._notice()
-            if fired != self._count:
-                fired = self._count
-                self._pre_backward(block)
+    def _fired(self, forward: WatchedForward) -> None:
+        """A gradient of an output of ``forward`` is known."""
+        if not self.begun:
+            self._notice()
+        self._look_ahead()
+        if forward.backward != self._count:
+            forward.backward = self._count
+            self._pre_backward(forward.block)
 
-        hook = outside_compile(pre_backward)
-        watched = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
-        for tensor in watched:
-            tensor.register_hook(hook)
-        if watched:
-            block.watched()
-            self._awaited.add(hook)
+    def expect(self, loss: torch.Tensor) -> None:
+        """The backward of ``loss`` is about to run."""
+        if self.schedule is not None and loss.requires_grad:
+            loss.register_hook(outside_compile(lambda _: self._look_ahead()))
+
+    def _look_ahead(self) -> None:
+        """Finds out, when the backward that runs has begun, of which blocks it will tell; collective."""
+        if self.schedule is not None and self.begun and not (self._looked or self.mixed):
+            self._looked = True
+            self.schedule.foretold(self.outputs.foretell(self._blocks))
 
     def begin(self, mixed: bool = False) -> None:
         """Begins a micro-step that the engine has started.
@@ -223,16 +229,43 @@ class BackwardPhase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward."""
+        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward.
+
+        Raises:
+            StateError: It broke off with an error on another rank; nothing of it is left here either.
+        """
         if not self.begun:
             return
+        texts = self._join("")
+        if texts:
+            self.abort()
+            raise StateError(
+                f"a backward broke off with an error on another rank ({texts}): the gradients since the last optimizer step are gone on "
+                "all ranks. Let the error end the run, or run these micro-steps again on all ranks, after zero_grad()"
+            )
+        self._finish()
+
+    def _join(self, error: str) -> str:
+        """Issues what is left of this backward on any rank; collective. Returns the errors with which it broke off elsewhere."""
         with span("end_backward"), outside_transforms():
             SharedBackward.close_all()
             if self.schedule is not None:
                 self.schedule.end_backward()
-            if self.reducer is not None:
-                self.reducer.flush()
-        self._finish()
+            return self.reducer.flush(error) if self.reducer is not None else ""
+
+    def break_off(self, error: BaseException | None = None) -> None:
+        """The backward that runs broke off with ``error``, None if unknown: forgets it. Collective.
+
+        [Note: a backward that breaks off on one rank] The others go on with theirs, and wait for this rank in each collective of it. So it
+        takes part in what is left, with zeros, and the vote on late gradients tells all ranks that there was an error. An
+        interrupt and a broken network end this rank at once.
+        """
+        if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
+            try:
+                self._join(repr(error) if error is not None else "an error that the script has caught")
+            except Exception as further:  # the one that comes first is told; the device may have no memory left, or be broken
+                logger.warning("after a backward that broke off this rank could not join the others: %r", further)
+        self.abort()
 
     def close(self) -> None:
         """Issues what is left of this backward's unshards and reductions; collective. See [Note: engines in one backward]."""
@@ -254,10 +287,10 @@ class BackwardPhase:
         self._finish()
 
     def _finish(self) -> None:
-        self.begun = self.mixed = self._collects = False
+        self.begun = self.mixed = self._collects = self._looked = False
         SharedBackward.leave(self)
         self._stack.clear()
-        self._awaited.clear()
+        self.outputs.clear()
         for block in self._blocks:
             block.reset()
 
@@ -314,18 +347,3 @@ class SharedBackward:
         for known in (cls._begun, cls._reached):
             if engine in known:
                 known.remove(engine)
-
-
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists, mappings and dataclasses (``ModelOutput`` is one of them)."""
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        for item in value.values():
-            yield from _tensors_in(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors_in(item)
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        for item in dataclasses.fields(value):
-            yield from _tensors_in(getattr(value, item.name, None))

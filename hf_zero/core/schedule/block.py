@@ -31,6 +31,9 @@ class Block:
         read_elsewhere: Other modules read its parameters too: it stays unsharded until the phase ends.
         read_by_root: The root's own forward reads its parameters, and nothing says when the root's backward will.
         externals: Other blocks whose parameters this module reads.
+        silent: A forward with gradients has returned nothing that tells of its backward: what autograd saved keeps its memory,
+            [Note: what tells of a backward].
+        first_node: Number of the first node of the graph that the forward running now can have made.
     """
 
     name: str
@@ -46,15 +49,20 @@ class Block:
     read_elsewhere: bool = field(default=False, init=False)
     read_by_root: bool = field(default=False, init=False)
     externals: list[Block] = field(default_factory=list, init=False)
+    silent: bool = field(default=False, init=False)
+    first_node: int = field(default=0, init=False)
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def entered(self, recomputed_later: bool) -> None:
+    def entered(self, recomputed_later: bool, first_node: int = 0) -> None:
         """A forward of the module begins.
 
         Args:
             recomputed_later: It is one without gradient that backward will run again.
+            first_node: Number that the next node of the graph gets.
         """
+        if not self.open:
+            self.first_node = first_node
         self.open += 1
         if recomputed_later:
             self.checkpointed += 1
@@ -74,9 +82,17 @@ class Block:
         """A backward of a forward that ends now is to come."""
         self.pending += 1
 
+    def unwatched(self) -> None:
+        """A forward ends that autograd has recorded, and nothing tells when its backward comes."""
+        self.silent = True
+
     def backward_began(self) -> None:
         """The first gradient of an output is there."""
         self.pending = max(0, self.pending - 1)
+
+    def never_comes(self) -> None:
+        """No gradient of an output will be known in the backward that runs."""
+        self.pending = 0
 
     def recomputed(self) -> None:
         """Backward has run a forward again."""
@@ -85,6 +101,10 @@ class Block:
     def reset(self) -> None:
         """The iteration is over: nothing runs, and nothing is to come."""
         self.open = self.pending = self.checkpointed = 0
+        if self.silent:
+            self.silent = False
+            for unit in self.units:
+                unit.let_go_of_left()
 
     def read_by(self, reader: Block, root: Block) -> None:
         """``reader``'s module, which does not own them, reads parameters of this block: both are unsharded together from now on."""
@@ -156,7 +176,9 @@ class Block:
             until_backward: A forward with gradients ends, see [Note: parameters that a function saved].
         """
         for unit in self.units:
-            unit.reshard(leave=self.read_by_root, for_autograd=self.read_by_root and until_backward)
+            unit.reshard(leave=self.read_by_root, for_autograd=self.silent or (self.read_by_root and until_backward))
+            if self.silent:
+                unit.show_placeholders()
 
     def forget_left(self) -> None:
         """Lets go of what resharding has left for the root's backward."""

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.schedule import UnshardSchedule
+from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.observe import span
 
 
@@ -16,7 +15,7 @@ class ForwardPhase:
 
     Attributes:
         count: Forwards begun so far: of the whole module, or of a block by itself.
-        failed: Forwards of the whole module for training that raised.
+        failed: Forwards of the whole module for training that raised, without those that were run again.
         stack: Blocks whose forward runs now, outermost first.
 
     Args:
@@ -30,6 +29,7 @@ class ForwardPhase:
         self.stack: list[Block] = []
         self._root = root
         self._schedule = schedule
+        self._raised = False  # the last forward of the whole module, noticed by its own hook
         self._training = False  # the forward of the whole module began with gradients on
 
     def enter(self, block: Block) -> None:
@@ -39,13 +39,14 @@ class ForwardPhase:
             if not root.open:
                 self.count += 1
             if block is root and not root.open:
-                self._training = torch.is_grad_enabled()
+                self._training, self._raised = torch.is_grad_enabled(), False
                 self.stack.clear()
                 if self._schedule is not None:
                     self._schedule.begin_forward(self._training)
             else:
                 self.unshard(block)
-            block.entered(recomputed_later=self._training and block is not root and not torch.is_grad_enabled())
+            recomputed_later = self._training and block is not root and not torch.is_grad_enabled()
+            block.entered(recomputed_later, first_node=next_node())
             self.stack.append(block)
 
     def unshard(self, block: Block) -> None:
@@ -59,13 +60,14 @@ class ForwardPhase:
             for external in block.externals:
                 external.unshard()
 
-    def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block``'s module ends, with ``output`` None if it failed; collective at the end of the whole module's."""
+    def leave(self, block: Block, raised: bool) -> None:
+        """A forward of ``block``'s module ends, if need be with an error; collective at the end of the whole module's."""
         if self.stack and self.stack[-1] is block:
             self.stack.pop()
         block.left()
-        if output is None:
-            self.failed += block is self._root and self._training
+        if raised:
+            if block is self._root and not block.open:
+                self._break_off(self._training, inside=True)
         elif self._schedule is not None:
             with span("post_forward", block.name):
                 if block is not self._root:
@@ -73,8 +75,35 @@ class ForwardPhase:
                 elif not block.open:
                     self._schedule.end_forward()
 
+    def read_behind(self, block: Block) -> None:
+        """Makes ``block`` whole for code that reads it between forward and backward; collective."""
+        if self._schedule is not None:
+            self._schedule.read_behind(block)
+
+    def _break_off(self, trains: bool, inside: bool) -> None:
+        self._raised = inside
+        self.failed += trains
+        if self._schedule is not None:
+            self._schedule.break_off(inside)
+
+    def raised(self, trains: bool) -> None:
+        """A call of the whole module raised, maybe when its forward was over: a hook behind this one's; local.
+
+        Args:
+            trains: It was one for training.
+        """
+        if not self._raised:
+            self._break_off(trains, inside=False)
+        self._raised = False
+
+    def settle(self) -> None:
+        """A forward that raised on this rank is not run again: lets the others end theirs; collective then."""
+        if self._schedule is not None:
+            self._schedule.settle()
+
     def join(self) -> None:
         """Takes part in a forward that other ranks run and this one does not: its unshards, no computation; collective."""
+        self.settle()
         if self._schedule is not None:
             self._schedule.begin_forward(training=False)
             self._schedule.end_forward()

@@ -195,7 +195,8 @@ class UnitGradients:
         self._several = False  # each parameter gets several in this backward
         self.in_place = InPlace(unit.params)
         self.places = [_place(slot) for slot in unit.layout.slots]
-        self._arrived = 0  # gradients of this backward
+        self._arrived: set[int] = set()  # positions of the parameters that had a gradient in this backward
+        self._aside: torch.Tensor | None = None  # what came too late, (padded_numel,) in the accumulation type; see `set_aside`
         self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
         self._halfway: tuple[torch.Tensor, torch.dtype] | None = None  # a sum over the node that waits for its turn to cross, and its type
@@ -210,15 +211,13 @@ class UnitGradients:
     @property
     def complete(self) -> bool:
         """Whether every parameter of the unit has handed in a gradient in this backward."""
-        return self._arrived >= len(self._written)
+        return len(self._arrived) >= len(self._written)
 
     @property
     def done(self) -> bool:
         """Whether nothing more is expected in this backward, so that it may be sent off when its turn comes."""
-        if self.piecemeal:
-            return False
-        # What was late once came when backward had passed its block: only its gradients tell.
-        return self._arrived >= len(self._written) or (self.passed and not self.was_late)
+        # What was late once came when backward had passed its block, or after all parameters had a gradient: only the end tells.
+        return not (self.piecemeal or self.was_late) and (self.passed or len(self._arrived) >= len(self._written))
 
     def unused(self) -> list[str]:
         """Names of the parameters that require a gradient and had none on this rank since the last step."""
@@ -234,7 +233,7 @@ class UnitGradients:
         """A new backward: no gradient has arrived yet."""
         self._write_kept()  # of a unit that the last one did not complete
         self.in_place.end()
-        self._arrived = 0
+        self._arrived.clear()
         self.passed = self.piecemeal = False
 
     def collect(self, index: int, deferred: bool, factor: float = 1.0, several: bool = False) -> None:
@@ -272,14 +271,14 @@ class UnitGradients:
             self._write_kept()
         self._factor, self._several = factor, several
         self._used[index] = True
-        self._arrived += 1
+        self._arrived.add(index)
         nbytes = grad.nbytes
         if nbytes >= self._most_kept or index in self.in_place.indices:  # what comes next is added to it at once
             self._write({index: grad})
             return
         self._kept[index] = grad
         self._kept_bytes += nbytes
-        if self._kept_bytes > self._most_kept or (self._arrived >= len(self._written) and not self.piecemeal):
+        if self._kept_bytes > self._most_kept or (len(self._arrived) >= len(self._written) and not self.piecemeal):
             self._write_kept()
 
     def _write_kept(self) -> None:
@@ -353,6 +352,31 @@ class UnitGradients:
         self._flat = None
         self._written = [False] * len(self._written)
         return self._pending
+
+    @property
+    def late(self) -> bool:
+        """Whether gradients of this rank have come when the unit had been sent."""
+        return self._aside is not None
+
+    def set_aside(self) -> None:
+        """Keeps what has come too late apart, until the ranks have agreed to reduce it: more may come in further micro-steps."""
+        if not self.has_local or self._flat is None:
+            return
+        self._write_kept()
+        self.in_place.end()
+        late, self._flat = self._flat, None
+        self._zero_unwritten(late)
+        self._written = [False] * len(self._written)
+        wide = late.to(self._policy.accumulation_dtype)
+        self._aside = wide if self._aside is None else self._aside.add_(wide)
+
+    def start_reduce_late(self) -> Pending:
+        """Sends off what was set aside, zeros where this rank has nothing; collective."""
+        self._flat, self._aside = self._aside, None
+        if self._flat is not None:
+            self._written = [True] * len(self._written)
+        self._allocate(deferred=True)
+        return self.start_reduce()
 
     def finish_reduce(self) -> None:
         """Waits for the part of a reduction that is in flight, if any, and adds the result of the last part to ``shard``."""
@@ -440,10 +464,10 @@ class UnitGradients:
             self._spare = self._flat
         elif self._several and self._device.type == "cpu":  # else the sum may be the host's, of a device's gradients
             self._spare = memory_to_keep(self.shard, self.unit.layout.padded_numel)
-        self.shard = self._flat = self._halfway = None
+        self.shard = self._flat = self._halfway = self._aside = None
         self._kept, self._kept_bytes = {}, 0
         self.in_place.end()
-        self._arrived = 0
+        self._arrived.clear()
         self.passed = self.piecemeal = False
         self._written = [False] * len(self._written)
         self._used = [False] * len(self._used)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -15,6 +16,7 @@ from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
 from hf_zero.core.schedule.forward_phase import ForwardPhase
+from hf_zero.core.schedule.late_values import lend
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.grouping import enclosing
@@ -25,22 +27,30 @@ from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
 
+RAISED = object()  # stands for what a forward that raised has returned
+
 
 def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
-    """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with None where it raised.
+    """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with ``RAISED``.
 
     A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
     """
+    around: BaseException | None = None  # what the caller of the forward is handling
 
     def pre(called: nn.Module, *_: Any) -> None:
+        nonlocal around
         if called is module:
+            around = sys.exc_info()[1]
             before()
         else:
             refuse_sharded(called)
 
     def post(called: nn.Module, _args: Any, output: Any) -> None:
-        if called is module:
-            after(output)
+        nonlocal around
+        if called is module:  # torch says None of a forward that raised, and of one that returned it
+            raised = output is None and sys.exc_info()[1] is not around
+            around = None
+            after(RAISED if raised else output)
 
     return [
         module.register_forward_pre_hook(outside_compile(pre, module), prepend=True),
@@ -107,7 +117,7 @@ class OutsideReads:
 
         Args:
             enter: Called when a part of a block is called by itself, outside the block's forward.
-            leave: Called when that ends, with what it returned, or None if it raised.
+            leave: Called when that ends, with what it returned, or ``RAISED``.
         """
         hooked = {id(block.module) for block in (self._root, *self._blocks.values())}
         guarded = [module for module in self._module.modules() if module._parameters]
@@ -168,8 +178,28 @@ class OutsideReads:
 
     def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
-        if block is not None and self._wants_values():
+        if block is None or not self._wants_values():
+            return
+        if self._is_behind():
+            lend(param, self._bring)
+        else:
             self._read(block)
+
+    def _bring(self, param: nn.Parameter) -> None:
+        """Code behind the forward computes with ``param``, or code in a later forward or backward that has kept it; collective."""
+        block = self._block_of(param)
+        if block is None:
+            return
+        note("external", block.name)
+        with outside_transforms():
+            if self._is_behind() or not self._wants_values():
+                block.read_by(self._root, self._root)
+                self._forward.read_behind(block)
+            else:
+                self._read(block)
+
+    def _is_behind(self) -> bool:
+        return not (self._forward.stack or self._backward.begun)
 
     def _wants_values(self) -> bool:
         """Whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""

@@ -11,7 +11,6 @@ import torch
 
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
 from hf_zero.core.schedule.shown_gradients import ShownGradients
-from hf_zero.observe import warn_once
 
 # Reductions in flight at once. Two keep one on the wire while the next fills; more only hold more flat buffers alive.
 _IN_FLIGHT = 2
@@ -28,7 +27,7 @@ class BackwardOrder:
     reaches it; the reductions of all blocks that backward has passed by then go before it, complete or not, and no other does. In the
     ordinary case this holds nothing up: when a block begins, those before it are complete. Every rank then issues the same sequence, and
     each collective depends only on those before it (what a rank waits for it has issued earlier), so none can wait in a circle.
-    What arrives behind its position is late: the ranks agree on it at the end of backward, and reduce it once more.
+    What arrives behind its position is late, [Note: late gradients].
 
     Attributes:
         issued: How many positions of the order have been issued; written by the reducer.
@@ -89,6 +88,7 @@ class Reducer:
         exchange: As the attribute.
         overlap: Reductions run while backward goes on.
         agree: Collective; for each flag, whether it is True on any rank.
+        tell: Collective; the texts of all ranks.
     """
 
     def __init__(
@@ -97,6 +97,7 @@ class Reducer:
         exchange: GradientExchange,
         overlap: bool,
         agree: Callable[[list[bool]], list[bool]],
+        tell: Callable[[str], list[str]],
     ) -> None:
         self.gradients = list(gradients)
         self.exchange = exchange
@@ -106,6 +107,7 @@ class Reducer:
         self.pieces = False
         self._overlap = overlap
         self._agree = agree
+        self._tell = tell
         self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
@@ -116,7 +118,7 @@ class Reducer:
 
     def _sort(self) -> None:
         self._queue = [entry for entry in self.gradients[::-1] if not entry.unit.rests]
-        self._queue.sort(key=self._position)  # stable
+        self._queue.sort(key=lambda entry: (entry.was_late, self._position(entry)))  # stable
 
     def _position(self, entry: UnitGradients) -> int:
         return AT_THE_END if entry.was_late else self._positions.get(id(entry), AT_THE_END)
@@ -196,8 +198,11 @@ class Reducer:
             self._sent += 1
             self._send(self._queue[self._sent - 1])
 
-    def _send(self, entry: UnitGradients) -> None:
-        entry.start_reduce()
+    def _send(self, entry: UnitGradients, late: bool = False) -> None:
+        if late:
+            entry.start_reduce_late()
+        else:
+            entry.start_reduce()
         self._flying[0].append(entry)
         self._finish(_IN_FLIGHT if self._overlap else 0)
 
@@ -209,11 +214,17 @@ class Reducer:
                 if entry.start_next_part():
                     self._flying[part + 1].append(entry)
 
-    def flush(self) -> None:
-        """Ends a backward: sends what is left, in order; collective if it reduces."""
+    def flush(self, error: str = "") -> str:
+        """Ends a backward: sends what is left, in order; collective if it reduces.
+
+        Args:
+            error: With which it broke off on this rank.
+
+        Returns:
+            Errors of other ranks, where the ranks have voted.
+        """
         self.send_all()
-        if self._reduces:
-            self._send_late()
+        errors = self._send_late(error) if self._reduces else ""
         self._finish()
         for entry in self.gradients:
             entry.begin_backward()
@@ -221,6 +232,7 @@ class Reducer:
         if self._reduces and self.exchange.completes:
             self.shown.begin()
         self._reset()
+        return errors
 
     def reduce_deferred(self) -> None:
         """Reduces what earlier backwards have left where it was; collective."""
@@ -253,26 +265,35 @@ class Reducer:
             self._send(entry)
         self._finish()
 
-    def _send_late(self) -> None:
-        """Reduces once more what arrived behind its place in the order, on any rank."""
-        late = [entry for entry in self._queue if entry.has_local]
-        if self._order is not None:
-            answers = self._agree([entry.has_local for entry in self._queue])
-            late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
-            for entry in late:
-                entry.was_late = True
-        elif late:
-            names = ", ".join(entry.unit.name for entry in late)
-            warn_once(
-                f"gradients of {names} arrived after the unit was reduced; it is reduced a second time. "
-                "This is exact as long as every rank runs the module equally often"
-            )
-        if late:
-            self._finish()  # a unit has one reduction at a time
+    def _send_late(self, error: str) -> str:
+        """Reduces once more what arrived behind its place in the order, on any rank.
+
+        [Note: late gradients] Which they are depends on a rank's data (a layer that is recomputed in pieces, as many as there are), so the
+        ranks vote: at the end of each backward that unshards, which is long, else with the one that completes an optimizer step. Until
+        then they wait in the type of sums over micro-steps. A unit that was late once is sent when backward is over from then on.
+
+        Returns:
+            The errors with which the backward broke off on other ranks.
+        """
+        for entry in self._queue:
+            entry.set_aside()
+        return self.reduce_late(error) if self._order is not None or self.exchange.completes else ""
+
+    def reduce_late(self, error: str = "") -> str:
+        """Reduces what was set aside on any rank; collective. Arguments and result as of ``flush``."""
+        broken, *answers = self._agree([bool(error), *(entry.late for entry in self._queue)])
+        if broken:
+            return "; ".join(text for text in self._tell(error) if text)
+        late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
+        if not late:
+            return ""
+        self._finish()  # a unit has one reduction at a time
         for entry in late:
-            self._send(entry)
-        if late and self._order is not None:
-            self._sort()
+            entry.was_late = True
+            self._send(entry, late=True)
+        self._finish()
+        self._sort()
+        return ""
 
     def clear(self) -> None:
         """Forgets all gradients."""

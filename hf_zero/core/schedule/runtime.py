@@ -12,12 +12,13 @@ from torch import nn
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_phase import ForwardPhase
-from hf_zero.core.schedule.outside_reads import OutsideReads, hook_forward
+from hf_zero.core.schedule.outside_reads import RAISED, OutsideReads, hook_forward
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.unprepared import unguard_unprepared
+from hf_zero.errors import StateError
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
 
@@ -138,17 +139,19 @@ class Runtime:
             if in_backward():
                 self.backward.recompute(block)
                 return
-            self.backward.abort()  # it broke off
+            self.backward.break_off()
         if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may come of it
             self.backward.reducer.shown.end()
+        self.backward.outputs.follow()
         self.forward.enter(block)
 
     def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block``'s module ends, with ``output`` None if it failed."""
+        """A forward of ``block``'s module ends, with ``output`` ``RAISED`` if it failed."""
         if not self.backward.begun or self.backward.mixed:
-            if output is not None and not self.backward.begun:
+            raised = output is RAISED
+            if not (raised or self.backward.begun):
                 self.backward.watch(block, output)
-            self.forward.leave(block, output)
+            self.forward.leave(block, raised)
         if block is self.root and not block.open:
             self._outside_reads.forget_wholes()
 
@@ -174,9 +177,24 @@ class Runtime:
         return self.backward.micro_steps + self.forward.failed
 
     def forget_broken(self) -> None:
-        """Forgets a backward that the script started and that broke off with an error, of which nothing told the engine; local."""
+        """Ends a backward that the script started and that broke off with an error, of which nothing told the engine; collective then."""
         if self.backward.begun and not self.backward.mixed and not in_backward():
-            self.backward.abort()
+            self.backward.break_off()
+
+    def require_forward(self, what: str) -> None:
+        """Raises where the last forward raised on this rank, and others wait for it; collective then.
+
+        Args:
+            what: Is called instead of running it again.
+
+        Raises:
+            StateError: On every rank, each where it is.
+        """
+        if self.schedule is not None and self.schedule.give_up():
+            raise StateError(
+                f"{what} after a forward that raised an error on this rank alone, while the others wait in theirs: let the error end the "
+                "run, or catch it and run the forward again, with the same batch"
+            )
 
     def reshard_for_update(self) -> None:
         """Before an update: what is unsharded becomes stale, so it is resharded; local."""

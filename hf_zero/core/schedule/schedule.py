@@ -9,6 +9,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.unshard_pass import UnshardLimits, UnshardPass
+from hf_zero.core.schedule.watched_outputs import Foretold
+from hf_zero.errors import StateError
+
+_INSIDE = 2  # position of a flag in the vote at the end of a pass: the rank's forward has not raised
 
 
 class UnshardSchedule:
@@ -30,6 +34,7 @@ class UnshardSchedule:
 
     def __init__(self, root: Block, blocks: Sequence[Block], limits: UnshardLimits, collectives: Collectives) -> None:
         self.root = root
+        self._all = (root, *blocks)
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a pass
         self.limits = limits
         self._collectives = collectives
@@ -40,18 +45,36 @@ class UnshardSchedule:
         self._updating = False  # updates of the last step may still go on
         self._pass = UnshardPass((), 0, limits)
         self._reducer: Reducer | None = None  # in backward
+        self._foretold: dict[int, Foretold] = {}  # by id of the block
+        self._training = False  # the forward that runs began with gradients on
+        self._broke = False  # the last forward of the whole module raised, and other ranks may be in it
+        self._repeats = False  # the error came when its pass was over
+        self._reads = False  # a forward with gradients is over that left blocks sharded, [Note: reads behind the forward]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        """Starts the pass of a forward of the whole model and unshards the root; collective."""
+        """Starts the pass of a forward of the whole model and unshards the root; collective.
+
+        [Note: a forward that is run again] A forward that raised on one rank, and was caught, has left its pass where it was, and the other
+        ranks wait there or for the vote at the end of theirs. The next forward of the rank is another pass of the same forward. Where the
+        error came behind the pass (another hook on the model), the others vote when they begin their backward, and join one more pass.
+        """
         for block in self.order:
             block.broken_off()
+        if self._broke:
+            self._broke = False
+            self._again()
+            return
+        self._serve_reads(self._repeats * (len(self._all) + 1))
+        self._repeats = False
+        for block in self.order:
             if not block.kept:
                 block.reshard()
         self._begin(self.order)
         self._choose_kept(training)
         self._votes = not all(block.kept or block.pinned for block in self.order)
+        self._training = training
         self._pass.unshard(self.root)
         if not self._updating:
             self._pass.prefetch()
@@ -82,10 +105,11 @@ class UnshardSchedule:
     def end_forward(self) -> None:
         """Joins the unshards of the blocks this rank skipped; reshards what is not kept; collective."""
         self._pass.finish()
-        while self._votes and self._vote(False):
+        while self._votes and self._vote(again=False):
             self._reshard_between_passes()
             self._begin(self._pass.order)
             self._pass.finish()
+        self._reads |= self._training and self._votes
         for block in self.order:
             if block.kept:
                 block.unshard()
@@ -101,9 +125,31 @@ class UnshardSchedule:
         """Blocks have got other units: backward's order of reductions is found anew."""
         self._positions = None
 
+    def break_off(self, inside: bool = True) -> None:
+        """A forward of the whole model raised, ``inside`` of its pass or when that was over on this rank; local."""
+        self._broke |= inside
+        self._repeats |= not inside
+
+    def settle(self) -> None:
+        """Ends a forward that raised as if this rank had skipped what was left of it; collective then."""
+        if self._broke:
+            self._broke = False
+            self.end_forward()
+
+    def give_up(self) -> bool:
+        """Whether the last forward raised here and was not run again, while other ranks are in it; collective where it raised.
+
+        No rank comes out of its forward then.
+        """
+        if not self._broke:
+            return False
+        self._broke = False
+        self._pass.finish()
+        return self._votes and self._collectives.any_of([False, True, False], "another round")[_INSIDE]
+
     def begin_update(self) -> None:
         """A step changes the shards: what is unsharded becomes stale, so it is resharded; local."""
-        for block in (self.root, *self.order):
+        for block in self._all:
             block.updated()
         self.reshard_all()
         self._updating = self.limits.updates_overlap
@@ -142,6 +188,8 @@ class UnshardSchedule:
         Args:
             reducer: Sends gradients off in the order that this pass gives, see [Note: one order].
         """
+        self.settle()  # the loss is made of something else than a forward that raised
+        self._serve_reads()
         order = [block for block in reversed(self.order) if block.read_in_backward]
         self._reducer = reducer
         if reducer is not None:
@@ -149,7 +197,8 @@ class UnshardSchedule:
                 self._positions = self._place_reductions()
             sizes = [block.numel if block.sharded else 0 for block in order]
             reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
-        self._begin(order)
+        self._foretold = {}
+        self._begin(order, border=self._border(order))
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)
         for block in takewhile(lambda block: block.saved_outside, order):
@@ -166,11 +215,30 @@ class UnshardSchedule:
             positions.update(dict.fromkeys(map(id, block.gradients), max(position, 0)))
         return positions
 
+    def foretold(self, found: Sequence[Foretold]) -> None:
+        """Takes the blocks of which the backward that has begun tells nothing in time, [Note: what tells of a backward]; collective."""
+        self._foretold = {id(entry.block): entry for entry in found}
+        self._request_silent(0)
+
+    def _request_silent(self, start: int) -> None:
+        """Makes blocks from position ``start`` on whole, up to the first of which a gradient of an output tells in time."""
+        for block in self._pass.order[start:] if self._foretold else ():
+            entry = self._foretold.pop(id(block), None)
+            if entry is not None:
+                self._request(block)
+                if not entry.comes:
+                    block.never_comes()
+            if block.pending or block.checkpointed:  # it tells
+                return
+
     def backward(self, block: Block) -> list[Block]:
         """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Reshards what is done, and returns it."""
         self._request(block)
         for external in block.externals:
             self._request(external)
+        index = self._pass.index_of(block)
+        if index is not None:
+            self._request_silent(index + 1)
         done = [
             other
             for other in self._pass.passed(block)
@@ -191,16 +259,31 @@ class UnshardSchedule:
 
     def reshard_all(self) -> None:
         """Reshards every block and forgets what was to come; local."""
-        for block in (self.root, *self.order):
+        for block in self._all:
             block.kept = False
             block.reshard()
         self._reducer = None
+        self._reads = False
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
-    def _begin(self, order: Sequence[Block]) -> None:
-        live = sum(block.numel for block in (self.root, *self.order) if not block.sharded)
-        self._pass = UnshardPass(order, live, self.limits, self._reducer)
+    def _begin(self, order: Sequence[Block], border: int | None = None) -> None:
+        live = sum(block.numel for block in self._all if not block.sharded)
+        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, self._wants_more)
+
+    @staticmethod
+    def _border(order: Sequence[Block]) -> int | None:
+        """[Note: below what trains] The first position of a backward behind all blocks that train at which something is sharded, if any.
+
+        A backbone that is frozen has no backward, unless a gradient comes through it to what lies below it: parameters of the root (a
+        prompt), an input. Which it is, a rank knows from its own graph alone. So the unshards behind the border are issued if any rank
+        asks for one of them: a vote has its place in the order there, and ranks that do not come so far vote when their backward is over.
+        """
+        trains = max((index for index, block in enumerate(order) if block.gradients), default=-1)
+        return next((index for index in range(trains + 1, len(order)) if order[index].sharded), None)
+
+    def _wants_more(self, wanted: bool) -> bool:
+        return self._collectives.any_rank(wanted, "below what trains")
 
     def _request(self, block: Block) -> None:
         if self._pass.index_of(block) is None:  # the root, or an embedding in backward: a recomputation reads it after all
@@ -219,7 +302,7 @@ class UnshardSchedule:
         self._pass.finish()
         running = [block for block in self.order if block.open]
         if self._votes:
-            self._vote(True)
+            self._vote(again=True)
             self._reshard_between_passes()
         self._begin(self._pass.order)
         for block in running:
@@ -233,4 +316,52 @@ class UnshardSchedule:
                 block.reshard()
 
     def _vote(self, again: bool) -> bool:
-        return self._collectives.any_rank(again, "another round")
+        """Whether any rank needs another pass, by whether this one does; collective.
+
+        Raises:
+            StateError: A rank has given its forward up.
+        """
+        anyone, given_up, _ = self._collectives.any_of([again, False, True], "another round")
+        if given_up:
+            raise StateError(
+                "the forward raised an error on another rank, which went on without it: its message is there. Let the error end the run, "
+                "or catch it and run the forward again, with the same batch"
+            )
+        return anyone
+
+    # -- reads behind the forward -------------------------------------------------------------------------------------
+
+    def read_behind(self, block: Block) -> None:
+        """Makes ``block`` whole for code between forward and backward; collective.
+
+        [Note: reads behind the forward] A loss may read parameters, on all ranks or on one (a log). So the ranks vote until nobody wants
+        any: whoever reads one votes for its block, and who begins a backward, or another forward, for none. All unshard what was voted for.
+        Where every block stays unsharded until backward nobody can want one, and nobody votes.
+        """
+        if not self._reads:
+            block.unshard()
+        while block.sharded:
+            self._serve(self._wanted(self._all.index(block) + 1))
+
+    def _serve_reads(self, own: int = 0) -> None:
+        """This rank goes on, with another forward or without: does what others still want; collective."""
+        while self._reads:
+            wanted = self._wanted(own)
+            if wanted == own:
+                self._reads = bool(own)
+                return
+            self._serve(wanted)
+
+    def _wanted(self, number: int) -> int:
+        """Of what all ranks want the last: nothing, the block at a position behind 0, or one more forward; collective."""
+        return int(self._collectives.largest_of([number], "behind the forward")[0])
+
+    def _serve(self, number: int) -> None:
+        if number > len(self._all):
+            self._reads = False
+            self.begin_forward(self._training)
+            self.end_forward()
+            return
+        block = self._all[number - 1]
+        block.read_by(self.root, self.root)
+        block.unshard()

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.memory_uses import ordinary_tensors
 from hf_zero.core.units.unprepared import HOOKED_MODULE
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
@@ -48,11 +49,25 @@ def reaches(params: Iterable[torch.Tensor]) -> bool:
 
 
 def _accumulates(param: torch.Tensor) -> bool:
-    node = torch.autograd.graph.get_gradient_edge(param).node
+    return will_run(torch.autograd.graph.get_gradient_edge(param).node)
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that runs comes to ``node`` of the graph, or has been there; for hooks of tensors in the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # torch.autograd.grad with respect to this parameter: it goes to the caller
+    except RuntimeError:  # torch.autograd.grad with respect to it: the gradient goes to the caller
         return False
+
+
+def next_node() -> int:
+    """The number that this thread's next node of a graph gets. Numbers rise, and backward runs nodes with higher ones first."""
+    return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
+
+
+def number_of(node: Any) -> int:
+    """The number of a ``grad_fn``."""
+    return int(node._sequence_nr())
 
 
 # -- torch.compile ------------------------------------------------------------------------------------------------------
@@ -62,7 +77,7 @@ _compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get
 
 
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Keeps torch.compile and torch.func out of a hook, without importing torch.compile's machinery for those who do not use it.
+    """Keeps torch.compile, torch.func and inference mode out of a hook, without importing torch.compile's machinery where nobody uses it.
 
     Args:
         function: The hook.
@@ -76,9 +91,10 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
         run = function
         if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
             run = wrapped = wrapped or torch.compiler.disable(function)
-        if not transforming():  # a context costs a microsecond, and hooks are many
+        # A context costs a microsecond, and hooks are many.
+        if not (transforming() or torch.is_inference_mode_enabled()):
             return run(*args, **kwargs)
-        with outside_transforms():
+        with outside_transforms(), ordinary_tensors():
             return run(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]

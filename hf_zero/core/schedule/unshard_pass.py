@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hf_zero.core.schedule.block import Block
@@ -39,9 +39,19 @@ class UnshardPass:
         live: Elements unsharded when the pass begins.
         limits: How much may be unsharded.
         reducer: Of a backward's pass: reductions that have their place between the unshards, see [Note: one order].
+        border: Position from which on nothing is unsharded unless a rank asks for it, see [Note: below what trains]; None is no such.
+        agree: Whether any rank asks, by whether this one does; collective.
     """
 
-    def __init__(self, order: Sequence[Block], live: int, limits: UnshardLimits, reducer: Reducer | None = None) -> None:
+    def __init__(
+        self,
+        order: Sequence[Block],
+        live: int,
+        limits: UnshardLimits,
+        reducer: Reducer | None = None,
+        border: int | None = None,
+        agree: Callable[[bool], bool] = bool,
+    ) -> None:
         self.order = order
         self.live = live
         self._limits = limits
@@ -49,6 +59,8 @@ class UnshardPass:
         self._index = {id(block): index for index, block in enumerate(order)}
         self._position = 0
         self._looked_at = 0  # position up to which passed blocks were looked at for resharding
+        self._border = border
+        self._agree = agree
         self._under_way: list[Block] = []  # blocks whose unshards may be under way
         for block in order:
             block.ran = False
@@ -68,6 +80,8 @@ class UnshardPass:
     def _advance(self, last: int) -> None:
         reducer = self._reducer
         while self._position <= last:
+            if self._position == self._border:
+                self._crosses(wanted=True)
             block = self.order[self._position]
             if block.sharded:
                 if reducer is not None:
@@ -78,6 +92,13 @@ class UnshardPass:
             self._position += 1
         if reducer is not None:
             reducer.issued_up_to(self._position)
+
+    def _crosses(self, wanted: bool) -> bool:
+        """Whether the pass goes on behind its border, for this rank or another; collective."""
+        if self._reducer is not None:  # what goes before the unshard there goes before the vote: every rank waits for others in one order
+            self._reducer.send_before_unshard(self._position)
+        self._border = None
+        return self._agree(wanted)
 
     def unshard(self, block: Block) -> None:
         """Makes ``block`` whole, wherever it stands in the order; collective."""
@@ -108,7 +129,7 @@ class UnshardPass:
             return
         self._under_way = [block for block in self._under_way if block.unsharding]
         ahead = 0
-        while self._position < len(self.order):
+        while self._position < len(self.order) and self._position != self._border:
             block = self.order[self._position]
             if block.sharded:
                 first, ahead = not ahead, ahead + block.numel
@@ -124,6 +145,11 @@ class UnshardPass:
     def finish(self) -> None:
         """Joins the unshards that are left, and reshards what nobody waits for; collective."""
         while self._position < len(self.order):
+            if self._position == self._border and not self._crosses(wanted=False):
+                self._position = len(self.order)
+                if self._reducer is not None:
+                    self._reducer.issued_up_to(self._position)
+                return
             block = self.order[self._position]
             self._advance(self._position)
             if not (block.kept or block.pending or block.read_elsewhere or block.open):

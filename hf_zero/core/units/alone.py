@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.memory_uses import ordinary_tensors
 from hf_zero.core.units.own_part import OwnPart
 from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
@@ -190,7 +191,9 @@ class AloneParams:
     def _empty(self, indices: Iterable[int]) -> None:
         params = [param for index in indices if (param := self._unit.params[index]) is not None]
         for param in params:
-            point(param, param.new_empty(0), empties=True)
+            with ordinary_tensors():
+                empty = param.new_empty(0)
+            point(param, empty, empties=True)
         self._unit.listener.state_changed(params, self._unit.state)
 
 
@@ -207,7 +210,8 @@ def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str)
         A new tensor, (numel,), on the engine's device.
     """
     slot, layout = unit.layout.slots[index], unit.layout
-    whole = torch.empty(slot.numel, dtype=flat.dtype, device=unit.collectives.topology.device)
+    with ordinary_tensors():
+        whole = torch.empty(slot.numel, dtype=flat.dtype, device=unit.collectives.topology.device)
     for rank in owners(layout, index):
         part = slot.range.intersect(layout.shard_range(rank)).shift(-slot.offset)
         target = whole[part.start : part.stop]

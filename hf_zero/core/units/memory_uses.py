@@ -1,10 +1,23 @@
-"""Who else uses the memory of a tensor."""
+"""Who else uses the memory of a tensor, and tensors that anybody may use."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+
+def ordinary_tensors() -> AbstractContextManager[None]:
+    """A context whose new tensors autograd can work with, inside ``torch.inference_mode`` too; without gradients there."""
+    return _ordinary() if torch.is_inference_mode_enabled() else nullcontext()
+
+
+@contextmanager
+def _ordinary() -> Iterator[None]:
+    with torch.inference_mode(False), torch.no_grad():  # leaving the mode switches gradients on
+        yield
 
 
 def other_uses(tensor: torch.Tensor) -> int:

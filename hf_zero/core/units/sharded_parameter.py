@@ -52,8 +52,9 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
 
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Gives ``param`` the class of an empty or an ordinary parameter; classes of libraries stay as they are."""
-    if type(param) is (nn.Parameter if empty else ShardedParameter):
-        param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
+    kind, wanted = type(param), ShardedParameter if empty else nn.Parameter
+    if kind is not wanted and (kind is nn.Parameter or issubclass(kind, ShardedParameter)):
+        param.__class__ = wanted  # type: ignore[assignment]
 
 
 def _refusal(param: Any, value: torch.Tensor) -> StateError:

@@ -231,6 +231,13 @@ class Unit:
             self.whole.show_placeholders()
             self.alone.show()
 
+    def let_go_of_left(self) -> None:
+        """Forgets the values that ``reshard`` has left for autograd; local."""
+        self.whole.forget_left()
+        if self.state is not UnitState.UNSHARDED:
+            self.whole.hide()
+            self.alone.show()
+
     def reshard(self, leave: bool = False, for_autograd: bool = False) -> bool:
         """Drops the whole buffer, keeping the shard; returns whether it did. A pinned unit stays, and one that never reshards.
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
-from hf_zero.core.units.memory_uses import other_uses
+from hf_zero.core.units.memory_uses import ordinary_tensors, other_uses
 from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.core.units.packed import bytes_as
 from hf_zero.core.units.sharded_parameter import point
@@ -172,8 +172,9 @@ class WholeBuffer:
             self._left = self._views
         # ``param.numpy()`` has taken the right to resize from the storage for good.
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
-            self.flat = torch.empty_like(self.flat)
-            self._views = self._make_views()
+            with ordinary_tensors():  # the buffer outlives an inference mode
+                self.flat = torch.empty_like(self.flat)
+                self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
 
     def forget_left(self) -> None:

@@ -1,0 +1,194 @@
+"""What tells of a block's backward: the tensors that its forward returned, and what is known of them when backward begins."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+from weakref import WeakSet, ref
+
+import torch
+from torch import nn
+
+from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.torch_internals import next_node, number_of, outside_compile, reaches, will_run
+
+
+@dataclasses.dataclass
+class _Forward:
+    """One forward of a block whose outputs are watched."""
+
+    block: Block
+    node: Any  # of the output that was made last
+    is_last: bool  # no node of the forward was made after it
+
+
+@dataclasses.dataclass(frozen=True)
+class Foretold:
+    """What a backward will tell of one block that it reaches.
+
+    Attributes:
+        block: The block.
+        comes: A gradient of one of its outputs will be known, though functions inside of it may run earlier; else none will.
+    """
+
+    block: Block
+    comes: bool
+
+
+class WatchedForward:
+    """The hook of one forward's outputs.
+
+    Attributes:
+        block: Whose forward.
+        below: The forward watched before; its node lies below, so nothing keeps itself alive.
+        is_last: No node of the forward was made after those of the outputs.
+        backward: The last backward that it told of: with retain_graph there are several. The caller's.
+    """
+
+    def __init__(self, block: Block, below: _Forward | None, is_last: bool, fired: Callable[[WatchedForward], None]) -> None:
+        self.block = block
+        self.below = below
+        self.is_last = is_last
+        self.backward = 0
+        self._fired = fired
+
+    def __call__(self, _grad: torch.Tensor) -> None:
+        self._fired(self)
+
+
+class WatchedOutputs:
+    """Hooks on what blocks return, and which of them the backward that runs will call.
+
+    [Note: what tells of a backward] Nothing in autograd says that a block's backward begins, so hooks on the tensors that its forward
+    returned do: backward runs the nodes of a graph in the reverse of the order in which they were made, so the first gradient of an
+    output comes before all nodes of the forward, if the output was the last thing that the forward made and is used. Not all are:
+
+    - The caller changes an output in place that is a view: autograd gives it another node, and the hook stays with the old one, which no
+      backward comes to. When the next block begins or ends, the hook is put on the new node too.
+    - The loss is made of what a hook or an attribute has taken out of the block, and the output is not used, or was not the last thing
+      made. When backward begins (``foretell``), the nodes of the outputs are asked whether it will come to them. A block of which nothing
+      tells in time is unsharded together with the one before it in backward's order: as early as prefetching asks for it, at most.
+    - The forward has recorded something and returned no tensor that can be found (an object with slots of its own, a closure). When
+      its backward comes is unknown, so the block is *silent*: what autograd saved keeps its memory until backward is over.
+
+    What is kept of a node is kept by hooks above it, so a graph goes when its outputs go.
+
+    Args:
+        root: Block of what belongs to no other block.
+    """
+
+    def __init__(self, root: Block) -> None:
+        self._root = root
+        self._hooks: WeakSet[WatchedForward] = WeakSet()  # they live as long as the graph
+        self._last: _Forward | None = None  # the one watched last, in the forward of the whole module that runs
+        self._last_output: Callable[[], torch.Tensor | None] = lambda: None
+        self._last_hook: Callable[[torch.Tensor], None] | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self._hooks)
+
+    def clear(self) -> None:
+        """The iteration is over."""
+        self._hooks.clear()
+        self._forget_last()
+
+    def _forget_last(self) -> None:
+        self._last = self._last_hook = None
+        self._last_output = lambda: None
+
+    def left(self, block: Block, output: Any, fired: Callable[[WatchedForward], None]) -> None:
+        """A forward of ``block`` that autograd may have recorded ends with ``output``.
+
+        Args:
+            block: The block.
+            output: Anything.
+            fired: Called each time when a gradient of one of the outputs is known.
+        """
+        self.follow()
+        below = self._last
+        self._forget_last()
+        tensors = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None and number_of(tensor.grad_fn) >= block.first_node]
+        if not tensors:
+            if block is not self._root and next_node() > block.first_node:
+                block.unwatched()
+                self._last = below
+            return
+        newest = max(tensors, key=lambda tensor: number_of(tensor.grad_fn))
+        is_last = number_of(newest.grad_fn) == next_node() - 1
+        told = WatchedForward(block, below, is_last, fired)
+        hook = outside_compile(told)
+        for tensor in tensors:
+            tensor.register_hook(hook)
+        block.watched()
+        self._hooks.add(told)
+        if block is not self._root and self._root.open:
+            self._last, self._last_output, self._last_hook = _Forward(block, newest.grad_fn, is_last), ref(newest), hook
+
+    def follow(self) -> None:
+        """Puts the hook on the output of the last block again, if the caller has changed it in place meanwhile."""
+        output, last, hook = self._last_output(), self._last, self._last_hook
+        if output is not None and last is not None and hook is not None and output.grad_fn is not last.node and output.grad_fn is not None:
+            output.register_hook(hook)
+            last.node = output.grad_fn
+
+    def foretell(self, blocks: Iterable[Block]) -> list[Foretold]:
+        """Of which ``blocks`` the backward that runs tells nothing, or not before anything of them may run; called inside it.
+
+        Those that it does not reach are told so.
+        """
+        alive: dict[int, list[WatchedForward]] = {}
+        nodes: dict[int, list[_Forward]] = {}
+        for hook in self._hooks:
+            alive.setdefault(id(hook.block), []).append(hook)
+            if hook.below is not None:
+                nodes.setdefault(id(hook.below.block), []).append(hook.below)
+        found = []
+        for block in blocks:
+            if not block.pending or block is self._root:
+                continue
+            hooks, below = alive.get(id(block), ()), nodes.get(id(block), ())
+            coming = [forward for forward in below if will_run(forward.node)]
+            unknown = len(hooks) - len(below)  # forwards above which nothing was watched
+            if not (coming or _is_reached(block)):
+                block.never_comes()
+            elif len(hooks) < block.pending or len(coming) < len(below) or not all(hook.is_last for hook in hooks):
+                found.append(Foretold(block, comes=bool(coming) or unknown > 0))
+        return found
+
+
+def _is_reached(block: Block) -> bool:
+    """Whether the backward that runs may come to ``block``; of one whose parameters are frozen nobody can tell."""
+    trained = [param for entry in block.gradients for param in entry.unit.params if param is not None]
+    return not trained or bool(block.checkpointed) or reaches(trained)
+
+
+def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
+    """Yields the tensors in nested tuples, lists, mappings, dataclasses (``ModelOutput`` is one) and attributes of other objects."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from tensors_in(item, _depth)
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors_in(item, _depth)
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from tensors_in(getattr(value, field.name, None), _depth)
+    elif _depth < _DEEPEST and not isinstance(value, (str, bytes, int, float, type(None), type, nn.Module)):
+        for item in _attributes(value):
+            yield from tensors_in(item, _depth + 1)
+
+
+_DEEPEST = 3  # objects inside each other that are looked into
+
+
+def _attributes(value: Any) -> Iterator[Any]:
+    """What an object of a class of somebody's own keeps, in its dict or in slots."""
+    yield from getattr(value, "__dict__", {}).values()
+    for kind in type(value).__mro__:
+        slots = kind.__dict__.get("__slots__", ())
+        for name in (slots,) if isinstance(slots, str) else slots:
+            if name not in ("__dict__", "__weakref__"):
+                yield getattr(value, name, None)
