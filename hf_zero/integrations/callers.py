@@ -168,6 +168,12 @@ MISSING_KEYS = Method(
     "PreTrainedModel._initialize_missing_keys",
     "from_pretrained at stage 3 does not stop where most weights are missing, and may hang where ranks miss several",
 )
+TIE = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.tie_weights",
+    "from_pretrained at stage 3 cannot compare weights that a checkpoint has under both of their names",
+    around="hf_zero.integrations.loading:tie_weights",
+)
 CONVERSIONS = Method(
     "transformers.integrations.deepspeed",
     "_apply_weight_conversions_to_state_dict",
@@ -178,7 +184,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
-    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

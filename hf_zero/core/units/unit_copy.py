@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.sharded_parameter import ShardedParameter
+from hf_zero.core.units.sharded_parameter import whole_class
 from hf_zero.core.units.unit import Unit, UnitSpec
 from hf_zero.memory import host_memory
 
@@ -36,5 +36,4 @@ def copy_unit(unit: Unit) -> Unit:
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
     if is_packed(param):  # of a class whose constructor wants more
         return torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined,no-any-return]
-    kind = nn.Parameter if type(param) is ShardedParameter else type(param)
-    return kind(empty, param.requires_grad)
+    return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]
