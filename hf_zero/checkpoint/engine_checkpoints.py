@@ -6,17 +6,19 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
-from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
+from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import tp_shard_of
@@ -129,7 +131,14 @@ class EngineCheckpoints:
             # What else is resumed, loaders and random states, may be that of other groups.
             SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
+        whole = request.optimizer_states and not request.module_only and custom is None
+        engine.averages.loaded_from = str(loaded.path) if whole else ""
+        engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
         return Restored(str(loaded.path), loaded.client_state, loaded.counters)
+
+    def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
+        """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
+        load_averages(self.state_of(engine), Path(folder), averages)
 
     def wait(self) -> None:
         """Waits until a checkpoint that is written in the background is complete; collective.
@@ -152,6 +161,7 @@ class EngineCheckpoints:
             StateError: Some of them wait on the host.
         """
         engine.offloaded_states.require_none("saving or loading a checkpoint")
+        engine.averages.require_weights("saving or loading a checkpoint")
         progress = engine.progress
         return TrainingState(
             module=engine.module,
@@ -169,6 +179,7 @@ class EngineCheckpoints:
                 "global_samples": progress.global_samples,
                 "micro_steps": engine.accumulation.micro_steps,
             },
+            averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
         )
 
     def _everyone(self) -> Collectives:

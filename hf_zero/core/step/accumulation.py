@@ -90,6 +90,11 @@ class Accumulation:
         return self.boundary and self._awaits_step
 
     @property
+    def in_window(self) -> bool:
+        """Whether there were micro-steps since the last optimizer step."""
+        return self._in_cycle > 0
+
+    @property
     def awaits_step(self) -> bool:
         """Whether there was a backward after the last ``step``."""
         return self._awaits_step
