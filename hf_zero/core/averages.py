@@ -125,6 +125,12 @@ class AveragedWeights:
         if engine.averages.loaded_from and engine.averages.loaded_steps == engine.progress.global_steps:
             engine.checkpoints.load_averages(engine, engine.averages.loaded_from, self)
 
+    @property
+    def usable(self) -> bool:
+        """Whether the engine is there, and has its weights in their place."""
+        engine = self._engine()
+        return engine is not None and not engine.destroyed and not engine.averages.applied
+
     def __repr__(self) -> str:
         kind = "equal mean" if self._decay is None else f"decay={self._decay}"
         return f"AveragedWeights({self.name!r}, {kind}, {self.updates} updates)"
