@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
+from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.stand_in import EmptyValues, StandIn, refusal
 from hf_zero.errors import StateError
 
@@ -99,7 +100,7 @@ def set_class(param: torch.Tensor, empty: bool) -> None:
     kind = type(param)
     if empty and not issubclass(kind, _Empty):
         sharded = ShardedParameter if kind is nn.Parameter else _empty_class(kind)
-        if sharded is not None:
+        if sharded is not None and (kind is nn.Parameter or not is_packed(param)):
             param.__class__ = sharded  # type: ignore[assignment]
     elif not empty and issubclass(kind, _Empty):
         param.__class__ = whole_class(kind)  # type: ignore[assignment]

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.packed import is_packed, mark_packed
 from hf_zero.core.units.sharded_parameter import whole_class
 from hf_zero.core.units.unit import Unit, UnitSpec
 from hf_zero.memory import host_memory
@@ -35,5 +35,7 @@ def copy_unit(unit: Unit) -> Unit:
 
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
     if is_packed(param):  # of a class whose constructor wants more
-        return torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined,no-any-return]
+        copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
+        mark_packed(copied)
+        return copied
     return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]
