@@ -14,6 +14,9 @@ class Averages(Protocol):
     def name(self) -> str:
         """Tells it from others of the engine."""
 
+    def follow(self) -> None:
+        """Parameters have come to other units."""
+
 
 class AppliedAverages:
     """What an engine knows of averages of its weights.
@@ -30,6 +33,11 @@ class AppliedAverages:
         self.applied = ""
         self.loaded_from = ""
         self.loaded_steps = 0
+
+    def follow(self) -> None:
+        """Units were laid out anew: averages go with their parameters, before the next update changes these; collective."""
+        for averages in self.kept.values():
+            averages.follow()
 
     def require_weights(self, what: str) -> None:
         """Raises where the weights are averages now, and ``what`` needs those that are trained.

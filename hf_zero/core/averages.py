@@ -158,7 +158,7 @@ class AveragedWeights:
             return False
         for unit in engine.units:
             write_back_assigned(unit)
-        self._follow(engine)
+        self._lay_out(engine)
         self._average(self._param_pairs(engine))
         self._update_buffers(engine)
         self.updates += 1
@@ -266,7 +266,7 @@ class AveragedWeights:
         engine.runtime.reshard_for_update()
         for unit in engine.units:
             write_back_assigned(unit)
-        self._follow(engine)
+        self._lay_out(engine)
         return engine
 
     def _exchange(self, engine: Engine) -> None:
@@ -346,7 +346,7 @@ class AveragedWeights:
             StateError: No parameter of this name is averaged.
         """
         engine = self._require("whole()")
-        self._follow(engine)
+        self._lay_out(engine)
         for _, row in self.rows():
             for index, slot in enumerate(row.layout.slots):
                 if slot.name == name and name in row.names:
@@ -369,7 +369,15 @@ class AveragedWeights:
     def _place(self, values: torch.Tensor) -> torch.device:
         return values.device if self._device is None else self._device
 
-    def _follow(self, engine: Engine) -> None:
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Goes with parameters that have come to other units; collective. A parameter that is trained now starts from its present value.
+
+        Called where units are laid out anew, before an update; ``update`` and ``apply`` do it too.
+        """
+        self._lay_out(self._require("follow()"))
+
+    def _lay_out(self, engine: Engine) -> None:
         """Lays the rows out as the units are now; collective where parameters have come to other units, else it looks at each unit once."""
         present = {id(unit.layout) for unit in engine.units if unit.master is not None}
         old = [row for key, row in self._rows.items() if key not in {id(unit.layout) for unit in engine.units}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -179,3 +180,55 @@ def _rules() -> None:
 
 def test_when_an_update_counts_and_what_is_refused() -> None:
     ranks.run_ranks(_rules, 2)
+
+
+# -- other units -----------------------------------------------------------------------------------------------------------
+
+
+def _laid_out_anew(run: Run, again: Run, folder: Any) -> None:
+    """Parameters come to other units, are unfrozen and frozen: averages go with them by name, and through a checkpoint."""
+    first, model = initialize(build(), run), build()
+    masters_into(model, first)
+    averages, average = AveragedWeights(first, 0.7), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
+    for number in range(2):
+        step(first, number)
+        masters_into(model, first)
+        averages.update()
+        average.update_parameters(model)
+    module = first.module
+    module.frozen.requires_grad_(True)  # from here on as the engine of another layout sees it
+    module.head.requires_grad_(False)
+    second = initialize(module, again)
+    averages._engine, first.averages.kept = weakref.ref(second), {}
+    second.averages.kept["average"] = averages
+    second.averages.follow()
+    masters_into(model, second)
+    trained = {name for name, param in module.named_parameters() if param.requires_grad} | {"head.weight", "head.bias"}
+    for number in range(2, 4):
+        step(second, number)
+        masters_into(model, second)
+        averages.update()
+        average.update_parameters(model)
+    wanted = dict(average.module.named_parameters())
+    assert len(trained) == len(wanted)
+    for name in trained:
+        assert torch.equal(averages.whole(name), wanted[name]), name
+    before = weights(second)
+    with averages.applied():
+        inside = weights(second)
+    assert all(torch.equal(inside[name], wanted[name]) for name in trained)
+    same(weights(second), before, "restored")
+    second.save_checkpoint(str(folder), tag="saved")
+    step(second, 5)
+    averages.update()
+    second.load_checkpoint(str(folder), tag="saved")
+    assert averages.updates == 4 and all(torch.equal(averages.whole(name), wanted[name]) for name in trained)
+    third = initialize(build(), Run(3 if again.stage < 3 else 1))  # where head is trained, and frozen is not
+    late = AveragedWeights(third)
+    third.load_checkpoint(str(folder), tag="saved", load_optimizer_states=True)
+    assert late.updates == 4 and all(torch.equal(late.whole(name), wanted[name]) for name in trained)
+
+
+@pytest.mark.parametrize(("run", "again"), [(Run(3), Run(3)), (Run(2), Run(1)), (Run(3), Run(2))], ids=str)
+def test_averages_follow_parameters_to_other_units(run: Run, again: Run, tmp_path: Any) -> None:
+    ranks.run_ranks(_laid_out_anew, 2, run, again, tmp_path)
