@@ -5,56 +5,19 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 from weakref import ref
 
 import torch
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
 
-from hf_zero.comm.collectives import Collectives
+from hf_zero.core.averaged_rows import AveragedRows, Pairs, wide
 from hf_zero.core.engine import Engine
-from hf_zero.core.units.alone import whole_from_owners
-from hf_zero.core.units.layout import UnitLayout
-from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back_assigned
 from hf_zero.errors import StateError
-from hf_zero.memory import host_memory
 
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 Decay = float | Callable[[int], float] | None
-
-
-@dataclass(eq=False)
-class Row:
-    """The average of one unit's shard.
-
-    Attributes:
-        layout: Of the unit, which may have gone.
-        collectives: Network of the ranks that share the unit.
-        rank: This rank's place among the owners.
-        flat: (shard_numel,), fp32 or wider; gaps hold zeros.
-        names: Parameters that are averaged; of all others ``flat`` means nothing.
-    """
-
-    layout: UnitLayout
-    collectives: Collectives
-    rank: int
-    flat: torch.Tensor
-    names: set[str] = field(default_factory=set)
-
-    def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """As ``Unit.shard_part``."""
-        own = self.layout.shard_range(self.rank)
-        part = self.layout.slots[index].range.intersect(own).shift(-own.start)
-        return flat[part.start : part.stop] if part.numel else flat[:0]
-
-    def pairs(self, values: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """(average, value) of what is averaged; ``values`` is (shard_numel,)."""
-        if len(self.names) == len(self.layout.slots):
-            return [(self.flat, values)]
-        found = [index for index, slot in enumerate(self.layout.slots) if slot.name in self.names]
-        return [(self.shard_part(index, self.flat), self.shard_part(index, values)) for index in found]
 
 
 class AveragedWeights:
@@ -78,6 +41,7 @@ class AveragedWeights:
 
     Attributes:
         name: As above.
+        rows: What is averaged.
         updates: Updates that counted.
         calls: All calls of ``update`` at the end of an optimizer step.
 
@@ -116,10 +80,8 @@ class AveragedWeights:
         self._engine = ref(engine)  # the engine holds its averages
         self._decay, self._warm_up, self._every, self._use_buffers = decay, warm_up, update_every, use_buffers
         self._device = None if device is None else torch.device(device)
-        self._rows: dict[int, Row] = {}  # by id of the layout
-        self._loose: dict[str, torch.Tensor] = {}  # of parameters that no unit holds any more
         self._buffers: dict[str, torch.Tensor] = {}
-        self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []  # weights that an average of another type stands for now
+        self._kept: Pairs = []  # weights that an average of another type stands for now
         self.start_over()
         engine.averages.kept[name] = self
         if engine.averages.loaded_from and engine.averages.loaded_steps == engine.progress.global_steps:
@@ -158,15 +120,15 @@ class AveragedWeights:
             return False
         for unit in engine.units:
             write_back_assigned(unit)
-        self._lay_out(engine)
-        self._average(self._param_pairs(engine))
+        self.rows.lay_out(engine.units)
+        self._average(self.rows.pairs(engine.units, _named(engine)))
         self._update_buffers(engine)
         self.updates += 1
         return True
 
-    def _average(self, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def _average(self, pairs: Pairs) -> None:
         """Averages each second tensor into the first, all of one type and device in one call."""
-        alike: dict[tuple[torch.device, torch.dtype], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        alike: dict[tuple[torch.device, torch.dtype], Pairs] = {}
         for average, value in pairs:
             if average.numel() and average.dtype == value.dtype and average.device == value.device:
                 alike.setdefault((average.device, average.dtype), []).append((average, value))
@@ -193,8 +155,7 @@ class AveragedWeights:
 
     def _update_buffers(self, engine: Engine) -> None:
         # All of them, as torch does: batch norm's kernels change statistics without a new version of the tensor.
-        buffers = {name: buffer.detach() for name, buffer in engine.module.named_buffers()}
-        pairs = [(self._room_of_buffer(name, buffer), buffer) for name, buffer in buffers.items()]
+        pairs = [(self.buffer(name), buffer.detach()) for name, buffer in engine.module.named_buffers()]
         if self._use_buffers:
             self._average(pairs)
         else:
@@ -266,7 +227,7 @@ class AveragedWeights:
         engine.runtime.reshard_for_update()
         for unit in engine.units:
             write_back_assigned(unit)
-        self._lay_out(engine)
+        self.rows.lay_out(engine.units)
         return engine
 
     def _exchange(self, engine: Engine) -> None:
@@ -277,16 +238,11 @@ class AveragedWeights:
                 average.copy_(before)
         _spread(engine)
 
-    def _pairs(self, engine: Engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _pairs(self, engine: Engine) -> Pairs:
         """(average, value) of all that is averaged."""
         buffers = dict(engine.module.named_buffers())
         found = [(average, buffers[name].detach()) for name, average in self._buffers.items() if name in buffers]
-        return self._param_pairs(engine) + found
-
-    def _param_pairs(self, engine: Engine) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        pairs = [pair for unit, row in self.rows() for pair in row.pairs(values_of(unit))]
-        params = dict(engine.module.named_parameters()) if self._loose else {}
-        return pairs + [(average, params[name].detach()) for name, average in self._loose.items() if name in params]
+        return self.rows.pairs(engine.units, _named(engine)) + found
 
     # -- what is averaged ---------------------------------------------------------------------------------------------
 
@@ -295,48 +251,22 @@ class AveragedWeights:
         """Begins anew from the present weights, with no update; local."""
         engine = self._require("start_over()")
         self.updates = self.calls = 0
-        self._rows, self._loose = {}, {}
-        for unit in engine.units:
-            if unit.master is not None:
-                self._rows[id(unit.layout)] = self._new_row(unit)
-        self._buffers = {}
-        for name, buffer in engine.module.named_buffers():
-            self._room_of_buffer(name, buffer)
+        self.rows, self._buffers = AveragedRows(engine.units, self._device), {}
+        for name in dict(engine.module.named_buffers()):
+            self.buffer(name)
 
-    def rows(self) -> Iterator[tuple[Unit, Row]]:
-        """The units of which parameters are averaged, in order; local."""
-        for unit in self._require("rows()").units:
-            if id(unit.layout) in self._rows:
-                yield unit, self._rows[id(unit.layout)]
-
-    @property
-    def loose(self) -> Mapping[str, torch.Tensor]:
-        """Averages of whole parameters that belong to no unit: they were frozen after they had been trained."""
-        return self._loose
+    def buffer(self, name: str) -> torch.Tensor:
+        """The buffer ``name`` of the average; it begins with the present value. Local."""
+        if name not in self._buffers:
+            buffer = self._require("buffer()").module.get_buffer(name)
+            widens = self._use_buffers and buffer.is_floating_point()
+            self._buffers[name] = buffer.detach().to(wide(buffer.dtype) if widens else buffer.dtype, copy=True)
+        return self._buffers[name]
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Buffers of the average, by name."""
         return self._buffers
-
-    def room(self, name: str) -> torch.Tensor:
-        """Where the average of a frozen parameter without unit, or of a buffer, is read to; it has the present value. Local."""
-        engine = self._require("room()")
-        params, buffers = dict(engine.module.named_parameters()), dict(engine.module.named_buffers())
-        if name in buffers:
-            return self._room_of_buffer(name, buffers[name])
-        param = params[name].detach()
-        return self._loose.setdefault(name, param.to(self._place(param), _wide(param.dtype), copy=True))
-
-    def _room_of_buffer(self, name: str, buffer: torch.Tensor) -> torch.Tensor:
-        if name not in self._buffers:
-            wide = self._use_buffers and buffer.is_floating_point()
-            self._buffers[name] = buffer.detach().to(_wide(buffer.dtype) if wide else buffer.dtype, copy=True)
-        return self._buffers[name]
-
-    def row_of(self, unit: Unit) -> Row:
-        """The row of a unit; one of a frozen unit averages nothing yet."""
-        return self._rows.setdefault(id(unit.layout), self._new_row(unit, averages=False))
 
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
@@ -346,28 +276,11 @@ class AveragedWeights:
             StateError: No parameter of this name is averaged.
         """
         engine = self._require("whole()")
-        self._lay_out(engine)
-        for _, row in self.rows():
-            for index, slot in enumerate(row.layout.slots):
-                if slot.name == name and name in row.names:
-                    return self._gathered(row, index)
-        if name in self._loose:
-            return self._loose[name].clone()
-        raise StateError(f"no parameter {name!r} is averaged: it is frozen, or the model has none of this name")
-
-    def _gathered(self, row: Row, index: int) -> torch.Tensor:
-        divided: Any = row  # as much of a unit as is asked
-        slot = row.layout.slots[index]
-        return whole_from_owners(divided, index, row.flat, f"{row.layout.name}: average").view(slot.shape)
-
-    def _new_row(self, unit: Unit, averages: bool = True) -> Row:
-        values = values_of(unit)
-        flat = host_memory.empty(values.numel(), _wide(values.dtype), self._place(values)).copy_(values)
-        names = {slot.name for slot in unit.layout.slots} if averages else set()
-        return Row(unit.layout, unit.collectives, unit.rank, flat, names)
-
-    def _place(self, values: torch.Tensor) -> torch.device:
-        return values.device if self._device is None else self._device
+        self.rows.lay_out(engine.units)
+        found = self.rows.whole(name, engine.units)
+        if found is None:
+            raise StateError(f"no parameter {name!r} is averaged: it is frozen, or the model has none of this name")
+        return found
 
     @torch.no_grad()
     def follow(self) -> None:
@@ -375,37 +288,7 @@ class AveragedWeights:
 
         Called where units are laid out anew, before an update; ``update`` and ``apply`` do it too.
         """
-        self._lay_out(self._require("follow()"))
-
-    def _lay_out(self, engine: Engine) -> None:
-        """Lays the rows out as the units are now; collective where parameters have come to other units, else it looks at each unit once."""
-        present = {id(unit.layout) for unit in engine.units if unit.master is not None}
-        old = [row for key, row in self._rows.items() if key not in {id(unit.layout) for unit in engine.units}]
-        if not old and present <= self._rows.keys():
-            return
-        self._rows = {key: row for key, row in self._rows.items() if row not in old}
-        for unit in engine.units:
-            if unit.master is not None and id(unit.layout) not in self._rows:
-                self._rows[id(unit.layout)] = self._new_row(unit)
-        places = {slot.name: (unit, index) for unit in engine.units for index, slot in enumerate(unit.layout.slots)}
-        for row in old:
-            for index, slot in enumerate(row.layout.slots):
-                if slot.name in row.names:
-                    self._move(slot.name, self._gathered(row, index), places.get(slot.name))
-        for name in [name for name in self._loose if name in places]:
-            self._move(name, self._loose.pop(name), places[name])
-
-    def _move(self, name: str, whole: torch.Tensor, place: tuple[Unit, int] | None) -> None:
-        """Puts the average of a parameter where the parameter is now; local."""
-        if place is None:
-            self._loose[name] = whole.to(self._place(whole))
-            return
-        unit, index = place
-        row, slot = self.row_of(unit), unit.layout.slots[index]
-        row.names.add(name)
-        own = slot.range.intersect(unit.owned).shift(-slot.offset)
-        if own.numel:
-            row.shard_part(index, row.flat).copy_(whole.reshape(-1)[own.start : own.stop])
+        self.rows.lay_out(self._require("follow()").units)
 
     def _require(self, what: str) -> Engine:
         engine = self._engine()
@@ -415,13 +298,8 @@ class AveragedWeights:
         return engine
 
 
-def values_of(unit: Unit) -> torch.Tensor:
-    """What is averaged of a unit, (shard_numel,): the master, or the shard of a frozen one; waits for an update that is under way."""
-    return unit.master if unit.master is not None else unit.shard
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)
+def _named(engine: Engine) -> dict[str, torch.Tensor]:
+    return dict(engine.module.named_parameters())
 
 
 def _spread(engine: Engine) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from hf_zero.errors import CheckpointError
 from hf_zero.utils import AveragedWeights
-from tests.core.test_averages import build, same, step, weights
 from tests.support import ranks
+from tests.support.averaged import build, same, step, weights
 from tests.support.parity import Run, initialize
 
 SETTINGS: dict[str, dict[str, Any]] = {"ema": {"decay": 0.9}, "mean": {"decay": None, "use_buffers": True}}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -11,7 +11,7 @@ from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.format.names import average_kind, average_tensors_kind, shard_file
 from hf_zero.checkpoint.state.training_state import TrainingState
-from hf_zero.core.averages import AveragedWeights, Row
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0
@@ -19,10 +19,9 @@ from hf_zero.observe import log_rank0
 _COUNTS = "(counts)"  # no parameter or buffer is named so
 
 
-def row_entries(averages: AveragedWeights, units: Iterable[Unit]) -> list[tuple[Unit, Entry]]:
+def row_entries(averages: AveragedWeights, units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
     """The average of each unit among ``units``, laid out like its master; copies nothing."""
-    kept = set(map(id, units))
-    found = [(unit, row.flat) for unit, row in averages.rows() if id(unit) in kept]
+    found = [(unit, row.flat) for unit, row in averages.rows.of(units)]
     return [(unit, Entry(unit.name, flat.dtype, (flat.numel(),), (flat,))) for unit, flat in found]
 
 
@@ -39,7 +38,7 @@ def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iter
     entries = [whole(name, averages.buffers[name]) for name in buffers if name in averages.buffers]
     if state.everyone.rank == 0:
         entries.append(whole(_COUNTS, torch.tensor([averages.updates, averages.calls])))
-        loose = averages.loose.items()
+        loose = averages.rows.loose.items()
         entries += [whole(name, average) for name, average in loose if name not in state.tensor.tp_shards]
     holders = state.holders
     file = shard_file(average_tensors_kind(averages.name), holders.rank, holders.world, holders.part, holders.parts)
@@ -62,7 +61,7 @@ def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: C
         found = catalog.find(name)
         if found is not None and catalog.dtype(found, average_kind(averages.name)) is not None:
             wanted = state.tensor.tp_shard_of(name, param.shape)
-            copies += catalog.copies(found, average_kind(averages.name), wanted, 0, averages.room(name).view(-1))
+            copies += catalog.copies(found, average_kind(averages.name), wanted, 0, averages.rows.of_param(name, param).view(-1))
     reader.read(copies)
     _take_tensors(state, averages, saved, reader)
     counts = reader.whole(saved[_COUNTS], _COUNTS)
@@ -78,7 +77,7 @@ def _row_copies(state: TrainingState, averages: AveragedWeights, unit: Unit, cat
         found = catalog.find(slot.name)
         if found is None or catalog.dtype(found, kind) is None:
             continue
-        wanted, row = state.tensor.tp_shard_of(slot.name, slot.shape), averages.row_of(unit)
+        wanted, row = state.tensor.tp_shard_of(slot.name, slot.shape), averages.rows.of_unit(unit)
         row.names.add(slot.name)
         part = row.shard_part(index, row.flat)
         if part.numel():
@@ -95,27 +94,17 @@ def _saved_tensors(averages: AveragedWeights, catalog: Catalog) -> dict[str, str
 
 def _take_tensors(state: TrainingState, averages: AveragedWeights, saved: dict[str, str], reader: RangeReader) -> None:
     """Buffers, and averages of parameters that no unit held when they were saved."""
-    loose = {name for name, _ in state.loose_params()}
-    buffers = set(state.buffers())
-    rows: dict[str, tuple[Unit, Row, int]] = {}
+    rooms = {name: averages.buffer(name) for name in state.buffers() if name in saved}
+    rooms |= {name: averages.rows.of_param(name, param) for name, param in state.loose_params() if name in saved}
+    for name, room in rooms.items():
+        room.copy_(_of_shape(reader.whole(saved[name], name), room.shape, name))
     for unit in state.units:
         for index, slot in enumerate(unit.layout.slots):
             if slot.name in saved:
-                rows[slot.name] = (unit, averages.row_of(unit), index)
-    for name, file in saved.items():
-        if name in loose or name in buffers:
-            value, target = reader.whole(file, name), averages.room(name)
-            if value.shape != target.shape:
-                raise CheckpointError(
-                    f"the average of {name} has shape {tuple(value.shape)}, and it has {tuple(target.shape)} in this model"
-                )
-            target.copy_(value)
-        elif name in rows:
-            unit, row, index = rows[name]
-            slot = unit.layout.slots[index]
-            value = reader.whole(file, name).reshape(-1)
-            if value.numel() != slot.numel:
-                raise CheckpointError(f"the average of {name} has {value.numel()} elements, and it has {slot.numel} in this model")
-            own = slot.range.intersect(unit.owned).shift(-slot.offset)
-            row.names.add(name)
-            row.shard_part(index, row.flat).copy_(value[own.start : own.stop] if own.numel else value[:0])
+                averages.rows.put(unit, index, _of_shape(reader.whole(saved[slot.name], slot.name), slot.shape, slot.name))
+
+
+def _of_shape(value: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
+    if value.shape != shape:
+        raise CheckpointError(f"the average of {name} has shape {tuple(value.shape)}, and it has {tuple(shape)} in this model")
+    return value

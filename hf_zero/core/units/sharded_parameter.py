@@ -165,10 +165,10 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     if compared or (func in _named(_TO_NODE) and args[0] is args[1]):
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
-    raise _needs_values(param, _called(func))
+    raise _refused(param, _called(func))
 
 
-def _needs_values(param: Any, called: str) -> StateError:
+def _refused(param: Any, called: str) -> StateError:
     owner = vars(param).get(OWNER)
     if owner is not None and owner[0].own.offloaded:
         return StateError(f"{called} needs values of parameter {_name(param)}, which wait on the host; call engine.reload_states() first")
