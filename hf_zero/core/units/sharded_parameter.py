@@ -98,9 +98,11 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
 def set_class(param: torch.Tensor, empty: bool) -> None:
     """Gives ``param`` the class of an empty parameter, or the class that it had before; classes with their own rules stay as they are."""
     kind = type(param)
-    if empty and not issubclass(kind, _Empty):
-        sharded = ShardedParameter if kind is nn.Parameter else _empty_class(kind)
-        if sharded is not None and (kind is nn.Parameter or not is_packed(param)):
+    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all are of the two, and this is done in each forward
+        param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
+    elif empty and not issubclass(kind, _Empty):
+        sharded = _empty_class(kind)
+        if sharded is not None and not is_packed(param):
             param.__class__ = sharded  # type: ignore[assignment]
     elif not empty and issubclass(kind, _Empty):
         param.__class__ = whole_class(kind)  # type: ignore[assignment]
