@@ -18,6 +18,7 @@ _NAMES = {
     "DummyScheduler": "hf_zero.integrations.accelerate_plugin",
     "ZeroStrategy": "hf_zero.integrations.lightning",
     "FabricZeroStrategy": "hf_zero.integrations.lightning",
+    "AveragedWeightsCallback": "hf_zero.integrations.averages",
     "zero": "hf_zero.zero",
     "utils": "hf_zero.utils",
     "errors": "hf_zero.errors",

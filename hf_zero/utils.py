@@ -1,6 +1,7 @@
-"""The public helpers that ``deepspeed.utils`` has."""
+"""The public helpers that ``deepspeed.utils`` has, and our own."""
 
 from hf_zero.checkpoint.commit.trainer_folders import newest_trainer_checkpoint
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.deepspeed.leaf_modules import (
     get_z3_leaf_modules,
     set_z3_leaf_module,
@@ -30,6 +31,7 @@ from hf_zero.integrations.weight_stream import iter_full_params
 from hf_zero.observe import logger
 
 __all__ = [
+    "AveragedWeights",
     "end_preempted",
     "get_z3_leaf_modules",
     "iter_full_params",

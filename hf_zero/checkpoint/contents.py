@@ -11,10 +11,11 @@ from torch import nn
 
 from hf_zero.checkpoint.files.rows import Entry, cut, whole
 from hf_zero.checkpoint.format.element_types import dtype_name
-from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, shard_file, state_kind
+from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, average_kind, shard_file, state_kind
 from hf_zero.checkpoint.format.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.state import optimizer_state
+from hf_zero.checkpoint.state.averages import average_files, row_entries
 from hf_zero.checkpoint.state.param_states import param_states
 from hf_zero.checkpoint.state.rank_states import rank_states
 from hf_zero.checkpoint.state.training_state import Holders, TrainingState, values_of
@@ -80,6 +81,10 @@ def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
     frozen = list(state.loose_params())
     loose = [] if exclude_frozen else [(name, param) for name, param in frozen if not (is_packed(param) or is_wrapped(param))]
     records, buffers = _add_loose(files, state, loose)
+    for averages in state.averages:
+        for unit, entry in row_entries(averages, kept):
+            _add(files, state, unit, average_kind(averages.name), entry)
+        files |= average_files(state, averages, buffers)
     left = (unit for unit in state.units if unit not in kept)
     members = (pair for unit in left for pair in zip(unit.layout.slots, unit.params, strict=True))
     dropped = [slot.name for slot, param in members if any(isinstance(shown, nn.Parameter) for shown in _shown(param))]

@@ -13,13 +13,14 @@ from typing import Any, TypeVar
 from hf_zero.checkpoint.commit import agreement, folders
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
-from hf_zero.checkpoint.load import LoadRequest, load_checkpoint
+from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.engine import Engine, Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written_values import WrittenValues
@@ -150,7 +151,14 @@ class EngineCheckpoints:
             # What else is resumed, loaders and random states, may be that of other groups.
             SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
+        whole = request.optimizer_states and not request.module_only and custom is None
+        engine.averages.loaded_from = str(loaded.path) if whole else ""
+        engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
         return Restored(str(loaded.path), loaded.client_state, loaded.counters)
+
+    def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
+        """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
+        load_averages(self.state_of(engine), Path(folder), averages)
 
     def wait(self) -> None:
         """Waits until a checkpoint that is written in the background is complete; collective.
@@ -173,6 +181,7 @@ class EngineCheckpoints:
             StateError: Some of them wait on the host.
         """
         engine.offloaded_states.require_none("saving or loading a checkpoint")
+        engine.averages.require_weights("saving or loading a checkpoint")
         progress = engine.progress
         return TrainingState(
             module=engine.module,
@@ -190,6 +199,7 @@ class EngineCheckpoints:
                 "global_samples": progress.global_samples,
                 "micro_steps": engine.accumulation.micro_steps,
             },
+            averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
         )
 
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:

@@ -21,10 +21,12 @@ from hf_zero.checkpoint.format.names import INDEX_FILE, values_file
 from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder
+from hf_zero.checkpoint.state.averages import restore_averages
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan, OptimizerPlan
 from hf_zero.checkpoint.state.param_states import ParamStatesPlan
 from hf_zero.checkpoint.state.rank_states import restore_rank_states
 from hf_zero.checkpoint.state.training_state import Loaded, TrainingState, values_of
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.unit import Unit
@@ -98,7 +100,23 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
         _all_gather_updated(state)
+        for averages in state.averages:
+            agreement.on_all(net, what, lambda averages=averages: plan.read_averages(averages))  # type: ignore[misc]
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
+
+
+def load_averages(state: TrainingState, folder: Path, averages: AveragedWeights) -> None:
+    """Gives ``averages``, made after ``folder`` was loaded, what it holds of them; collective.
+
+    Raises:
+        CheckpointError: On every rank, with the same text, naming the file.
+    """
+
+    def read() -> None:
+        index = Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE))
+        restore_averages(state, averages, Catalog(index), RangeReader(folder, index.files))
+
+    agreement.on_all(state.everyone, f"loading averages from {folder}", read)
 
 
 def _find(request: LoadRequest) -> tuple[str, str] | None:
@@ -270,6 +288,13 @@ class _Plan:
             _round_masters(state.units)
         if self._scheduler is not None and state.scheduler is not None:
             state.scheduler.load_state_dict(self._scheduler)
+
+    def read_averages(self, averages: AveragedWeights) -> None:
+        """Reads averages of the weights where they are wanted, else begins them anew from what was loaded; local."""
+        if self.request.optimizer_states and not self.request.module_only and self.request.custom is None:
+            restore_averages(self.state, averages, self.catalog, self.reader)
+        else:
+            averages.start_over()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and buffers, whole, on the host, under all their names; each rank reads everything."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core import hooks
+from hf_zero.core.applied_averages import AppliedAverages
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption, PreemptionSettings
@@ -61,6 +62,9 @@ class Checkpoints(Protocol):
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
         """Reads one into the engine's parts; None when no tag is given and there is none. Collective."""
+
+    def load_averages(self, engine: Engine, folder: str, averages: Any) -> None:
+        """Reads averages of weights that were made after the load of a checkpoint, where it has them; collective."""
 
     def wait(self) -> None:
         """Returns when what is written in the background is complete; collective."""
@@ -126,6 +130,7 @@ class Engine(nn.Module):
         samples_per_step: Samples of all ranks in an optimizer step.
         offloaded_states: What waits on the host while the engine is idle.
         preemption: Signals that ask the ranks to end.
+        averages: Of its weights.
         destroyed: Whether ``destroy`` was called.
     """
 
@@ -152,7 +157,7 @@ class Engine(nn.Module):
         self.lr_scheduler = parts.scheduler
         self._give_back = parts.give_back
         self._explain = parts.explain
-        self.destroyed = False
+        self.averages, self.destroyed = AppliedAverages(), False
         self._run_again = RunAgain()
         gradients = parts.stepper.reducer.gradients if parts.stepper is not None else ()
         device = parts.collectives.topology.device
@@ -348,7 +353,7 @@ class Engine(nn.Module):
         if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
             self.discard_gradients()
         # What joins at the coming step has its gradients so far in ``param.grad``.
-        kept = self.stepper.waiting() if self.stepper is not None and self.accumulation.in_cycle else frozenset()
+        kept = self.stepper.waiting() if self.stepper is not None and self.accumulation.in_window else frozenset()
         for param in self.module.parameters():
             if id(param) not in kept:
                 param.grad = None
@@ -503,6 +508,7 @@ class Engine(nn.Module):
                 f"{what}() on an engine without optimizer; pass optimizer= to initialize(), or an optimizer section with model_parameters="
             )
         self.offloaded_states.require_none(f"{what}()")
+        self.averages.require_weights(f"{what}()")
         if not self.runtime.attached:
             raise StateError(f"{what}() on an engine whose module was given to another initialize(); use the newer engine")
         if lost := self.runtime.lost:

@@ -11,6 +11,7 @@ _NAMES = {
     "DummyScheduler": "hf_zero.integrations.accelerate_plugin",
     "ZeroStrategy": "hf_zero.integrations.lightning",
     "FabricZeroStrategy": "hf_zero.integrations.lightning",
+    "AveragedWeightsCallback": "hf_zero.integrations.averages",
 }
 
 __all__ = [*_NAMES]  # noqa: PLE0604

@@ -208,6 +208,12 @@ MISSING_KEYS = Method(
     "PreTrainedModel._initialize_missing_keys",
     "from_pretrained at stage 3 does not stop where most weights are missing, and may hang where ranks miss several",
 )
+TIE = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.tie_weights",
+    "from_pretrained at stage 3 cannot compare weights that a checkpoint has under both of their names",
+    around="hf_zero.integrations.loading:tie_weights",
+)
 CONVERSIONS = Method(
     "transformers.integrations.deepspeed",
     "_apply_weight_conversions_to_state_dict",
@@ -234,7 +240,7 @@ LIGHTNING_SIGNALS = (
 )
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
-    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
+    EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
 )  # fmt: skip
 

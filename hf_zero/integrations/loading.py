@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.config.read import read_config
 from hf_zero.core.schedule import gathered_parameters as gathered
-from hf_zero.core.units.unit import full_shape
+from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations import callers
@@ -91,6 +91,23 @@ class GatheredParameters(gathered.GatheredParameters):
             # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
         super().__init__(params, *args, **kwargs)
+
+
+def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel.tie_weights``, which compares the weights of a checkpoint that has both of two tied names: whole ones.
+
+    Args:
+        method: The method itself.
+        model: Whose it is.
+        *args: Its arguments.
+        **kwargs: Its arguments.
+    """
+    loads = (args[0] if args else kwargs.get("missing_keys")) is not None
+    pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items() if loads else ()
+    named = dict(model.named_parameters(remove_duplicate=False)) if pairs else {}
+    params = [named[name] for pair in pairs for name in pair if name in named]
+    with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
+        return method(model, *args, **kwargs)
 
 
 @contextmanager

@@ -10,6 +10,7 @@ every rank as before; Trainer reckons with it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
 from contextvars import ContextVar
 from functools import partial
 from typing import Any
@@ -77,11 +78,18 @@ def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data:
 
 
 def evaluation_loop(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.evaluation_loop``, whose seq2seq kind gathers with ``Accelerator.gather``; here each sample once too."""
+    """``Trainer.evaluation_loop``, whose seq2seq kind gathers with ``Accelerator.gather``; here each sample once too.
+
+    It runs inside what callbacks of ours want around an evaluation.
+    """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
         trainer.gather_function = partial(_gather_once, accelerator)  # until the loop ends, which sets it anew
-    return method(trainer, *args, **kwargs)
+    with ExitStack() as stack:
+        for callback in trainer.callback_handler.callbacks:
+            if hasattr(callback, "around_evaluation"):
+                stack.enter_context(callback.around_evaluation())
+        return method(trainer, *args, **kwargs)
 
 
 def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:

@@ -231,7 +231,8 @@ def _broken_off() -> None:
     with hf_zero.zero.Init():
         layer = nn.Sequential(nn.Linear(4, 4))
     assert layer[0].weight.shape == torch.Size([0])
-    layer[0].weight.data.zero_()  # outside, where nothing is gathered
+    with pytest.raises(hf_zero.errors.StateError, match=r"Linear\.weight is divided"):  # outside, where nothing is gathered
+        layer[0].weight.data.zero_()
 
 
 def test_a_constructor_that_fails_leaves_nothing_behind() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, StateError
 from tests.support import ranks
 from tests.support.models import CASES, Batch
 from tests.support.parity import Run, mean_over_ranks, reference
@@ -21,6 +21,7 @@ pytest.importorskip("lightning", reason="Lightning is not installed (extra: ligh
 STEPS = 4
 EPOCH = 4  # batches: two steps
 LR = 1e-2
+AVERAGE_DECAY = 0.5
 SHARD_ALL = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 
 
@@ -42,6 +43,12 @@ def test_trainer_in_16_bit(precision: str, tmp_path: Path) -> None:
 
 def test_trainer_validates_tests_and_predicts_sharded(tmp_path: Path) -> None:
     ranks.run_ranks(check_evaluation, 2, str(tmp_path), group=False)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weight_averaging(stage: int, tmp_path: Path) -> None:
+    pytest.importorskip("lightning.pytorch.callbacks.weight_averaging", reason="Lightning before 2.6")
+    ranks.run_ranks(check_averages, 2, str(tmp_path), stage, group=False)
 
 
 def test_schedule_and_manual_optimization(tmp_path: Path) -> None:
@@ -220,6 +227,38 @@ def check_manual(folder: str) -> None:
         plain.load_state_dict(expected.weights, strict=False)
         following = [case.forward(plain, row(1, rank)).item() for rank in range(2)]
     close(mean_over_all(module.losses[1:2]), [sum(following) / 2], 1e-5)
+
+
+def check_averages(folder: str, stage: int) -> None:
+    """Right where weights are whole, and an error that says what serves at stage 3."""
+    from lightning.pytorch.callbacks import Callback
+    from lightning.pytorch.callbacks.weight_averaging import EMAWeightAveraging
+
+    from hf_zero.zero import GatheredParameters
+
+    averages: list[dict[str, Tensor]] = []
+
+    class Watcher(Callback):
+        """Averages whole weights after each step, as the callback's formula says."""
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *args: Any) -> None:
+            with GatheredParameters(list(module.parameters())):
+                now = {name: param.detach().clone() for name, param in module.named_parameters()}
+            if averages:
+                now = {name: AVERAGE_DECAY * averages[-1][name] + (1 - AVERAGE_DECAY) * value for name, value in now.items()}
+            averages.append(now)
+
+    module = make_module_class()()
+    callbacks = [Watcher(), EMAWeightAveraging(decay=AVERAGE_DECAY)]
+    trainer = make_trainer(folder, stage, max_steps=3, callbacks=callbacks, enable_checkpointing=False)
+    if stage == 3:
+        with pytest.raises(StateError, match=r"is divided .* use hf_zero\.utils\.AveragedWeights"):
+            trainer.fit(module, loader(EPOCH))
+        return
+    trainer.fit(module, loader(EPOCH), loader(EPOCH))
+    assert len(averages) == 3
+    for name, param in trainer.lightning_module.named_parameters():
+        assert torch.equal(param, averages[-1][name]), f"stage {stage}: {name}"
 
 
 class Outcome:

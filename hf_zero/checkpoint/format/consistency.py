@@ -10,6 +10,8 @@ import re
 from collections.abc import Iterable, Mapping
 
 from hf_zero.checkpoint.format.names import (
+    AVERAGE,
+    AVERAGE_TENSORS,
     MASTER,
     MODULE,
     PARAM_STATES,
@@ -35,6 +37,10 @@ def _is_state(kind: str) -> bool:
     return kind.startswith(STATE_PREFIX)
 
 
+def _is_average(kind: str) -> bool:
+    return AVERAGE.fullmatch(kind) is not None
+
+
 def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, states: tuple[str, ...]) -> None:
     """Each file by itself, and whether its name is one that a save gives.
 
@@ -55,7 +61,7 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
     kinds = set()
     for name, file in files.items():
         kind = _kind_of(name, world, tensor_world)
-        if kind is None or kind not in known:
+        if kind is None or not (kind in known or _is_average(kind) or AVERAGE_TENSORS.fullmatch(kind)):
             raise CheckpointError(f"{shown(name)} is no file of a checkpoint of {world} ranks with the states {list(states)}")
         kinds.add(kind)
         file.check(name)
@@ -108,10 +114,11 @@ def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], wo
         _check_shards(unit, files, world // unit.world)
     for name, file in files.items():
         found = _FILE_NAME.fullmatch(name)
-        if found is not None and (found[1] in (MASTER, WEIGHTS) or _is_state(found[1])):
+        if found is not None and (found[1] in (MASTER, WEIGHTS) or _is_state(found[1]) or _is_average(found[1])):
             for tensor, record in file.tensors.items():
                 holder = by_key.get((tensor, int(found[4] or 0)))
-                fits = holder is not None and (found[1] == holder.kind or (holder.kind == MASTER and _is_state(found[1])))
+                beside = _is_average(found[1]) or (holder is not None and holder.kind == MASTER and _is_state(found[1]))
+                fits = holder is not None and (found[1] == holder.kind or beside)
                 if holder is None or not fits or record.shape != (holder.shard_numel,):
                     raise CheckpointError(f"{name}: tensor {tensor!r} of shape {list(record.shape)} is no shard of a unit of the index")
 

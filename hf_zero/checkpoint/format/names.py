@@ -23,6 +23,8 @@ CHUNK_BYTES = 1 << 16
 MASTER = "master"
 WEIGHTS = "weights"
 STATE_PREFIX = "optimizer."
+AVERAGE = re.compile(r"average\.[A-Za-z0-9_]{1,64}")  # kinds of files with averages of units
+AVERAGE_TENSORS = re.compile(r"average_tensors\.[A-Za-z0-9_]{1,64}")  # kinds of files with the rest of averages
 _STATE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -35,6 +37,16 @@ def state_kind(state: str) -> str:
     if not _STATE_NAME.fullmatch(state):
         raise CheckpointError(f"the optimizer state {state!r} cannot be saved: its name must be letters, digits and underscores")
     return STATE_PREFIX + state
+
+
+def average_kind(name: str) -> str:
+    """The kind of file that holds the averages ``name`` of units."""
+    return f"average.{name}"
+
+
+def average_tensors_kind(name: str) -> str:
+    """The kind of file that holds the rest of the averages ``name``: buffers, parameters without unit, counts."""
+    return f"average_tensors.{name}"
 
 
 def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_world: int = 1) -> str:

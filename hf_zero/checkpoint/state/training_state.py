@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
+from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.core.units.unit import Unit, find_unit
@@ -84,6 +85,7 @@ class TrainingState:
         scheduler: The engine's scheduler, or None.
         scaler: The loss scaler.
         counters: Counters of the engine.
+        averages: Averages of the weights.
     """
 
     module: nn.Module
@@ -96,6 +98,7 @@ class TrainingState:
     counters: Mapping[str, int]
     everyone: Collectives
     tensor: TensorAxis = field(default_factory=TensorAxis)
+    averages: Sequence[AveragedWeights] = ()
 
     @property
     def holders(self) -> Holders:

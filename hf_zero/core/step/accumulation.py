@@ -95,7 +95,7 @@ class Accumulation:
         return self.boundary and self._awaits_step
 
     @property
-    def in_cycle(self) -> bool:
+    def in_window(self) -> bool:
         """Whether there were micro-steps since the last optimizer step."""
         return self._in_cycle > 0
 

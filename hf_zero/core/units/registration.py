@@ -11,9 +11,9 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.empty_values import refusal
 from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, with_outer
 from hf_zero.core.units.sharded_parameter import OWNER, set_class
+from hf_zero.core.units.stand_in import refusal
 from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 from hf_zero.core.units.unit_copy import copy_unit
 

@@ -1,46 +1,91 @@
-"""What a parameter is while it has no values here: one that refuses a gradient of its whole shape by name."""
+"""What a parameter is while it has no values here: one that refuses, by name, to be computed with."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import cache
+from numbers import Number
 from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
+from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.stand_in import EmptyValues, StandIn, refusal
 from hf_zero.errors import StateError
 
 OWNER = "_hf_zero_owner"
 _GRAD: Any = torch.Tensor.grad  # torch's own property
+_WITHOUT_FUNCTION: Any = torch._C.DisableTorchFunctionSubclass
+
+_VALUES = ("data", "T", "mT", "H", "mH", "real", "imag", "__cuda_array_interface__")
+_QUESTIONS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "storage_offset", "element_size", "dim_order", "get_device",
+    "is_complex", "is_conj", "is_contiguous", "is_distributed", "is_floating_point", "is_inference", "is_neg", "is_pinned",
+    "is_same_size", "is_shared", "is_signed", "is_coalesced", "is_set_to", "has_names", "_is_view", "_is_zerotensor", "_use_count",
+    "data_ptr", "untyped_storage", "storage", "_typed_storage",
+    "requires_grad_", "register_hook", "register_post_accumulate_grad_hook", "retain_grad", "detach_",
+    "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor", "new_empty_strided", "new",
+    "__hash__", "__len__", "__repr__", "__str__", "__format__", "__dir__", "__deepcopy__", "__reduce__", "__reduce_ex__", "__sizeof__",
+    "__setstate__", "__getstate__", "_reduce_ex_internal", "__dlpack_device__", "_clear_non_serializable_cached_data",
+)  # fmt: skip
+_CONVERSIONS = (
+    "to", "type", "cpu", "cuda", "xpu", "mtia", "float", "double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool",
+    "cfloat", "cdouble", "chalf",
+)  # fmt: skip
+_COMPARISONS = ("__eq__", "__ne__", "eq", "ne")
+_TO_NODE = ("view_as", "expand_as")  # of itself: how one comes to the node that accumulates its gradient
 
 
-class ShardedParameter(nn.Parameter):
-    """An empty ``nn.Parameter`` of a unit.
+class _Empty:
+    """What the class of an empty parameter adds to the class that it has while it is whole.
 
-    [Note: the class of an empty parameter] torch compares a gradient that is assigned with the parameter, which is empty between its
-    uses at stage 3, and its message names neither. Nothing else hears of the assignment, because torch sets ``grad`` itself. So a
-    parameter has this class while it is empty. What the model runs with, compiles and pickles is an ``nn.Parameter`` as ever.
+    [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
+    tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
+    ``__torch_function__`` lets questions about shape, type, device and gradient pass, and raises for the rest with the parameter's name.
+    ``data`` and ``detach()`` return tensors that raise likewise (``EmptyValues``), and so do conversions where no gradient is recorded:
+    ``nn.Module.cpu()`` and the like convert each parameter in such a region and assign the result to ``data``, which changes nothing.
+    torch compares a gradient that is assigned with the parameter, and its message names neither; so ``grad`` is a property here.
+    What the model runs with, compiles and pickles is an ``nn.Parameter`` as ever: forward and backward never meet this class.
     """
 
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _free():
+            with _WITHOUT_FUNCTION():
+                return func(*args, **(kwargs or {}))
+        return _without_values(func, args, kwargs or {})
+
     @property
-    def grad(self) -> torch.Tensor | None:  # type: ignore[override]
+    def grad(self) -> torch.Tensor | None:
         """As of any tensor."""
-        found: torch.Tensor | None = _GRAD.__get__(self)
+        with _WITHOUT_FUNCTION():
+            found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
-    def grad(self, value: torch.Tensor | None) -> None:
+    def grad(self: Any, value: torch.Tensor | None) -> None:
         """Sets or forgets a gradient of the shape that the parameter has now.
 
         Raises:
             StateError: ``value`` has another shape.
         """
-        if isinstance(value, torch.Tensor) and value.shape != self.shape:
-            raise _refusal(self, value)
-        _GRAD.__set__(self, value)
+        with _WITHOUT_FUNCTION():
+            if isinstance(value, torch.Tensor) and value.shape != self.shape:
+                raise _refusal(self, value)
+            _GRAD.__set__(self, value)
 
     @grad.deleter
     def grad(self) -> None:
-        _GRAD.__delete__(self)
+        with _WITHOUT_FUNCTION():
+            _GRAD.__delete__(self)
+
+
+class ShardedParameter(_Empty, nn.Parameter):
+    """An empty ``nn.Parameter`` of a unit, see [Note: the class of an empty parameter]."""
 
 
 def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
@@ -51,17 +96,140 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
 
 
 def set_class(param: torch.Tensor, empty: bool) -> None:
-    """Gives ``param`` the class of an empty or an ordinary parameter; classes of libraries stay as they are."""
-    kind, wanted = type(param), ShardedParameter if empty else nn.Parameter
-    if kind is not wanted and (kind is nn.Parameter or issubclass(kind, ShardedParameter)):
-        param.__class__ = wanted  # type: ignore[assignment]
+    """Gives ``param`` the class of an empty parameter, or the class that it had before; classes with their own rules stay as they are."""
+    kind = type(param)
+    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all are of the two, and this is done in each forward
+        param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
+    elif empty and issubclass(kind, ShardedParameter):  # one that shows a placeholder
+        param.__class__ = ShardedParameter  # type: ignore[assignment]
+    elif empty and not issubclass(kind, _Empty):
+        sharded = _empty_class(kind)
+        if sharded is not None and not is_packed(param):
+            param.__class__ = sharded  # type: ignore[assignment]
+    elif not empty and issubclass(kind, _Empty):
+        param.__class__ = whole_class(kind)  # type: ignore[assignment]
+
+
+def whole_class(kind: type[Any]) -> type[Any]:
+    """The class that a parameter of class ``kind`` has while it is whole."""
+    return kind.__mro__[kind.__mro__.index(_Empty) + 1] if issubclass(kind, _Empty) else kind
+
+
+@cache
+def _empty_class(kind: type[Any]) -> type[Any] | None:
+    """The class that a parameter of a script's own class has while it is empty; None where that class has rules of its own."""
+    plain = issubclass(kind, nn.Parameter) and getattr(kind, "__torch_function__", None) is nn.Parameter.__torch_function__
+    return type(f"Sharded{kind.__name__}", (_Empty, kind), {"__slots__": (), "__module__": kind.__module__}) if plain else None
+
+
+# -- what an empty parameter is asked ---------------------------------------------------------------------------------
+
+
+@cache
+def _free() -> frozenset[Callable[..., Any]]:
+    """The functions that need no values: questions about shape, type, device, memory, gradient and hooks."""
+    accessors = (getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name not in _VALUES)
+    found = {
+        getattr(accessor, access)
+        for accessor in accessors
+        for access in ("__get__", "__set__", "__delete__")
+        if hasattr(accessor, "__set__") and not callable(accessor)
+    }
+    found |= {getattr(place, name) for place in (torch.Tensor, torch) for name in _QUESTIONS if hasattr(place, name)}
+    return frozenset((*found, torch.autograd.grad, torch.autograd.backward))
+
+
+@cache
+def _named(names: tuple[str, ...]) -> frozenset[Callable[..., Any]]:
+    return frozenset(getattr(place, name) for place in (torch.Tensor, torch) for name in names if callable(getattr(place, name, None)))
+
+
+_DATA: Any = torch.Tensor.data
+
+
+def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+    """What an operation on an empty parameter does that is no question: it gives a stand-in, or raises.
+
+    Raises:
+        StateError: It needs values, and names the parameter.
+    """
+    param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
+    if func == _DATA.__get__ or func in _named(("detach",)):
+        return _stand_in(param)
+    if func == _DATA.__set__ and param is args[0]:
+        _assign(param, args[1])
+        return None
+    if func is torch.Tensor.copy_ and args[0] is args[1]:
+        return param
+    if func is torch._has_compatible_shallow_copy_type:
+        return args[0] is param and isinstance(args[1], StandIn) and args[1].source is param
+    if func in _named(_CONVERSIONS) and not torch.is_grad_enabled() and param is args[0]:
+        return _converted(param, func, args, kwargs)
+    compared = func in _named(_COMPARISONS) and not isinstance(args[1], (torch.Tensor, Number))  # with None
+    if compared or (func in _named(_TO_NODE) and args[0] is args[1]):
+        with _WITHOUT_FUNCTION():
+            return func(*args, **kwargs)
+    raise _refused(param, _called(func))
+
+
+def _refused(param: Any, called: str) -> StateError:
+    owner = vars(param).get(OWNER)
+    if owner is not None and owner[0].own.offloaded:
+        return StateError(f"{called} needs values of parameter {_name(param)}, which wait on the host; call engine.reload_states() first")
+    return refusal(_name(param), f"{called} needs its values")
+
+
+def _empty_ones(args: Any, kwargs: Any) -> Iterator[Any]:
+    return (value for value in tree_leaves((args, kwargs)) if isinstance(value, _Empty))
+
+
+def _stand_in(param: Any) -> EmptyValues:
+    with _WITHOUT_FUNCTION():
+        found: EmptyValues = EmptyValues.make(_name(param), param.shape, param.dtype, param.device)
+    found.source = param
+    return found
+
+
+def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
+    """A stand-in of the type and on the device that ``func`` would give."""
+    with _WITHOUT_FUNCTION():
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):  # ``type()``
+            return result
+        found: EmptyValues = EmptyValues.make(_name(param), result.shape, result.dtype, result.device)
+    found.source = param
+    return found
+
+
+def _assign(param: Any, value: Any) -> None:
+    """Sets ``param.data``; a stand-in for the parameter itself changes nothing.
+
+    Raises:
+        StateError: ``value`` stands for another parameter, or has another type.
+    """
+    with _WITHOUT_FUNCTION():
+        itself = value is param or (isinstance(value, StandIn) and value.source is param)
+        if itself and value.dtype != param.dtype:
+            raise refusal(_name(param), f"it was converted from {param.dtype} to {value.dtype}")
+        if isinstance(value, (StandIn, _Empty)) and not itself:
+            raise refusal(_name(param), f"its data was set to that of {value.parameter if isinstance(value, StandIn) else _name(value)}")
+        if not itself:
+            _DATA.__set__(param, value)
+
+
+def _called(func: Callable[..., Any]) -> str:
+    name = getattr(func, "__name__", str(func))
+    return f".{getattr(func.__self__, '__name__', name)}" if name in ("__get__", "__set__") and hasattr(func, "__self__") else name
+
+
+def _name(param: Any) -> str:
+    owner = vars(param).get(OWNER)
+    return "a parameter" if owner is None else str(owner[0].layout.slots[owner[1]].name)
 
 
 def _refusal(param: Any, value: torch.Tensor) -> StateError:
-    owner = vars(param).get(OWNER)
-    name = "a parameter" if owner is None else owner[0].layout.slots[owner[1]].name
     return StateError(
-        f"{name}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: divided over the ranks (ZeRO "
-        "stage 3), or offloaded. Call hf_zero.utils.safe_set_full_grad(param, gradient) on all ranks between backward and step(), or use "
-        "stage 0, 1 or 2"
+        f"{_name(param)}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: divided over the ranks "
+        "(ZeRO stage 3), or offloaded. Call hf_zero.utils.safe_set_full_grad(param, gradient) on all ranks between backward and step(), "
+        "or use stage 0, 1 or 2"
     )

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import FROZEN
-from hf_zero.core.units.packed import is_packed
-from hf_zero.core.units.sharded_parameter import ShardedParameter
+from hf_zero.core.units.packed import is_packed, mark_packed
+from hf_zero.core.units.sharded_parameter import whole_class
 from hf_zero.core.units.unit import Unit, UnitSpec
 from hf_zero.memory import host_memory
 
@@ -48,6 +48,7 @@ def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | Non
 
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
     if is_packed(param):  # of a class whose constructor wants more
-        return torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined,no-any-return]
-    kind = nn.Parameter if type(param) is ShardedParameter else type(param)
-    return kind(empty, param.requires_grad)
+        copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
+        mark_packed(copied)
+        return copied
+    return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]

@@ -1,0 +1,311 @@
+"""Averages of an engine's weights, kept as each rank's shards: updated, put in the place of the weights, and put back."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from weakref import ref
+
+import torch
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_multi_avg_fn
+
+from hf_zero.core.averaged_rows import AveragedRows, Pairs, wide
+from hf_zero.core.engine import Engine
+from hf_zero.core.units.values import all_gather_updated, publish, write_back_assigned
+from hf_zero.errors import StateError
+
+_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
+Decay = float | Callable[[int], float] | None
+
+
+class AveragedWeights:
+    """An average of the weights that an engine trains: exponential, or of equal parts.
+
+    Each rank averages its own shards of the fp32 masters: nothing is gathered or sent, whatever the stage and wherever the masters rest.
+    An update gives the bits of ``torch.optim.swa_utils.AveragedModel`` over fp32 weights: the first copies the weights, later ones
+    average. Checkpoints of the engine hold the average, and any number of ranks and any stage can read it. It follows parameters by their
+    names: one that is trained later starts from the value that it has then, one that is frozen later stays in the average.
+
+    Args:
+        engine: What ``initialize`` returned.
+        decay: Of an exponential average: average = decay * average + (1 - decay) * weight. A number from 0 to 1; or a function that gives
+            it for the number of updates so far; or None for the mean of the weights at all updates (SWA).
+        warm_up: Use the least of ``decay`` and (1 + updates) / (10 + updates), so that the average leaves the first weights early.
+        update_every: Of so many calls of ``update`` one counts, the last.
+        use_buffers: Average the buffers of the model too. Without, the average has the buffers of the last update.
+        device: Where the average is kept; None is beside the masters ("cpu" spares the memory of a GPU). Masters on NVMe have theirs in
+            host memory.
+        name: Tells several averages of one engine apart: letters, digits and underscores.
+
+    Attributes:
+        name: As above.
+        rows: What is averaged.
+        updates: Updates that counted.
+        calls: All calls of ``update`` at the end of an optimizer step.
+
+    Raises:
+        StateError: The engine trains nothing, or has an average of this name.
+        ValueError: An argument has a value outside its range.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        decay: Decay = 0.999,
+        *,
+        warm_up: bool = False,
+        update_every: int = 1,
+        use_buffers: bool = False,
+        device: torch.device | str | None = None,
+        name: str = "average",
+    ) -> None:
+        if isinstance(decay, (int, float)) and not 0 <= decay <= 1:
+            raise ValueError(
+                f"decay is {decay}, allowed are numbers from 0 to 1, a function of the number of updates, and None (equal mean)"
+            )
+        if update_every < 1:
+            raise ValueError(f"update_every is {update_every}, allowed are 1 and more")
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name is {name!r}, allowed are 1 to 64 letters, digits and underscores")
+        if not isinstance(engine, Engine):
+            raise StateError(f"AveragedWeights takes the engine that initialize() has returned, not {type(engine).__name__}")
+        if engine.optimizer is None:
+            raise StateError("AveragedWeights of an engine without optimizer: nothing is trained, so there is nothing to average")
+        if name in engine.averages.kept:
+            raise StateError(f"the engine has averages {name!r} already: give another name=")
+        self.name = name
+        self.updates = self.calls = 0
+        self._engine = ref(engine)  # the engine holds its averages
+        self._decay, self._warm_up, self._every, self._use_buffers = decay, warm_up, update_every, use_buffers
+        self._device = None if device is None else torch.device(device)
+        self._buffers: dict[str, torch.Tensor] = {}
+        self._kept: Pairs = []  # weights that an average of another type stands for now
+        self.start_over()
+        engine.averages.kept[name] = self
+        if engine.averages.loaded_from and engine.averages.loaded_steps == engine.progress.global_steps:
+            engine.checkpoints.load_averages(engine, engine.averages.loaded_from, self)
+
+    @property
+    def usable(self) -> bool:
+        """Whether the engine is there, and has its weights in their place."""
+        engine = self._engine()
+        return engine is not None and not engine.destroyed and not engine.averages.applied
+
+    def __repr__(self) -> str:
+        kind = "equal mean" if self._decay is None else f"decay={self._decay}"
+        return f"AveragedWeights({self.name!r}, {kind}, {self.updates} updates)"
+
+    # -- updates ------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def update(self) -> bool:
+        """Takes the present weights into the average; call it on all ranks after each ``engine.step()``. Local.
+
+        In the middle of an accumulation, where ``step`` has changed nothing, it does nothing.
+
+        Returns:
+            Whether the call counted.
+
+        Raises:
+            StateError: The engine is gone, destroyed, or has averages in the place of its weights.
+        """
+        engine = self._require("update()")
+        engine.averages.require_weights("update()")
+        if engine.accumulation.in_window:
+            return False
+        self.calls += 1
+        if self.calls % self._every:
+            return False
+        for unit in engine.units:
+            write_back_assigned(unit)
+        self.rows.lay_out(engine.units)
+        self._average(self.rows.pairs(engine.units, _named(engine)))
+        self._update_buffers(engine)
+        self.updates += 1
+        return True
+
+    def _average(self, pairs: Pairs) -> None:
+        """Averages each second tensor into the first, all of one type and device in one call."""
+        alike: dict[tuple[torch.device, torch.dtype], Pairs] = {}
+        for average, value in pairs:
+            if average.numel() and average.dtype == value.dtype and average.device == value.device:
+                alike.setdefault((average.device, average.dtype), []).append((average, value))
+            elif average.numel():  # one at a time: each needs a copy of its own
+                self._into([average], [value.to(average.device, average.dtype)])
+        for group in alike.values():
+            self._into([average for average, _ in group], [value for _, value in group])
+
+    def _into(self, averages: list[torch.Tensor], values: list[torch.Tensor]) -> None:
+        number = self.updates
+        if not number:
+            torch._foreach_copy_(averages, values)
+        elif self._decay is not None:
+            get_ema_multi_avg_fn(self._decay_at(number))(averages, values, number)
+        elif averages[0].device.type != "cpu":
+            get_swa_multi_avg_fn()(averages, values, number)
+        else:  # what AveragedModel does where torch has no fused kernels
+            for average, value in zip(averages, values, strict=True):
+                average.copy_(get_swa_avg_fn()(average, value, number))
+
+    def _decay_at(self, number: int) -> float:
+        decay = self._decay(number) if callable(self._decay) else float(self._decay or 0)
+        return min(decay, (1 + number) / (10 + number)) if self._warm_up else decay
+
+    def _update_buffers(self, engine: Engine) -> None:
+        # All of them, as torch does: batch norm's kernels change statistics without a new version of the tensor.
+        pairs = [(self.buffer(name), buffer.detach()) for name, buffer in engine.module.named_buffers()]
+        if self._use_buffers:
+            self._average(pairs)
+        else:
+            for average, buffer in pairs:
+                average.copy_(buffer)
+
+    # -- in the place of the weights ----------------------------------------------------------------------------------
+
+    @contextmanager
+    def applied(self) -> Iterator[AveragedWeights]:
+        """The engine has the averages in the place of its weights inside the ``with``, for evaluation and export; collective.
+
+        An error inside leaves them there, because other ranks may not have it: call ``restore`` on all ranks to go on training.
+        """
+        self.apply()
+        yield self
+        self.restore()
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Puts the averages in the place of the weights until ``restore``; collective. The weights take their memory meanwhile.
+
+        Raises:
+            StateError: A backward is still to come, averages are in the place of the weights already, or the engine is destroyed.
+        """
+        engine = self._begin_exchange("apply()")
+        self._kept = [(value, value.clone()) for average, value in self._pairs(engine) if average.dtype != value.dtype]
+        for average, value in self._pairs(engine) if self._kept else ():
+            if average.dtype != value.dtype:
+                value.copy_(average)
+        self._exchange(engine)
+        engine.averages.applied = self.name
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Puts the weights back, bit for bit; collective.
+
+        Raises:
+            StateError: These averages are not in their place.
+        """
+        engine = self._require("restore()")
+        if engine.averages.applied != self.name:
+            raise StateError(f"restore() of averages {self.name!r}, which are not in the place of the weights: call apply() first")
+        engine.runtime.reshard_for_update()
+        for value, kept in self._kept:
+            value.copy_(kept)
+        self._kept = []
+        self._exchange(engine)
+        engine.averages.applied = ""
+
+    @torch.no_grad()
+    def copy_to_weights(self) -> None:
+        """Makes the averages the weights for good, as at the end of a training; collective. The optimizer's state stays as it is.
+
+        Raises:
+            StateError: As of ``apply``.
+        """
+        engine = self._begin_exchange("copy_to_weights()")
+        for average, value in self._pairs(engine):
+            value.copy_(average)
+        _spread(engine)
+
+    def _begin_exchange(self, what: str) -> Engine:
+        """Checks that no forward or backward needs the weights as they are, and brings them up to date."""
+        engine = self._require(what)
+        engine.averages.require_weights(what)
+        if not engine.runtime.idle:
+            raise StateError(f"AveragedWeights.{what} between a forward and its backward, which needs the weights: call it after step()")
+        engine.runtime.reshard_for_update()
+        for unit in engine.units:
+            write_back_assigned(unit)
+        self.rows.lay_out(engine.units)
+        return engine
+
+    def _exchange(self, engine: Engine) -> None:
+        for average, value in self._pairs(engine):
+            if average.dtype == value.dtype:
+                before = value.clone()
+                value.copy_(average)
+                average.copy_(before)
+        _spread(engine)
+
+    def _pairs(self, engine: Engine) -> Pairs:
+        """(average, value) of all that is averaged."""
+        buffers = dict(engine.module.named_buffers())
+        found = [(average, buffers[name].detach()) for name, average in self._buffers.items() if name in buffers]
+        return self.rows.pairs(engine.units, _named(engine)) + found
+
+    # -- what is averaged ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def start_over(self) -> None:
+        """Begins anew from the present weights, with no update; local."""
+        engine = self._require("start_over()")
+        self.updates = self.calls = 0
+        self.rows, self._buffers = AveragedRows(engine.units, self._device), {}
+        for name in dict(engine.module.named_buffers()):
+            self.buffer(name)
+
+    def buffer(self, name: str) -> torch.Tensor:
+        """The buffer ``name`` of the average; it begins with the present value. Local."""
+        if name not in self._buffers:
+            buffer = self._require("buffer()").module.get_buffer(name)
+            widens = self._use_buffers and buffer.is_floating_point()
+            self._buffers[name] = buffer.detach().to(wide(buffer.dtype) if widens else buffer.dtype, copy=True)
+        return self._buffers[name]
+
+    @property
+    def buffers(self) -> Mapping[str, torch.Tensor]:
+        """Buffers of the average, by name."""
+        return self._buffers
+
+    @torch.no_grad()
+    def whole(self, name: str) -> torch.Tensor:
+        """The average of one parameter, whole, (shape), on the engine's device; collective.
+
+        Raises:
+            StateError: No parameter of this name is averaged.
+        """
+        engine = self._require("whole()")
+        self.rows.lay_out(engine.units)
+        found = self.rows.whole(name, engine.units)
+        if found is None:
+            raise StateError(f"no parameter {name!r} is averaged: it is frozen, or the model has none of this name")
+        return found
+
+    @torch.no_grad()
+    def follow(self) -> None:
+        """Goes with parameters that have come to other units; collective. A parameter that is trained now starts from its present value.
+
+        Called where units are laid out anew, before an update; ``update`` and ``apply`` do it too.
+        """
+        self.rows.lay_out(self._require("follow()").units)
+
+    def _require(self, what: str) -> Engine:
+        engine = self._engine()
+        if engine is None or engine.destroyed:
+            raise StateError(f"AveragedWeights.{what}: the engine is {'gone' if engine is None else 'destroyed'}")
+        engine.offloaded_states.require_none(f"AveragedWeights.{what}")
+        return engine
+
+
+def _named(engine: Engine) -> dict[str, torch.Tensor]:
+    return dict(engine.module.named_parameters())
+
+
+def _spread(engine: Engine) -> None:
+    """Brings masters that were written to into the weights of forward; collective."""
+    for unit in engine.units:
+        publish([unit])
+        pending = all_gather_updated(unit)
+        if pending is not None:
+            pending.wait()

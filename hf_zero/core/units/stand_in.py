@@ -1,0 +1,127 @@
+"""Tensors that stand for a divided parameter where its values are asked for: shape, type and device, and an error in place of values."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from hf_zero.errors import StateError
+
+_META = torch.device("meta")
+
+
+_NO_VALUES = "this rank's state dict has no values of it, and a file would be empty"
+
+
+def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
+    """The error for an attempt to read or write the values of a divided parameter.
+
+    Args:
+        name: Of the parameter.
+        attempt: What was tried, as a clause.
+    """
+    return StateError(
+        f"parameter {name} is divided over the ranks (ZeRO stage 3, experts, a pipeline), or offloaded: {attempt}. To read or write it, "
+        "enter `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):` on all ranks, or call "
+        "hf_zero.utils.safe_get_full_fp32_param(parameter) on all ranks. To average weights, use hf_zero.utils.AveragedWeights(engine), "
+        "which needs no gather. To save, use save_model(folder) of the class that trains; or, called by all ranks, "
+        "engine.save_16bit_model(folder) or model.save_pretrained(folder, state_dict=accelerator.get_state_dict(engine), "
+        "is_main_process=accelerator.is_main_process) (a gather does not serve experts and pipelines)"
+    )
+
+
+class StandIn(torch.Tensor):
+    """A tensor without memory that stands for the divided parameter of a name; whatever needs values raises.
+
+    It shows the device that it was made for and lies on none: torch then refuses to make it the ``data`` of an ordinary
+    tensor, which would read from no memory.
+
+    Attributes:
+        parameter: Name of the parameter that it stands for.
+        source: The parameter itself, or None. Its owner is the model.
+        shown_device: The device that it shows.
+    """
+
+    parameter: str
+    source: Any
+    shown_device: torch.device
+    _own_storage: torch.UntypedStorage
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @classmethod
+    def make(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
+        """A stand-in of this class for parameter ``name``."""
+        tensor: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META, dispatch_device=True)  # type: ignore[attr-defined]
+        tensor.parameter = name
+        tensor.source = None
+        tensor.shown_device = device
+        tensor._own_storage = torch.UntypedStorage(1)  # so that no search takes two stand-ins for tied weights
+        return tensor
+
+    def like(self) -> Any:
+        """Another stand-in for the same parameter."""
+        other = type(self).make(self.parameter, self.shape, self.dtype, self.shown_device)
+        other.source = self.source
+        return other
+
+    def refused(self, attempt: str) -> StateError:
+        """The error for ``attempt``, a clause, which needs values."""
+        return refusal(self.parameter, attempt)
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Answers for the device and for ``detach``; raises for all else."""
+        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
+        if func is torch.ops.prim.device.default:
+            return first.shown_device
+        if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return first.like()
+        raise first.refused(_attempt(func))
+
+    @property
+    def device(self) -> torch.device:  # type: ignore[override]
+        """The device that it shows."""
+        return self.shown_device
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({self.parameter}, shape={tuple(self.shape)}, dtype={self.dtype})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise self.refused("a copy of it would have no values")
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """A storage that no other tensor has."""
+        return self._own_storage
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise self.refused("its bytes were asked for")
+
+    def data_ptr(self) -> int:
+        """Refused: the bytes are wanted."""
+        raise self.refused("its bytes were asked for")
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """Refused: the values are wanted."""
+        raise self.refused("it was converted to an array")
+
+    def tolist(self) -> Any:
+        """Refused: the values are wanted."""
+        raise self.refused("it was converted to a list")
+
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.refused("its memory was asked for")
+
+    def __array__(self, *args: Any, **kwargs: Any) -> Any:
+        raise self.refused("it was converted to an array")
+
+    def __bool__(self) -> bool:
+        raise self.refused("it was asked for a truth value")
+
+
+class EmptyValues(StandIn):
+    """What ``param.data`` and ``param.detach()`` of an empty parameter are."""
+
+
+def _attempt(func: Any) -> str:
+    return f"{getattr(func, '__name__', str(func)).split('.')[0]} was called with its values"
