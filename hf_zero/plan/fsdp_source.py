@@ -15,6 +15,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan import fsdp_keys
 from hf_zero.plan.fsdp_keys import TABLES, FsdpKey
 from hf_zero.system.text_file import read_text_file
+from hf_zero.system.yaml_text import read_yaml
 
 Kind = Literal["accelerate", "trainer", "fsdp_config", "distributed"]
 KINDS: Mapping[Kind, str] = {
@@ -29,6 +30,7 @@ _WANTED = (
 )
 _PREFIXES = {"fsdp": "fsdp_", "mesh": "parallelism_config_"}
 _ONLY_DISTRIBUTED = ("fsdp_size", "tp_size", "tp_plan", "dp_replicate_size", "fsdp_plan", "pp_size", "ep_size", "ep_plan")
+_LIMIT_BYTES = 1 << 20
 _NOT_SIZES = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
 )  # fmt: skip
@@ -105,9 +107,9 @@ def read_source(path: str) -> FsdpSource:
 def _load(path: str) -> dict[str, Any]:
     import yaml
 
-    text = read_text_file(path, "file of --from")
+    text = read_text_file(path, "file of --from", _LIMIT_BYTES)
     try:
-        content = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        content = json.loads(text) if text.lstrip().startswith("{") else read_yaml(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path!r} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:

@@ -20,6 +20,7 @@ import torch
 from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 from hf_zero.system.process import Process
 from tests.support.processes import REPO, environment
 
@@ -110,7 +111,7 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
 def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of a save in the background looks into the folder while others put their notes there."""
     (tmp_path / "stays").write_text("1234")
-    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".rank-00001.json.part", folder / "stays"]))
+    monkeypatch.setattr(Folder, "names", lambda folder: [".rank-00001.json.part", "stays"])
     assert {name: found.st_size for name, found in own_files.present_files(tmp_path).items()} == {"stays": 4}
 
 
@@ -297,10 +298,10 @@ def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Pat
     staging.finalize(part, '{"n": 2}')
     rename = os.rename
 
-    def killed(source: Path, target: Path) -> None:
-        if Path(source) == part:
+    def killed(source: str, target: str, **folders: int) -> None:
+        if source == part.name:
             raise KeyboardInterrupt
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):

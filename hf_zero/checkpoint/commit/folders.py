@@ -10,7 +10,9 @@ from pathlib import Path
 from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
+_TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
@@ -21,7 +23,9 @@ def check_tag(tag: str) -> str:
     Raises:
         CheckpointError: It is empty, hidden, or more than one path component.
     """
-    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or "\0" in tag or tag in (LATEST_FILE, SCRIPT_FILE):
+    if len(tag.encode("utf-8", "replace")) > _TAG_BYTES:
+        raise CheckpointError(f"the checkpoint tag {tag[:40]!r}... has {len(tag)} characters, too many for a folder; give a shorter one")
+    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or "\0" in tag or tag.casefold() in (LATEST_FILE, SCRIPT_FILE):
         raise CheckpointError(
             f"the checkpoint tag {tag!r} cannot name a folder; use a name like 'global_step100' without slashes and without a leading dot"
         )
@@ -48,15 +52,17 @@ def read_latest(load_dir: Path) -> str | None:
     """The tag that ``latest`` names, or None when there is no such file.
 
     Raises:
-        CheckpointError: It names no folder name.
+        CheckpointError: It cannot be read, or names no folder name.
     """
     path = load_dir / LATEST_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        return check_tag(path.read_text(encoding="utf-8", errors="replace").strip())
+        return check_tag(read_first_line(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def find(load_dir: Path, tag: str) -> Path:
@@ -140,8 +146,8 @@ def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
 def marker_of(folder: Path) -> str:
     """The digest of the index of a complete checkpoint; empty when it is being removed."""
     try:
-        return (folder / MARKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return read_first_line(folder / MARKER_FILE)
+    except (OSError, ValueError):
         return ""
 
 
@@ -167,9 +173,9 @@ def read_index(folder: Path) -> str:
     """
     path = folder / INDEX_FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        expected = (folder / MARKER_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit_beside(path))
+        expected = read_first_line(folder / MARKER_FILE)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if digest(text) != expected:
         raise CheckpointError(f"{path} is damaged: its sha256 is {digest(text)}, {MARKER_FILE} says {expected[:64]!r}")

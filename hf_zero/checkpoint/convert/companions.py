@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -32,9 +32,7 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
     Raises:
         CheckpointError: ``config.json`` is no JSON object.
     """
-    for pattern in _OF_A_MODEL:
-        for path in sorted(place.glob(pattern)):
-            _copy(path, folder)
+    _copy_all([path for pattern in _OF_A_MODEL for path in sorted(place.glob(pattern))], folder)
     config = folder / "config.json"
     if config.is_file():
         data = read_json(config, CheckpointError)
@@ -48,9 +46,19 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
 
 def copy_beside(place: Path, folder: Path) -> None:
     """What Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
-    for path in sorted(place.iterdir()):
-        if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp":
+    found = sorted(place.iterdir())
+    _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)
+
+
+def _copy_all(paths: Sequence[Path], folder: Path) -> None:
+    """Copies files; of names that differ in capitals alone the first one, as not every disk tells them apart."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        first = known.setdefault(path.name.casefold(), path)
+        if first.name == path.name:
             _copy(path, folder)
+        elif path.is_file():
+            logger.warning("%s has the name of %s but for capitals: it is not copied", path, first.name)
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -62,7 +70,7 @@ def _copy(path: Path, folder: Path) -> None:
             "%s is a link to %s, outside of its folder: it is not copied. Copy it yourself if it belongs there", path, path.resolve()
         )
         return
-    shutil.copyfile(path.resolve(), folder / path.name)
+    own_files.copy_file(path.resolve(), folder / path.name)
 
 
 def _stays_inside(path: Path) -> bool:
