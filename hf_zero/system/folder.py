@@ -84,9 +84,9 @@ class Folder:
         """Whether something has exactly that name; a file system that knows no capitals answers for other spellings too, this does not."""
         try:
             self.status(name)
+            return name in self.names()
         except OSError:
             return False
-        return name in os.listdir(self.descriptor)
 
     def is_own(self, beside: Folder) -> bool:
         """Whether this user made it.
@@ -146,7 +146,11 @@ class Folder:
 
     def append(self, name: str) -> int:
         """Opens the file ``name`` for appending, made where it is not there; as ``reopen``."""
-        return self.reopen(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        descriptor = self.reopen(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+        if not self.has(name):
+            os.close(descriptor)
+            raise other_spelling(self.path / name)
+        return descriptor
 
     def make_folder(self, name: str, mode: int = 0o777) -> None:
         """Makes the folder ``name``."""
@@ -193,6 +197,13 @@ class Folder:
             if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
                 raise OSError(errno.ESTALE, "something else has its name by now")
             os.rmdir(name, dir_fd=self.descriptor)
+
+
+def other_spelling(path: Path) -> OSError:
+    """The error about a name that is there with other capitals, on a disk that does not tell them apart."""
+    return OSError(
+        errno.EEXIST, "it is there under a name with other capitals, which this disk does not tell apart; move it away", str(path)
+    )
 
 
 @contextmanager

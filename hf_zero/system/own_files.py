@@ -26,7 +26,7 @@ from typing import IO, Any
 
 from hf_zero.observe import logger
 from hf_zero.system import text_file
-from hf_zero.system.folder import Folder
+from hf_zero.system.folder import Folder, other_spelling
 from hf_zero.system.process import Process
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
@@ -178,6 +178,8 @@ def _mode_of(folder: Folder, name: str) -> int | None:
         found = folder.status(name)
     except FileNotFoundError:
         return None
+    if not folder.has(name):
+        raise other_spelling(folder.path / name)
     if stat.S_ISLNK(found.st_mode):
         return None
     if not stat.S_ISREG(found.st_mode):
