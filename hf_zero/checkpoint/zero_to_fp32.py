@@ -71,7 +71,7 @@ class Checkpoint:
         self.folder = os.path.join(base, str(tag))
         self._path = os.path.join(self.folder, "index.json")
         if not os.path.isfile(self._path) or not os.path.isfile(os.path.join(self.folder, "complete")):
-            raise FileNotFoundError(f"{self.folder} is no complete checkpoint: it lacks index.json or complete")
+            raise FileNotFoundError(f"{_printable(self.folder)} is no complete checkpoint: it lacks index.json or complete")
         self.frozen: set[str] = set()
         self.shapes: dict[str, list[int]] = {}
         # name -> where it lies: several places where tensor-parallel ranks hold slices of it

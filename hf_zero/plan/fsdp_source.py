@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -14,6 +15,7 @@ from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
 from hf_zero.plan import fsdp_keys
 from hf_zero.plan.fsdp_keys import TABLES, FsdpKey
+from hf_zero.system.reading import require_few_values
 from hf_zero.system.text_file import read_text_file
 from hf_zero.system.yaml_text import read_yaml
 
@@ -104,11 +106,12 @@ def read_source(path: str) -> FsdpSource:
     return _alone(content, where)
 
 
-def _load(path: str) -> dict[str, Any]:
+def _load(path: str, pipe: bool = True) -> dict[str, Any]:
     import yaml
 
-    text = read_text_file(path, "file of --from", _LIMIT_BYTES)
+    text = read_text_file(path, "file of --from", _LIMIT_BYTES, pipe)
     try:
+        require_few_values(text)
         content = json.loads(text) if text.lstrip().startswith("{") else read_yaml(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path!r} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
@@ -165,8 +168,8 @@ def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
     faults: list[str] = []
     config = content.get("fsdp_config")
     if isinstance(config, str):
-        file = next((found for found in (Path(config), folder / config) if found.is_file()), Path(config))
-        config = _load(str(file))
+        file = next((found for found in (Path(config), folder / config) if os.path.lexists(found)), folder / config)
+        config = _load(str(file), pipe=False)  # the file names it, not the user
     elif config is not None and not isinstance(config, dict):
         faults.append(f"fsdp_config is {show(config)}; a block, or the path of a JSON file, is allowed")
         config = {}

@@ -127,20 +127,21 @@ def read_first_line(path: Path) -> str:
     return read_bytes(path, SMALL_BYTES).decode("utf-8", errors="replace").strip()
 
 
-def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = LIMIT_BYTES) -> str:
+def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = LIMIT_BYTES, pipe: bool = True) -> str:
     """The text of a UTF-8 file that the user names; a byte order mark at its beginning is dropped.
 
     Args:
-        path: The file; a pipe is read to its end.
+        path: The file.
         what: What it is, for messages: "config file".
         limit_bytes: The largest size that is read.
+        pipe: It may be a pipe, which is read to its end.
 
     Raises:
         ConfigError: It cannot be read, is larger, or is no UTF-8; names ``what`` and ``path``.
     """
     name = f"The {what} {os.fspath(path)!r}"
     try:
-        data = read_bytes(path, limit_bytes, pipe=True)
+        data = read_bytes(path, limit_bytes, pipe)
     except OSError as error:
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:

@@ -13,7 +13,7 @@ from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 from hf_zero.system.reading import whole_json
-from hf_zero.system.text_file import limit_beside
+from hf_zero.system.text_file import limit_beside, opened_file
 
 _STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each record
 
@@ -58,7 +58,16 @@ def _is_whole_trainer_checkpoint(folder: Path) -> bool:
     if tag is None:
         return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
     found = complete_or_previous(folder, tag)
-    return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
+    return found is not None and all(_is_archive(folder / name) for name in _random_states(found))
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is whole, as ``torch.save`` writes it."""
+    try:
+        with opened_file(path) as file:
+            return zipfile.is_zipfile(file)
+    except OSError:
+        return False
 
 
 def _random_states(checkpoint: Path) -> Iterator[str]:

@@ -20,7 +20,7 @@ from hf_zero.system.reading import read_json
 
 # What makes a folder of weights a model that from_pretrained takes.
 _OF_A_MODEL = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "image_processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
@@ -33,15 +33,17 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
         CheckpointError: ``config.json`` is no JSON object.
     """
     _copy_all([path for pattern in _OF_A_MODEL for path in sorted(place.glob(pattern))], folder)
-    config = folder / "config.json"
-    if config.is_file():
-        data = read_json(config, CheckpointError)
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{place / config.name} is a {type(data).__name__}, expected a JSON object")
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(data.get(key), str):
-                data[key] = str(dtype).removeprefix("torch.")
-        own_files.write_text(config, json.dumps(data, indent=2) + "\n")
+    config, source = folder / "config.json", place / "config.json"
+    if not config.is_file() and not _may_be_copied(source):
+        return
+    read = config if config.is_file() else source
+    data = read_json(read, CheckpointError)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{read} is a {type(data).__name__}, expected a JSON object")
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(data.get(key), str):
+            data[key] = str(dtype).removeprefix("torch.")
+    own_files.write_text(config, json.dumps(data, indent=2) + "\n")
 
 
 def copy_beside(place: Path, folder: Path) -> None:
@@ -63,17 +65,23 @@ def _copy_all(paths: Sequence[Path], folder: Path) -> None:
 
 def _copy(path: Path, folder: Path) -> None:
     """Copies a file that is not in ``folder`` already; see [Note: links]."""
-    if not path.is_file() or os.path.lexists(folder / path.name):
-        return
-    if not _stays_inside(path):
+    if path.is_file() and not os.path.lexists(folder / path.name) and _may_be_copied(path):
+        own_files.copy_file(path.resolve(), folder / path.name)
+
+
+def _may_be_copied(path: Path) -> bool:
+    """Whether there is something that is no link to elsewhere; says so where it is one."""
+    if not path.exists():
+        return False
+    if not stays_inside(path):
         logger.warning(
             "%s is a link to %s, outside of its folder: it is not copied. Copy it yourself if it belongs there", path, path.resolve()
         )
-        return
-    own_files.copy_file(path.resolve(), folder / path.name)
+        return False
+    return True
 
 
-def _stays_inside(path: Path) -> bool:
+def stays_inside(path: Path) -> bool:
     """Whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
     folder, target = path.parent.resolve(), path.resolve()
     if target.is_relative_to(folder):

@@ -40,6 +40,12 @@ def read_hugging_face(folder: Path, trust_pickle: bool) -> Source:
     """
     for name, read in ((_SAFE, _read_safe), (_PICKLE, _read_pickle)):
         files = _files(folder, name)
+        for path in [*files, folder / (name + _INDEX)] if files else ():
+            if path.is_symlink() and not companions.stays_inside(path):
+                raise CheckpointError(
+                    f"{path} is a link to {path.resolve()}, outside of its folder: the folder would choose which file of this machine is "
+                    "read. Put the file itself there"
+                )
         if files:
             if name == _PICKLE:
                 require_trust(trust_pickle, next(iter(files)))
