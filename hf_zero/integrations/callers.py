@@ -85,6 +85,12 @@ INIT_SWITCH = Method(
     "from_pretrained shards models under zero3_init_context_manager(enable=False) too",
     around="hf_zero.integrations.loading:zero3_init_context_manager",
 )
+PLUGIN = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.__post_init__",
+    "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
+    around="hf_zero.integrations.parallelism:make_plugin",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -177,7 +183,7 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
+    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
     EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
