@@ -32,9 +32,9 @@ Settings = dict[str, Any] | None
 HOOK_FILE = "hf_zero.pth"
 HOOK_MODULE = "_hf_zero_startup.py"
 # The hook loads the module by its path: looked up by name it would be another one where the search path begins with a folder that has
-# one (`PYTHONPATH=:x` puts the working folder there). A .pth file may outlive the module (a half-finished uninstall, a moved source folder):
-# then it does nothing, in every Python process. The two modules are there before anything is imported; `importlib.util` would cost more
-# than all the rest.
+# one (`PYTHONPATH=:x` puts the working folder there). A .pth file may outlive the module (a half-finished uninstall, a moved source
+# folder): then it does nothing, in every Python process. The two modules that it asks are there before anything is imported;
+# `importlib.util` would cost more than all the rest.
 _HOOK = """
 try:
     import _frozen_importlib as b, _frozen_importlib_external as e

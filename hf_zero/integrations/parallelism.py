@@ -99,8 +99,8 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
     """``DeepSpeedPlugin(...)``, also of ``TrainingArguments(deepspeed=...)``; says at once where accelerate is going to leave it out."""
     if os.environ.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes", "y", "on", "t"):
         warn_once(
-            f"a DeepSpeed plugin is made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer are going to "
-            "train with DDP, without ZeRO. Unset the variable: where there is no accelerator ZeRO trains on the CPU"
+            f"a DeepSpeed plugin is made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer are going "
+            "to train with DDP, without ZeRO. Unset the variable: where there is no accelerator ZeRO trains on the CPU"
         )
     return method(plugin, *args, **kwargs)
 

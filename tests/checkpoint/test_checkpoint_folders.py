@@ -61,6 +61,33 @@ def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
     assert folders.newest_complete(tmp_path) == tmp_path / "best"
 
 
+def test_a_clock_that_was_set_back_makes_no_checkpoint_newer(tmp_path: Path) -> None:
+    """Where tags have no numbers, the steps in the index tell, and time where these are the same or absent."""
+    for number, (tag, text) in enumerate(
+        [("late", '{"counters": {"global_steps": 30}}'), ("early", '{"counters": {"global_steps": 20}}'), ("none", '{"counters": 5}')]
+    ):
+        os.utime(_finalized(tmp_path, tag, text) / "complete", ns=(number, number))
+    assert folders.newest_complete(tmp_path) == tmp_path / "late" and str(tmp_path / "late") in folders.say_newest(tmp_path)
+    os.utime(_finalized(tmp_path, "other", '{"counters": {"global_steps": 30}}') / "complete", ns=(9, 9))
+    assert folders.newest_complete(tmp_path) == tmp_path / "other"
+
+
+@pytest.mark.parametrize("name", ["latest", "t/index.json", "t/complete"])
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _finalized(tmp_path, "t", "{}")
+    own_files.write_text(tmp_path / "latest", "t")
+    read, broken = os.read, (tmp_path / name).stat().st_ino
+
+    def fail(descriptor: int, count: int) -> bytes:
+        if os.fstat(descriptor).st_ino == broken:
+            raise OSError(5, "Input/output error")
+        return read(descriptor, count)
+
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(CheckpointError, match=f"Input/output error: '{tmp_path / name}'"):
+        folders.read_index(folders.find_latest(tmp_path) or tmp_path)
+
+
 def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert folders.find_latest(tmp_path) is None and folders.find_latest(tmp_path / "absent") is None
     staging.begin(tmp_path, "global_step1")  # killed: nothing was ever saved

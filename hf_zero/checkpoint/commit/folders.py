@@ -10,6 +10,7 @@ from pathlib import Path
 from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.system.reading import whole_json
 from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
 _TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
@@ -120,7 +121,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def newest_complete(load_dir: Path) -> Path | None:
-    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else the one finished last."""
+    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else with the most steps."""
     return next(iter(complete_ones(load_dir).values()), None)
 
 
@@ -140,7 +141,23 @@ def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
     numbers = {tag: re.search(r"(\d+)$", tag) for tag, _ in found}
     if all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in numbers}) == 1:
         return sorted(found, key=lambda item: int(numbers[item[0]][1]), reverse=True)  # type: ignore[index]
-    return sorted(found, key=lambda item: (item[1] / MARKER_FILE).stat().st_mtime_ns, reverse=True)
+    return sorted(found, key=lambda item: _age(item[1]), reverse=True)
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """The optimizer steps that were made when a checkpoint was saved, as its index tells, and then when it was finished.
+
+    A clock may have been set back, or be another machine's; steps only go up.
+    """
+    path = folder / INDEX_FILE
+    index = whole_json(path, limit_beside(path))
+    counters = index.get("counters") if isinstance(index, dict) else None
+    steps = counters.get("global_steps") if isinstance(counters, dict) else None
+    try:
+        finished = (folder / MARKER_FILE).stat().st_mtime_ns
+    except OSError:  # it is being removed
+        finished = 0
+    return (steps if type(steps) is int else -1), finished
 
 
 def marker_of(folder: Path) -> str:
@@ -156,7 +173,7 @@ def say_newest(save_dir: Path) -> str:
     found = newest_complete(save_dir)
     if found is None:
         beside = (newest_complete(folder) for folder in save_dir.absolute().parent.iterdir() if folder.is_dir())
-        found = max((folder for folder in beside if folder), key=lambda folder: (folder / MARKER_FILE).stat().st_mtime_ns, default=None)
+        found = max((folder for folder in beside if folder), key=_age, default=None)
     return f"the newest complete one is {found}" if found is not None else f"none is complete in {save_dir}, nor beside it"
 
 
