@@ -33,7 +33,7 @@ def _write_out(record: logging.LogRecord) -> bool:
 
 logger.addFilter(_write_out)
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET")
-_level = os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper()
+_level = (os.environ.get("HF_ZERO_LOG_LEVEL") or "INFO").upper()
 if _level not in _LEVELS:
     raise ConfigError(f"HF_ZERO_LOG_LEVEL is {os.environ['HF_ZERO_LOG_LEVEL']!r}; {', '.join(_LEVELS[:5])} are allowed")
 logger.setLevel(_level)

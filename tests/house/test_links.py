@@ -410,6 +410,25 @@ def test_copies_keep_holes(tmp_path: Path) -> None:
     assert (tmp_path / "copy").stat().st_blocks * 512 < 32 << 20
 
 
+def test_weights_are_not_read_through_a_link_to_elsewhere(tmp_path: Path) -> None:
+    """Else the folder would choose which file of the machine ends up in what is given away."""
+    from safetensors.torch import save_file
+
+    model, elsewhere = tmp_path / "model", tmp_path / "elsewhere.safetensors"
+    model.mkdir()
+    save_file({"a": torch.ones(4)}, elsewhere)
+    (model / "model.safetensors").symlink_to(elsewhere)
+    with pytest.raises(CheckpointError, match="is a link to .*elsewhere.safetensors, outside of its folder"):
+        convert(Conversion(model, tmp_path / "target", quiet=True))
+    blobs = tmp_path / "models--a" / "blobs"
+    snapshot = tmp_path / "models--a" / "snapshots" / "1"
+    for folder in (blobs, snapshot):
+        folder.mkdir(parents=True)
+    elsewhere.rename(blobs / "b")
+    (snapshot / "model.safetensors").symlink_to(blobs / "b")  # as a cache of the Hub keeps it
+    assert "checkpoint" in convert(Conversion(snapshot, tmp_path / "target", quiet=True))
+
+
 def test_a_plan_is_never_written_over_a_link(tmp_path: Path) -> None:
     (tmp_path / "ds.json").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(ConfigError, match="is there already"):
