@@ -14,10 +14,18 @@ import torch
 
 from hf_zero.errors import ConfigError, printable
 
+
+class _PrintableFormatter(logging.Formatter):
+    """Tracebacks and names of loggers included: a terminal obeys nothing of what a record says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 logger = logging.getLogger("hf_zero")
 if not logger.handlers and not logging.getLogger().handlers:
     _handler = logging.StreamHandler()
-    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
+    _handler.setFormatter(_PrintableFormatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
     logger.addHandler(_handler)
     logger.propagate = False
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.errors import ConfigError
-from hf_zero.observe import log_rank0
+from hf_zero.observe import log_rank0, logger
 from hf_zero.system import own_files
 
 
@@ -64,7 +64,11 @@ class RecordedStep:
 
     def _end(self, running: profile) -> None:
         running.stop()
-        with own_files.for_library(self._path.parent) as inside:
-            running.export_chrome_trace(str(inside / self._path.name))
         self._profile = None
+        try:
+            with own_files.for_library(self._path.parent) as inside:
+                running.export_chrome_trace(str(inside / self._path.name))
+        except OSError as error:  # of this rank's disk: the others train on, and so does this one
+            logger.error("the recorded step is lost, %s cannot be written: %s", self._path, error)
+            return
         log_rank0("one step was recorded: hf-zero trace %s", self._path.parent)

@@ -18,6 +18,7 @@ import yaml
 from hypothesis import strategies as st
 
 from hf_zero.checkpoint.commit import folders, staging
+from hf_zero.checkpoint.convert.deepspeed import read_deepspeed
 from hf_zero.checkpoint.convert.hugging_face import read_hugging_face
 from hf_zero.checkpoint.convert.run import Conversion, convert
 from hf_zero.checkpoint.convert.torch_dcp import read_dcp
@@ -67,6 +68,11 @@ def _trainer(place: Path) -> Path:
     shutil.copytree(GOLDEN / "checkpoint_v1_adamw", place / "out" / "checkpoint-3")
     (place / "out" / "checkpoint-3" / "trainer_state.json").write_text(json.dumps(STATE))
     return place / "out"
+
+
+def _deepspeed(place: Path) -> Path:
+    shutil.copytree(GOLDEN / "deepspeed_stage2_fp32_2", place / "run")
+    return place / "run"
 
 
 def _model(place: Path) -> Path:
@@ -136,6 +142,17 @@ READERS: dict[str, tuple[Callable[[Path], Path], str, Reader]] = {
     "weights of a model": (_model, "model-00001-of-00001.safetensors", lambda path: read_hugging_face(path, False)),
     ".metadata": (_dcp, ".metadata", read_dcp),
     "__0_0.distcp": (_dcp, "__0_0.distcp", lambda path: _converted(path)),
+    "optimizer states of DeepSpeed": (
+        _deepspeed,
+        "global_step3/zero_pp_rank_1_mp_rank_00_optim_states.pt",
+        lambda path: read_deepspeed(path / "global_step3", True),
+    ),
+    "model states of DeepSpeed": (
+        _deepspeed,
+        "global_step3/mp_rank_00_model_states.pt",
+        lambda path: read_deepspeed(path / "global_step3", True),
+    ),
+    "latest of DeepSpeed": (_deepspeed, "latest", lambda path: _converted(path, trust=True)),
     "--from, YAML": (_loose("fsdp.yaml", yaml.safe_dump(ACCELERATE)), "fsdp.yaml", lambda path: read_source(str(path / "fsdp.yaml"))),
     "--from, its JSON": (
         _loose("args.json", json.dumps({"fsdp": "full_shard", "fsdp_config": "inner.json"})),
@@ -152,10 +169,10 @@ READERS: dict[str, tuple[Callable[[Path], Path], str, Reader]] = {
 USER_NAMED = ("a configuration", "a hostfile", "variables", "--from, YAML")  # may be pipes, which the user ends
 
 
-def _converted(path: Path, to: str | None = None) -> str:
+def _converted(path: Path, to: str | None = None, trust: bool = False) -> str:
     target = path.with_name("converted")
     try:
-        return convert(Conversion(path, target, to=to, quiet=True))
+        return convert(Conversion(path, target, to=to, trust_pickle=trust, quiet=True))
     finally:
         remove(target)
 
@@ -179,7 +196,7 @@ def ended_after(seconds: float) -> Iterator[None]:
 def attempt(path: Path, changed: Path, read: Reader) -> Any:
     """What a reader says: an answer, or a named error that can be printed."""
     with ended_after(60):
-        mapped = changed.suffix == ".safetensors" and changed.is_file()  # takes addresses, no memory
+        mapped = changed.suffix in (".safetensors", ".pt") and changed.is_file()  # takes addresses, no memory
         found = guarded(lambda: read(path), changed.stat().st_size if mapped else written_bytes(changed), CKPT, "")  # type: ignore[arg-type]
     if isinstance(found, Refused):
         assert printable(found) == found and str(path.name) in found, found

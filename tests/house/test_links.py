@@ -216,6 +216,18 @@ def test_records_whose_files_would_have_one_name_have_files_of_their_own(tmp_pat
     assert heads == {"Train_loss.csv": "step,Train/loss", "train_Loss-2.csv": "step,train/Loss", "Train_loss-3.csv": "step,Train_loss"}
 
 
+def test_a_recording_that_cannot_be_written_ends_no_rank(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    from hf_zero.observe import logger
+
+    (tmp_path / "rank0.json").mkdir()
+    logger.addHandler(caplog.handler)
+    try:
+        _recorded(tmp_path)
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "the recorded step is lost" in caplog.text and [path.name for path in tmp_path.iterdir()] == ["rank0.json"]
+
+
 # -- folders that are exchanged while something is at work in them --------------------------------------------------------
 
 
