@@ -1,4 +1,4 @@
-"""Start-up hook of the `deepspeed` alias: ``hf_zero.pth`` imports this file in every Python process.
+"""Start-up hook of the `deepspeed` alias: ``hf_zero.pth`` loads this file, by its path, in every Python process.
 
 It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`` even) and puts one finder on
 ``sys.meta_path``. Everything else happens in :mod:`hf_zero.deepspeed.alias.finder`, on the first question about `deepspeed`, and in

@@ -30,9 +30,32 @@ build_sdist = build_meta.build_sdist
 Settings = dict[str, Any] | None
 
 HOOK_FILE = "hf_zero.pth"
-# A .pth file may outlive the module (a half-finished uninstall, a moved source folder): then it does nothing, in every Python process.
-HOOK_LINE = "import sys; exec('try: import _hf_zero_startup\\nexcept ImportError: pass')\n"
+HOOK_MODULE = "_hf_zero_startup.py"
+# The hook loads the module by its path: looked up by name it would be another one where the search path begins with a folder that has
+# one (`PYTHONPATH=:x` puts the working folder there). A .pth file may outlive the module (a half-finished uninstall, a moved source
+# folder): then it does nothing, in every Python process. The two modules that it asks are there before anything is imported;
+# `importlib.util` would cost more than all the rest.
+_HOOK = """
+try:
+    import _frozen_importlib as b, _frozen_importlib_external as e
+    s = e.spec_from_file_location("_hf_zero_startup", {path})
+    m = b.module_from_spec(s)
+    s.loader.exec_module(m)
+    sys.modules[s.name] = m
+except (ImportError, OSError): pass
+"""
 PURE_TAG = "py3-none-any"
+
+
+def hook_line(root: Path | None = None) -> str:
+    """The one line that Python runs at its start.
+
+    Args:
+        root: The folder of the module; None is the folder of the ``.pth`` file, which ``site`` calls ``sitedir`` where it runs the line.
+    """
+    path = repr(str(root / HOOK_MODULE)) if root is not None else f"sitedir + '/{HOOK_MODULE}'"
+    code = _HOOK.strip().replace("    ", " ").format(path=path)
+    return f"import sys; '_hf_zero_startup' in sys.modules or exec({code!r})\n"
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
@@ -54,7 +77,7 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
         if library:
             files[(native_library.FOLDER / library.name).as_posix()] = library.read_bytes()
     tag = native_library.platform_tag() if library else PURE_TAG
-    files[HOOK_FILE] = HOOK_LINE.encode()
+    files[HOOK_FILE] = hook_line().encode()
     files[next(name for name in files if name.endswith(".dist-info/WHEEL"))] = _wheel_file(tag)
     name = pure.name.replace(PURE_TAG, tag)
     _write_wheel(Path(wheel_directory, name), files)
@@ -77,7 +100,7 @@ def build_editable(wheel_directory: str, config_settings: Settings = None, metad
             if file.is_file()
         }
         files[f"{dist_info.name}/WHEEL"] = _wheel_file(tag)
-        files[HOOK_FILE] = f"{root}{os.linesep}{HOOK_LINE}".encode()
+        files[HOOK_FILE] = f"{root}{os.linesep}{hook_line(root)}".encode()
         name = f"{dist_info.stem}-0.editable-{tag}.whl"
         _write_wheel(Path(wheel_directory, name), files)
     return name

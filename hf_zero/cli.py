@@ -12,14 +12,19 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO, cast
 
-from hf_zero.errors import ConfigError, HfZeroError
-from hf_zero.launch.command import add_arguments
-from hf_zero.launch.command import launch as start
-from hf_zero.plan import command as plan_command
-from hf_zero.profiling import trace_command
+from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
+
+try:
+    from hf_zero.launch.command import add_arguments
+    from hf_zero.launch.command import launch as start
+    from hf_zero.plan import command as plan_command
+    from hf_zero.profiling import trace_command
+except ConfigError as error:  # a variable of the package's has a value that is none
+    sys.exit(f"hf-zero: {error}")
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import Analysis
@@ -39,7 +44,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     options = _parser().parse_args(arguments)
     try:
-        code: int = options.run(options)
+        with redirect_stdout(cast("TextIO", PrintableStream(sys.stdout))):
+            code: int = options.run(options)
     except HfZeroError as error:
         print(f"hf-zero: {error}", file=sys.stderr)
         return 1
@@ -193,22 +199,24 @@ def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(soft_wrap=False)
+    file = getattr(sys.stdout, "terminal", sys.stdout)  # colours are ours, and what stands in them is made printable
+    console = Console(file=file, soft_wrap=False)
     if not console.is_terminal and console.width < 160:
-        console = Console(width=160)  # a file or pipe has no width of its own
+        console = Console(file=file, width=160)  # a file or pipe has no width of its own
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
     table.add_column("key", no_wrap=True)
     for name in ("value", "source", "fate", "effect"):
         table.add_column(name, overflow="fold")
     for row in rows:
-        table.add_row(row.key, Text(row.value), Text(row.source), Text(row.fate, style=_STYLES[row.fate]), Text(row.effect))
+        key, value, source, effect = (Text(printable(text)) for text in (row.key, row.value, row.source, row.effect))
+        table.add_row(key, value, source, Text(row.fate, style=_STYLES[row.fate]), effect)
     console.print(table)
     console.print(Text(analysis.batch.line()))
     for warning in analysis.problems.warnings:
-        console.print(Text(f"warning: {warning}", style="yellow"))
+        console.print(Text(printable(f"warning: {warning}"), style="yellow"))
     if analysis.problems.found:
         sys.stdout.flush()
-        print(f"\n{analysis.problems.report()}", file=sys.stderr)
+        print(printable(f"\n{analysis.problems.report()}"), file=sys.stderr)
 
 
 def _explain_plan(options: argparse.Namespace) -> None:

@@ -10,10 +10,13 @@ import csv
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from itertools import count
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Protocol
 
 from hf_zero.errors import ConfigError
+from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.monitors import Comet, CsvMonitor, Tensorboard, Trackio, Wandb
@@ -121,9 +124,20 @@ def _import(section: str, module: str, package: str) -> Any:
         ) from error
 
 
-def _folder(output_path: str, job_name: str) -> Path:
-    """Folder of a file sink: the job's, below the output path or else below the folder that the run was started in."""
-    return Path(output_path or ".").expanduser() / job_name
+def _open_folder(name: str, section: Tensorboard | CsvMonitor) -> Folder:
+    """Makes and opens the folder of a file sink. ``output_path`` may be a link, what ``job_name`` names below it is none.
+
+    Raises:
+        ConfigError: The file system refuses, or there is a link.
+    """
+    base = Path(section.output_path or ".").expanduser()
+    try:
+        return own_files.make_inner(base, section.job_name)
+    except OSError as error:
+        raise ConfigError(
+            f"`{name}`: the folder {str(base / section.job_name)!r} cannot be used: {error}. Below output_path job_name is a folder, "
+            "and no link to one; name another output_path or job_name"
+        ) from error
 
 
 class TensorboardSink(Sink):
@@ -135,7 +149,8 @@ class TensorboardSink(Sink):
 
     def __init__(self, section: Tensorboard) -> None:
         tensorboard = _import("tensorboard", "torch.utils.tensorboard", "tensorboard")
-        self.writer = tensorboard.SummaryWriter(log_dir=str(_folder(section.output_path, section.job_name)))
+        with _open_folder("tensorboard", section) as folder:
+            self.writer = tensorboard.SummaryWriter(log_dir=str(folder.path))
 
     def write(self, record: Mapping[str, float], step: int) -> None:
         for name, value in record.items():
@@ -219,9 +234,9 @@ class CsvSink(Sink):
     """One CSV file per name in `<output_path>/<job_name>`, with the columns step and name; later runs append."""
 
     def __init__(self, section: CsvMonitor) -> None:
-        self._folder = _folder(section.output_path, section.job_name)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        self._folder = _open_folder("csv_monitor", section)
         self._files: dict[str, IO[str]] = {}
+        self._taken: dict[str, str] = {}  # file name without regard to capitals -> the record that is written there
 
     def write(self, record: Mapping[str, float], step: int) -> None:
         for name, value in record.items():
@@ -231,7 +246,11 @@ class CsvSink(Sink):
 
     def _open(self, name: str) -> IO[str]:
         safe = "".join(letter if letter.isalnum() or letter in "-." else "_" for letter in name)
-        file = (self._folder / f"{safe}.csv").open("a", newline="", encoding="utf-8")
+        number = next(n for n in count(1) if self._taken.setdefault(_numbered(safe, n).casefold(), name) == name)
+        try:
+            file = own_files.append_to(self._folder, _numbered(safe, number))
+        except OSError as error:
+            raise ConfigError(f"`csv_monitor` cannot write the record {name!r}: {error}. Name another output_path or job_name") from error
         if file.tell() == 0:
             csv.writer(file).writerow(["step", name])
         self._files[name] = file
@@ -241,3 +260,9 @@ class CsvSink(Sink):
         for file in self._files.values():
             file.close()
         self._files.clear()
+        self._folder.close()
+
+
+def _numbered(name: str, number: int) -> str:
+    """The file of the ``number``-th record whose name comes to ``name``: ``a/b`` and ``a_b``, or ``Loss`` and ``loss``."""
+    return f"{name}.csv" if number == 1 else f"{name}-{number}.csv"

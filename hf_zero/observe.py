@@ -12,13 +12,39 @@ from typing import Any, Protocol
 
 import torch
 
+from hf_zero.errors import ConfigError, printable
+
+
+class _PrintableFormatter(logging.Formatter):
+    """Tracebacks and names of loggers included: a terminal obeys nothing of what a record says."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return printable(super().format(record))
+
+
 logger = logging.getLogger("hf_zero")
 if not logger.handlers and not logging.getLogger().handlers:
     _handler = logging.StreamHandler()
-    _handler.setFormatter(logging.Formatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
+    _handler.setFormatter(_PrintableFormatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
     logger.addHandler(_handler)
     logger.propagate = False
-logger.setLevel(os.environ.get("HF_ZERO_LOG_LEVEL", "INFO").upper())
+
+
+def _write_out(record: logging.LogRecord) -> bool:
+    """Has a record say nothing that a terminal would obey, whoever prints it; ``errors.printable``."""
+    text = record.getMessage()
+    safe = printable(text)
+    if safe != text:
+        record.msg, record.args = safe, ()
+    return True
+
+
+logger.addFilter(_write_out)
+_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET")
+_level = (os.environ.get("HF_ZERO_LOG_LEVEL") or "INFO").upper()
+if _level not in _LEVELS:
+    raise ConfigError(f"HF_ZERO_LOG_LEVEL is {os.environ['HF_ZERO_LOG_LEVEL']!r}; {', '.join(_LEVELS[:5])} are allowed")
+logger.setLevel(_level)
 
 _RING_SIZE = 64
 _NOTHING = nullcontext()

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import stat
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -29,6 +30,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 FORMAT_VERSION = 1
+SMALL_BYTES, INDEX_BYTES = 65536, 16 << 20  # of text that is read whole
 CHUNK_BYTES = 65536  # per checksum
 ALIGNMENT = 16  # elements: where parameters begin in a unit
 _ITEM_BYTES = {
@@ -63,12 +65,13 @@ class Checkpoint:
             latest = os.path.join(base, "latest")
             if not os.path.isfile(latest):
                 raise FileNotFoundError(f"{latest} does not exist; name the checkpoint with tag=")
-            with _reading(latest), open(latest, encoding="utf-8") as file:
-                tag = file.read().strip()
+            with _reading(latest):
+                tag = _read_small(latest, SMALL_BYTES).decode("utf-8").strip()
+                _require(len(tag) <= 200, f"it names a folder of {len(tag)} characters")
         self.folder = os.path.join(base, str(tag))
         self._path = os.path.join(self.folder, "index.json")
         if not os.path.isfile(self._path) or not os.path.isfile(os.path.join(self.folder, "complete")):
-            raise FileNotFoundError(f"{self.folder} is no complete checkpoint: it lacks index.json or complete")
+            raise FileNotFoundError(f"{_printable(self.folder)} is no complete checkpoint: it lacks index.json or complete")
         self.frozen: set[str] = set()
         self.shapes: dict[str, list[int]] = {}
         # name -> where it lies: several places where tensor-parallel ranks hold slices of it
@@ -98,10 +101,11 @@ class Checkpoint:
             known.append(place)
 
     def _read_index(self) -> dict[str, Any]:
-        with open(self._path, "rb") as file:
-            data = file.read()
-        with open(os.path.join(self.folder, "complete"), encoding="utf-8") as marker:
-            _require(hashlib.sha256(data).hexdigest() == marker.read().strip(), "its sha256 differs from the one in the file 'complete'")
+        data = _read_small(self._path, INDEX_BYTES)
+        marker = _read_small(os.path.join(self.folder, "complete"), SMALL_BYTES).decode("utf-8").strip()
+        _require(hashlib.sha256(data).hexdigest() == marker, "its sha256 differs from the one in the file 'complete'")
+        values = sum(data.count(mark) for mark in (b",", b"[", b"{"))
+        _require(values <= 250_000 + len(data) // 8, f"it has about {values:,} values in {len(data):,} bytes, as no index has")
         index: dict[str, Any] = json.loads(data, object_pairs_hook=_once)
         _require(isinstance(index, dict) and index.get("format") == "hf_zero-checkpoint", "it is no index of a checkpoint")
         version = index.get("version")
@@ -296,8 +300,31 @@ def _reading(path: str) -> Iterator[None]:
     except (_Refused, FileNotFoundError):
         raise
     except Exception as error:
-        told = str(error) if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:200]}"
+        told = _printable(str(error)[:2000] if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:200]}")
         raise _Refused(told if path in told else f"{path} is damaged: {told}. Take another copy, or save it again") from error
+
+
+def _read_small(path: str, limit: int) -> bytes:
+    """The content of a regular file of at most ``limit`` bytes; of an index more, where the files beside it hold much."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        _require(stat.S_ISREG(found.st_mode), f"{path} is no regular file")
+        if found.st_size > limit == INDEX_BYTES:
+            beside = (os.lstat(other.path) for other in os.scandir(os.path.dirname(path)) if other.path != path)
+            limit += sum(min(other.st_size, other.st_blocks * 512) for other in beside if stat.S_ISREG(other.st_mode)) // 32
+        _require(found.st_size <= limit, f"{path} has {found.st_size:,} bytes, more than the {limit:,} that are read")
+        hole = os.lseek(descriptor, 0, os.SEEK_HOLE) if found.st_size > 1 << 20 and hasattr(os, "SEEK_HOLE") else found.st_size
+        _require(hole >= found.st_size, f"{path} has holes, which no text has")
+        file.seek(0)
+        data = file.read(limit + 1)
+    _require(len(data) <= limit, f"{path} grows while it is read")
+    return data
+
+
+def _printable(text: str) -> str:
+    """``text`` with characters that a terminal would obey written out: names in files of others may hold anything."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
 def _require(fine: bool, problem: str) -> None:
@@ -398,7 +425,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
         file = f"{stem}-{number:05d}-of-{len(shards):05d}{ending}"
         weight_map.update(dict.fromkeys(_save(checkpoint, members, os.path.join(output, file)), file))
     total = sum(checkpoint.nbytes(name) for name in names)
-    with open(os.path.join(output, f"{stem}{ending}.index.json"), "w", encoding="utf-8") as index:
+    with _replacing(os.path.join(output, f"{stem}{ending}.index.json")) as made, open(made, "x", encoding="utf-8") as index:
         json.dump({"metadata": {"total_size": total}, "weight_map": weight_map}, index, indent=2)
 
 
@@ -424,12 +451,38 @@ def _file_or_folder(output: str) -> str:
 def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
     """Writes one file; returns the names in it."""
     tensors = {name: checkpoint.to_write(name) for name in names}
-    if path.endswith(_TORCH_ENDINGS):
-        tensors.update({alias: tensors[name] for alias, name in checkpoint.index["aliases"].items() if name in tensors})
-        torch.save(tensors, path)
-    else:
-        save_file(tensors, path, metadata={"format": "pt"})
+    with _replacing(path) as made:
+        if path.endswith(_TORCH_ENDINGS):
+            tensors.update({alias: tensors[name] for alias, name in checkpoint.index["aliases"].items() if name in tensors})
+            torch.save(tensors, made)
+        else:
+            save_file(tensors, made, metadata={"format": "pt"})
     return list(tensors)
+
+
+@contextmanager
+def _replacing(path: str) -> Iterator[str]:
+    """A name to write to, in a new folder of this user's alone; the file that is made there takes the place of `path` at the end.
+
+    What `path` is before goes: a link is not followed, and what has a second name elsewhere keeps its content.
+    """
+    folder, name = os.path.split(path)
+    hidden = f".zero_to_fp32.{os.getpid()}.{os.urandom(4).hex()}.part"
+    place = os.open(folder or ".", os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.mkdir(hidden, 0o700, dir_fd=place)
+        inner = os.open(hidden, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=place)
+        stable = f"/proc/self/fd/{inner}"  # leads to the folder whatever becomes of its name
+        try:
+            yield os.path.join(stable if os.path.exists(stable) else os.path.join(folder, hidden), name)
+            os.rename(name, name, src_dir_fd=inner, dst_dir_fd=place)
+        finally:
+            for left in os.listdir(inner):
+                os.unlink(left, dir_fd=inner)
+            os.close(inner)
+            os.rmdir(hidden, dir_fd=place)
+    finally:
+        os.close(place)
 
 
 def _divide(checkpoint: Checkpoint, names: list[str], limit: int) -> Iterator[list[str]]:
@@ -478,7 +531,7 @@ def main() -> None:
     except (OSError, ValueError) as error:
         if arguments.debug:
             raise
-        parser.exit(1, f"zero_to_fp32.py: {error}\n")
+        parser.exit(1, _printable(f"zero_to_fp32.py: {error}\n"))
     print(f"{arguments.dtype} weights written to {_file_or_folder(arguments.output_dir)}")
 
 

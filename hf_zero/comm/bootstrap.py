@@ -13,6 +13,7 @@ from hf_zero.comm.device import default_device
 from hf_zero.comm.process_groups import FAKE
 from hf_zero.comm.store import meeting, store_at_address, store_of_launcher
 from hf_zero.errors import ConfigError
+from hf_zero.launch.parent import end_with_launcher
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
 
@@ -76,6 +77,7 @@ def init_distributed(
         ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
         CollectiveError: The ranks did not meet: rank 0 is not reached, or not all came.
     """
+    end_with_launcher()
     device = default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)

@@ -12,6 +12,7 @@ from typing import Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
+from hf_zero.system.reading import MOST_VALUES, require_few_values
 from hf_zero.system.secrets import MASK, is_secret
 from hf_zero.system.text_file import read_text_file
 
@@ -20,6 +21,7 @@ from hf_zero.system.text_file import read_text_file
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*["\\]?'
 _STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/)?", re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
+_MOST_HJSON = 1 << 20  # characters; its reader is slow
 _MOST_LEVELS = 64
 """Of blocks inside blocks; no configuration has ten."""
 
@@ -92,9 +94,14 @@ def _from_base64(text: str) -> str | None:
 
 def _parse(text: str, name: str) -> dict[str, Any]:
     try:
+        require_few_values(text, MOST_VALUES)
         data = _load(text, name)
+    except ConfigError:
+        raise
     except json.JSONDecodeError as error:
         data = _relaxed(text, name, error)
+    except ValueError as error:
+        raise ConfigError(f"The config in {name} is none: {error}; its own keys need less than a thousand") from error
     if not isinstance(data, dict):
         raise ConfigError(f"A config is one block {{...}}, but {name} holds a {type(data).__name__}")
     return {_text(key): _copied(value, 1) for key, value in data.items()}
@@ -102,6 +109,8 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
     """What ``text`` says that is no JSON by itself: with comments and trailing commas, or as Hjson."""
+    if sum(text.count(mark) for mark in ('"', "/", "#", ",")) > 2 * MOST_VALUES:  # each may begin something to look at
+        raise _not_json(name, error) from error
     relaxed = _without_comments(text)
     if relaxed != text:
         try:
@@ -116,6 +125,8 @@ def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 def _as_hjson(text: str) -> Any:
     """What ``text`` says as Hjson (no quotes, no commas), which DeepSpeed's files may be; None where it is none, or hjson not installed."""
+    if len(text) > _MOST_HJSON:
+        return None
     try:
         import hjson
     except ImportError:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.system.reading import parse_json
+from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
 
 _NAMES = ("hidden_size", "hidden_sizes", "d_model", "n_embd", "dim", "model_dim")
 _INNER = ("text_config", "language_config", "llm_config", "text_encoder", "decoder", "encoder", "generator", "thinker_config")
@@ -64,7 +66,34 @@ def infer_sources_from_model(model: Any) -> dict[str, Any]:
     return {} if size is None else {"hidden_size": size}
 
 
+def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
+    """What the config.json of a model on this machine says; None where ``place`` is neither a folder nor a file.
+
+    Args:
+        place: A folder that holds a config.json, or such a file.
+        pipe: A file that the user names may be a pipe.
+
+    Raises:
+        ConfigError: It cannot be read, or is no JSON block.
+    """
+    path = Path(place).expanduser()
+    try:
+        if not path.exists():
+            return None
+        named = not path.is_dir()
+        file = path if named else path / "config.json"
+        content = parse_json(read_bytes(file, LIMIT_BYTES, pipe=pipe and named).decode("utf-8"))
+    except RecursionError as error:
+        raise ConfigError(f"the model {place!r}: its config.json is nested too deep") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"the model {place!r}: its config.json cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block is wanted")
+    return content
+
+
 def _load(name: str) -> Any:
+    read_model_config(name)  # with bounds, which transformers has not
     from transformers import AutoConfig  # heavy, and only needed here
 
     try:

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_avg_fn, get_swa_
 
 from hf_zero.core.averaged_rows import AveragedRows, Pairs, wide
 from hf_zero.core.engine import Engine
-from hf_zero.core.units.values import all_gather_updated, publish, write_back_assigned
+from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
 
 _NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
@@ -119,7 +119,7 @@ class AveragedWeights:
         if self.calls % self._every:
             return False
         for unit in engine.units:
-            write_back_assigned(unit)
+            adopt_writes(unit)
         self.rows.lay_out(engine.units)
         self._average(self.rows.pairs(engine.units, _named(engine)))
         self._update_buffers(engine)
@@ -226,7 +226,7 @@ class AveragedWeights:
             raise StateError(f"AveragedWeights.{what} between a forward and its backward, which needs the weights: call it after step()")
         engine.runtime.reshard_for_update()
         for unit in engine.units:
-            write_back_assigned(unit)
+            adopt_writes(unit)
         self.rows.lay_out(engine.units)
         return engine
 

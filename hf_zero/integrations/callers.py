@@ -87,6 +87,12 @@ INIT_SWITCH = Method(
     "from_pretrained shards models under zero3_init_context_manager(enable=False) too",
     around="hf_zero.integrations.loading:zero3_init_context_manager",
 )
+PLUGIN = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.__post_init__",
+    "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
+    around="hf_zero.integrations.parallelism:make_plugin",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -239,8 +245,8 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
-    EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
+    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
+    LOG, EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
 )  # fmt: skip
 

@@ -95,6 +95,16 @@ def _is_ours(state: Any) -> bool:
     return getattr(vars(state).get("distributed_type"), "value", None) == "DEEPSPEED" and bool(vars(state).get("deepspeed_plugins"))
 
 
+def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedPlugin(...)``, also of ``TrainingArguments(deepspeed=...)``; says at once where accelerate is going to leave it out."""
+    if os.environ.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes", "y", "on", "t"):
+        warn_once(
+            f"a DeepSpeed plugin is made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer are going "
+            "to train with DDP, without ZeRO. Unset the variable: where there is no accelerator ZeRO trains on the CPU"
+        )
+    return method(plugin, *args, **kwargs)
+
+
 def _say_if_left_out(state: Any, plugin: Any) -> None:
     """accelerate drops the plugin in silence where it is told to use the CPU."""
     if plugin is not None and getattr(state, "_cpu", False):

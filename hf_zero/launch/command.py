@@ -16,6 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.launch import hosts as host_lists
 from hf_zero.launch import local_rank
 from hf_zero.launch.hosts import Host
+from hf_zero.launch.parent import VARIABLE
 from hf_zero.launch.passed_on import names_passed_on, read_environment_files
 from hf_zero.launch.placement import DEFAULT_PORT
 
@@ -108,7 +109,8 @@ def launch(options: argparse.Namespace) -> int:
         )
     sys.stdout.flush()
     # What the user asked to run, without a shell.
-    os.execve(program, command.words, command.environment(os.environ))  # nosec B606
+    environment = {**command.environment(os.environ), VARIABLE: str(os.getpid())}  # the number stays
+    os.execve(program, command.words, environment)  # nosec B606
     return 0  # never reached
 
 

@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from pathlib import Path
+
+from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
 
 _DECLARED = re.compile(r"""["']--local_rank["']""")
 
@@ -16,8 +17,8 @@ def is_wanted(options: argparse.Namespace) -> bool:
     if options.no_local_rank or options.no_python or options.module:
         return False
     try:
-        return _DECLARED.search(Path(options.script).read_text(encoding="utf-8", errors="replace")) is not None
-    except OSError:
+        return _DECLARED.search(read_bytes(options.script, LIMIT_BYTES).decode("utf-8", errors="replace")) is not None
+    except (OSError, ValueError):
         return False  # the interpreter says that there is no such script
 
 

@@ -9,7 +9,6 @@ import mmap
 import multiprocessing.util
 import os
 import platform
-import re
 import shutil
 import weakref
 from collections.abc import Callable
@@ -24,10 +23,11 @@ from hf_zero.memory.budget import gib
 from hf_zero.memory.buffers import ALIGNMENT
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
-_FILE = re.compile(r"\w+\.bin")
+FILES = ("optimizer.bin", "parameters.bin")  # nothing else is made in such a folder, and nothing else deleted
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
 GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 
@@ -67,7 +67,7 @@ class SwapFolder:
         base = Path(root).expanduser()
         machine = f"{_PREFIX}{platform.node()}_"
         try:
-            base.mkdir(parents=True, exist_ok=True)
+            own_files.make_folders(base)
             _remove_abandoned(base, machine)
             self.path, lock = _make_locked(base / f"{machine}rank{rank}_{os.urandom(6).hex()}")
         except OSError as error:
@@ -106,16 +106,18 @@ def _try_lock(descriptor: int) -> _Lock:
 def _make_locked(path: Path) -> tuple[Path, int]:
     """Makes the folder ``path``, which is locked as soon as it has that name; returns it and the descriptor that holds the lock."""
     made = path.with_name(own_files.hidden_name(path.name))
-    made.mkdir(mode=0o700)
     lock: int | None = None
+    with Folder(path.parent) as above:
+        above.make_folder(made.name, 0o700)
     try:
-        lock = os.open(made / _LOCK_FILE, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+        with Folder(made, ours=True) as inner:
+            lock = inner.create(_LOCK_FILE, 0o600, reads=True)
         outcome = _try_lock(lock)
         if outcome is _Lock.TAKEN:
             raise OSError(errno.EWOULDBLOCK, "another process has locked it", str(made / _LOCK_FILE))
         if outcome is _Lock.UNKNOWN:
             warn_once(f"{path.parent}: its file system has no locks, so swap files that a killed run leaves there are never removed")
-        os.rename(made, path)
+        own_files.move(made, path)
     except OSError:
         own_files.remove_folder(made, _is_ours, last=_LOCK_FILE)
         if lock is not None:
@@ -125,7 +127,7 @@ def _make_locked(path: Path) -> tuple[Path, int]:
 
 
 def _is_ours(name: str) -> bool:
-    return name == _LOCK_FILE or _FILE.fullmatch(name) is not None
+    return name == _LOCK_FILE or name in FILES
 
 
 def _remove(path: Path, lock: int, maker: int) -> None:
@@ -138,13 +140,14 @@ def _remove_abandoned(base: Path, machine: str) -> None:
     own_files.sweep(base, _is_ours)
     for folder in base.glob(f"{machine}*"):
         with contextlib.suppress(OSError):
-            descriptor = os.open(folder / _LOCK_FILE, os.O_RDWR | getattr(os, "O_NOFOLLOW", 0))
-            try:
-                if _try_lock(descriptor) is _Lock.HELD:
-                    log_rank0("removing swap files that a killed run left in %s", folder)
-                    own_files.remove_folder(folder, _is_ours, last=_LOCK_FILE)
-            finally:
-                os.close(descriptor)
+            with Folder(folder, ours=True) as opened:
+                descriptor = opened.reopen(_LOCK_FILE)
+                try:
+                    if _try_lock(descriptor) is _Lock.HELD:
+                        log_rank0("removing swap files that a killed run left in %s", folder)
+                        own_files.remove_folder(folder, _is_ours, last=_LOCK_FILE, opened=opened)
+                finally:
+                    os.close(descriptor)
 
 
 @dataclass
@@ -190,15 +193,16 @@ class SwapFile:
         self.settings = settings
         self.direct = True
         try:
-            self._buffered = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+            with Folder(path.parent, ours=True) as folder:
+                self._buffered = folder.create(path.name, 0o600, reads=True)
+                try:
+                    self._unbuffered = folder.reopen(path.name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
+                    self.direct = hasattr(os, "O_DIRECT")
+                except OSError:  # tmpfs and others: through the page cache then
+                    self._unbuffered = folder.reopen(path.name)
+                    self.direct = False
         except OSError as error:
             raise self._error("make", 0, 0, error) from error
-        try:
-            self._unbuffered = os.open(path, os.O_RDWR | getattr(os, "O_DIRECT", 0))
-            self.direct = hasattr(os, "O_DIRECT")
-        except OSError:  # tmpfs and others: through the page cache then
-            self._unbuffered = os.open(path, os.O_RDWR)
-            self.direct = False
         if not self.direct:
             warn_once(f"the file system of {path.parent} has no unbuffered access: swap files go through the page cache")
         self._pool = ThreadPoolExecutor(max(1, settings.threads), thread_name_prefix="hf_zero_nvme")

@@ -6,18 +6,19 @@ import argparse
 import json
 import os
 import sys
-import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.problems import show
-from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.errors import ConfigError, HfZeroError, printable
+from hf_zero.observe import logger
 from hf_zero.plan import fit
 
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
 
+_WHERE = "The model's code raised it, or ours: HF_ZERO_LOG_LEVEL=DEBUG shows where"
 _MICRO = "train_micro_batch_size_per_gpu"
 _MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
 _FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
@@ -71,8 +72,9 @@ def run(options: argparse.Namespace) -> int:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
-        traceback.print_exc()
-        print(f"hf-zero plan: {type(error).__name__}: {' '.join(str(error).split())[:300]}", file=sys.stderr)
+        logger.debug("planning ended with an error", exc_info=True)
+        told = " ".join(str(error).split())[:300]
+        print(printable(f"hf-zero plan: the step cannot be planned: {type(error).__name__}: {told}. {_WHERE}"), file=sys.stderr)
         return 2
     print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
     return 0 if prediction.fits else 1

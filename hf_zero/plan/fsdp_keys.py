@@ -14,6 +14,8 @@ from typing import Any, Literal
 
 from hf_zero.config.problems import show
 from hf_zero.config.spelling import truth
+from hf_zero.system import own_files
+from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 Fate = Literal["set", "nothing", "script", "none"]
 FATES: Mapping[Fate, str] = {"set": "", "nothing": "nothing to set", "script": "the script", "none": "no counterpart"}
@@ -425,7 +427,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m hf_zero.plan.fsdp_keys", description="Tables of docs/coming-from-fsdp.md.")
     parser.add_argument("--write", metavar="FILE", type=Path, required=True, help="the page")
     target: Path = parser.parse_args(arguments).write
-    target.write_text(page(target.read_text(encoding="utf-8")), encoding="utf-8")
+    own_files.write_text(target, page(read_text(target, LIMIT_BYTES)))
 
 
 if __name__ == "__main__":

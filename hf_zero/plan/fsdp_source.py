@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from math import prod
@@ -14,7 +15,9 @@ from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError
 from hf_zero.plan import fsdp_keys
 from hf_zero.plan.fsdp_keys import TABLES, FsdpKey
+from hf_zero.system.reading import require_few_values
 from hf_zero.system.text_file import read_text_file
+from hf_zero.system.yaml_text import read_yaml
 
 Kind = Literal["accelerate", "trainer", "fsdp_config", "distributed"]
 KINDS: Mapping[Kind, str] = {
@@ -29,6 +32,7 @@ _WANTED = (
 )
 _PREFIXES = {"fsdp": "fsdp_", "mesh": "parallelism_config_"}
 _ONLY_DISTRIBUTED = ("fsdp_size", "tp_size", "tp_plan", "dp_replicate_size", "fsdp_plan", "pp_size", "ep_size", "ep_plan")
+_LIMIT_BYTES = 1 << 20
 _NOT_SIZES = (
     "cp_backend", "cp_comm_strategy", "sp_backend", "sp_seq_length", "sp_seq_length_is_variable", "sp_attn_implementation",
 )  # fmt: skip
@@ -102,12 +106,13 @@ def read_source(path: str) -> FsdpSource:
     return _alone(content, where)
 
 
-def _load(path: str) -> dict[str, Any]:
+def _load(path: str, pipe: bool = True) -> dict[str, Any]:
     import yaml
 
-    text = read_text_file(path, "file of --from")
+    text = read_text_file(path, "file of --from", _LIMIT_BYTES, pipe)
     try:
-        content = json.loads(text) if text.lstrip().startswith("{") else yaml.safe_load(text)
+        require_few_values(text)
+        content = json.loads(text) if text.lstrip().startswith("{") else read_yaml(text)
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path!r} is not JSON: {error.msg} (line {error.lineno}, column {error.colno})") from error
     except (yaml.YAMLError, RecursionError, ValueError) as error:
@@ -163,8 +168,8 @@ def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
     faults: list[str] = []
     config = content.get("fsdp_config")
     if isinstance(config, str):
-        file = next((found for found in (Path(config), folder / config) if found.is_file()), Path(config))
-        config = _load(str(file))
+        file = next((found for found in (Path(config), folder / config) if os.path.lexists(found)), folder / config)
+        config = _load(str(file), pipe=False)  # the file names it, not the user
     elif config is not None and not isinstance(config, dict):
         faults.append(f"fsdp_config is {show(config)}; a block, or the path of a JSON file, is allowed")
         config = {}

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
-import json
 import os
+import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.module import register_module_module_registration_hook
 
 from hf_zero.build.kept_types import named_for_fp32
 from hf_zero.config.names import nearest
+from hf_zero.config.sources import read_model_config
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.plan_table import class_of
 from hf_zero.plan.trainable import choose_trainable
+from hf_zero.system.reading import shown
 from hf_zero.tensor_parallel.example_inputs import argument_names
 
 Batch = Mapping[str, Any]
 _PYTHON = "python:"
+_COUNTS = re.compile(r"(^|_)(layers?|experts|blocks|depths?)($|_(?!size|dim|id))")
+_MOST = 4096  # layers, or experts of a layer
+_MOST_MODULES = 250_000
 _WHOLE_LABELS = ("SequenceClassification", "ImageClassification")
 
 
@@ -91,9 +98,12 @@ def _from_config(wish: ModelWish) -> PlannedModel:
             part.decoder_start_token_id = 0  # which one changes nothing
     with torch.device("meta"):
         try:
-            module = kind._from_config(config, attn_implementation=attention)
-        except (ValueError, TypeError, AttributeError, RuntimeError, ImportError) as error:
-            raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_line(error)}") from error
+            with _few_modules():
+                module = kind._from_config(config, attn_implementation=attention)
+        except ConfigError:
+            raise
+        except Exception as error:  # a configuration may say anything
+            raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_named(error)}") from error
     # A run reads its weights: from_pretrained has these in fp32 whatever the type of the others.
     for tensor in named_for_fp32(module, module.dtype):
         tensor.data = tensor.data.float()
@@ -106,23 +116,21 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
     """The transformers configuration that ``name`` stands for, with ``settings`` in place of its own values."""
     import transformers
 
-    path = Path(name).expanduser()
-    if path.exists():
-        file = path / "config.json" if path.is_dir() else path
-        try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"the model {name!r}: {file} cannot be read as JSON: {_line(error)}") from error
-        if not isinstance(content, dict) or "model_type" not in content:
-            raise ConfigError(f"the model {name!r}: {file} has no model_type, so it is no configuration of a transformers model")
-        content = {**content, **settings}
+    found = read_model_config(name, pipe=True)
+    if found is not None:
+        if "model_type" not in found:
+            raise ConfigError(f"the model {name!r}: it has no model_type, so it is no configuration of a transformers model")
+        content = {**found, **settings}
         kind = content.pop("model_type")
+        if not isinstance(kind, str):
+            raise ConfigError(f"the model {name!r}: its model_type is {shown(kind)}; the name of a model of transformers is allowed")
     elif os.sep in name:
         raise ConfigError(
             f"the model {name!r} does not exist: give a folder or file with a config.json, a model_type, or python:FILE.py:FUNCTION"
         )
     else:
         kind, content = name, settings
+    _check_counts(content, f"the configuration of {kind}")
     if kind in transformers.CONFIG_MAPPING:
         _require_known(kind, transformers.CONFIG_MAPPING[kind], settings)
     try:
@@ -132,7 +140,46 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
             raise ConfigError(_unknown(kind, list(transformers.CONFIG_MAPPING))) from None
         raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
     except Exception as error:  # transformers checks types with a library of its own
-        raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
+        raise ConfigError(f"the configuration of {kind}: {_named(error)}") from error
+
+
+def _check_counts(content: Any, where: str, levels: int = 8) -> None:
+    """Refuses what would be built for hours, or be a model without a part: numbers of layers and experts, at every depth.
+
+    Raises:
+        ConfigError: Names the key, the value and what is allowed.
+    """
+    if not isinstance(content, dict) or levels <= 0:
+        return
+    for key, value in content.items():
+        _check_counts(value, where, levels - 1)
+        if not _COUNTS.search(str(key)):
+            continue
+        for number in value if isinstance(value, list) else [value]:
+            if isinstance(number, int) and not isinstance(number, bool) and not 0 <= number <= _MOST:
+                raise ConfigError(f"{where}: {key} is {shown(value)}; whole numbers from 0 to {_MOST:,} are allowed")
+
+
+@contextmanager
+def _few_modules() -> Iterator[None]:
+    """Stops building a model of more modules than any has.
+
+    Raises:
+        ConfigError: There are more.
+    """
+    made = 0
+
+    def count(module: nn.Module, name: str, inner: nn.Module | None) -> None:
+        nonlocal made
+        made += 1
+        if made > _MOST_MODULES:
+            raise ConfigError(f"this configuration asks for more than {_MOST_MODULES:,} modules, which no model has")
+
+    handle = register_module_module_registration_hook(count)
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
@@ -163,6 +210,11 @@ def _unknown(kind: str, known: Sequence[str]) -> str:
     near = get_close_matches(kind, known, n=3)
     hint = f"; near it are {', '.join(near)}" if near else ""
     return f"the model {kind!r} is no file, and transformers knows no model_type of that name{hint}"
+
+
+def _named(error: Exception) -> str:
+    """What an error says, with its class where the text alone says nothing: ``KeyError: 'gelo'``."""
+    return _line(error) if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: {_line(error)}"
 
 
 def _line(error: BaseException) -> str:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.plan.cluster import Cluster
+from hf_zero.system import own_files
 
 _RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()"
 
@@ -21,7 +23,7 @@ def places(folder: Path) -> tuple[Path, Path]:
     """
     files = folder.absolute() / "ds.json", folder.absolute() / "accelerate.yaml"
     for file in files:
-        if file.exists():
+        if os.path.lexists(file):
             raise ConfigError(f"--write: {file} is there already; name another folder, or move it away")
     return files
 
@@ -42,9 +44,9 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
     if launcher is not None:
         texts[starter] = remark + yaml.safe_dump(dict(launcher), sort_keys=False)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        own_files.make_folders(folder)
         for path, text in texts.items():
-            path.write_text(text, encoding="utf-8")
+            own_files.write_new_text(path, text)
     except OSError as error:
         raise ConfigError(f"--write: {folder} cannot be written: {error.strerror or error}") from error
     return list(texts)

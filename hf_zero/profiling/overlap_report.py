@@ -9,6 +9,7 @@ from typing import Any
 
 from hf_zero.errors import ConfigError
 from hf_zero.profiling.overlap import COMPUTE, ROWS, Overlap
+from hf_zero.system import own_files
 from hf_zero.system.pictures import canvas, save
 
 _PANELS = 4  # ranks in the picture
@@ -54,7 +55,7 @@ def write_trace(overlaps: Sequence[Overlap], path: Path) -> None:
             events.append({"ph": "M", "name": "thread_sort_index", **line, "args": {"sort_index": ROWS.index(row)}})
             events += _drawn(line, row, [(span.label, span.begin - first, span.end - span.begin) for span in spans])
     try:
-        path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}), encoding="utf-8")
+        own_files.write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     except OSError as error:
         raise ConfigError(f"{path} cannot be written: {error}") from error
 

@@ -12,7 +12,8 @@ from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.errors import ConfigError
-from hf_zero.observe import log_rank0
+from hf_zero.observe import log_rank0, logger
+from hf_zero.system import own_files
 
 
 class RecordedStep:
@@ -31,7 +32,7 @@ class RecordedStep:
 
     def __init__(self, folder: Path, step: int, rank: int, module: nn.Module, device: torch.device) -> None:
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            own_files.make_folders(folder)
         except OSError as error:
             raise ConfigError(f"hf_zero.trace_folder is {str(folder)!r}, which cannot be made: {error}") from error
         self._path = folder / f"rank{rank}.json"
@@ -63,6 +64,11 @@ class RecordedStep:
 
     def _end(self, running: profile) -> None:
         running.stop()
-        running.export_chrome_trace(str(self._path))
         self._profile = None
+        try:
+            with own_files.for_library(self._path.parent) as inside:
+                running.export_chrome_trace(str(inside / self._path.name))
+        except OSError as error:  # of this rank's disk: the others train on, and so does this one
+            logger.error("the recorded step is lost, %s cannot be written: %s", self._path, error)
+            return
         log_rank0("one step was recorded: hf-zero trace %s", self._path.parent)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import gzip
 import json
 import re
-from collections.abc import Mapping
+import zlib
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
-from hf_zero.system.reading import reading
+from hf_zero.system.reading import reading, require_few_values
+from hf_zero.system.text_file import read_bytes
 
 OURS = "hf_zero::"
 OVERLAP = "overlap.json"  # what `hf-zero trace` writes beside them
+_LIMIT_BYTES = 2 << 30
+_WINDOW_BYTES = 1 << 20
+_UNFOLDED_BYTES = 16 << 20
+_FOLDS = 40  # a recording of torch's has about 15 times the size of its gzip
 _ADVICE = "A recording is what torch.profiler's export_chrome_trace writes, or a run with hf_zero.trace_folder"
 
 
@@ -80,7 +85,9 @@ def read_recording(path: Path, index: int) -> Recording:
         ConfigError: It cannot be read, or has no phases of hf_zero in it.
     """
     with reading(path, ConfigError, _ADVICE):
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        raw = read_bytes(path, _LIMIT_BYTES)
+        raw = _unfolded(raw) if path.suffix == ".gz" else raw
+        require_few_values(raw)
         content = json.loads(raw)
         base = float(content.get("baseTimeNanoseconds") or 0) / 1000
         events = [event for row in content["traceEvents"] if (event := _event(row, base)) is not None]
@@ -88,6 +95,33 @@ def read_recording(path: Path, index: int) -> Recording:
     if not any(event.name.startswith(OURS) for event in events):
         raise ConfigError(f"{path} has no phases of hf_zero in it: record while an engine trains, its step included. {_ADVICE}")
     return Recording(rank, sorted(events, key=lambda event: (event.begin, -event.end)))
+
+
+def _unfolded(data: bytes) -> bytes:
+    """What gzip has folded, a window at a time.
+
+    Raises:
+        ValueError: It is far larger than such a text can be, or no gzip.
+    """
+    most = _UNFOLDED_BYTES + _FOLDS * len(data)
+    if sum(len(window) for window in _windows(data, most)) > most:  # before anything of it is kept
+        raise ValueError(f"its {len(data):,} bytes unfold to more than {most:,}, which no recording does")
+    return b"".join(_windows(data, most))
+
+
+def _windows(data: bytes, most: int) -> Iterator[bytes]:
+    """The text in windows of at most 1 MiB, until there are more than ``most`` bytes."""
+    rest, found = data, 0
+    while rest and found <= most:
+        member = zlib.decompressobj(wbits=31)  # gzip's head
+        while not member.eof and found <= most:
+            window = member.decompress(rest, _WINDOW_BYTES)
+            rest = member.unconsumed_tail
+            found += len(window)
+            yield window
+            if not window and not rest and not member.eof:
+                raise ValueError("the file ends inside what gzip has folded")
+        rest = member.unused_data.lstrip(b"\0")
 
 
 def _event(row: Mapping[str, Any], base: float) -> Event | None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+from hf_zero.errors import ConfigError
 from hf_zero.profiling.costs import ModuleCost
 from hf_zero.profiling.readable_numbers import duration_to_string, flops_to_string, macs_to_string, number_to_string, params_to_string
+from hf_zero.system import own_files
 
 _LINE = "-" * 100
 
@@ -29,12 +32,18 @@ class ReportOptions:
 
 
 def write_report(text: str, output_file: str | None) -> None:
-    """Prints ``text``, or writes it to a file."""
+    """Prints ``text``, or writes it to a file.
+
+    Raises:
+        ConfigError: The file cannot be written.
+    """
     if output_file is None:
         print(text, flush=True)
         return
-    with open(output_file, "w", encoding="utf-8") as file:
-        file.write(text + "\n")
+    try:
+        own_files.write_text(Path(output_file), text + "\n")
+    except OSError as error:
+        raise ConfigError(f"the report of the profiler cannot be written to {output_file!r}: {error}. Name a file that can be") from error
 
 
 def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, options: ReportOptions) -> str:

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
+from hf_zero.system import own_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     target: Path = options.out or options.folder
     overlaps = [overlap_of(recording) for recording in read_recordings(options.folder)]
     try:
-        target.mkdir(parents=True, exist_ok=True)
+        own_files.make_folders(target)
     except OSError as error:
         raise ConfigError(f"--out {target} cannot be made: {error}") from error
     write_trace(overlaps, target / OVERLAP)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.system import own_files
 
 
 def require_place(path: Path, flag: str) -> None:
@@ -55,7 +56,13 @@ def save(figure: Any, path: Path, flag: str) -> None:
     from matplotlib import pyplot
 
     try:
-        figure.savefig(path)
+        ending = path.suffix.removeprefix(".").lower() or "png"
+        if ending not in figure.canvas.get_supported_filetypes():
+            raise ValueError(
+                f"the ending {path.suffix!r} is no format; known are {', '.join(sorted(figure.canvas.get_supported_filetypes()))}"
+            )
+        with own_files.replacing(path) as file:
+            figure.savefig(file, format=ending)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{flag} {path} cannot be written: {error}") from error
     finally:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import HfZeroError
+from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 ADVICE = "It is damaged, or not what its name says: take another copy, or write it again"
+MOST_VALUES = 250_000
 _SHOWN = 200  # characters of what a library said
 
 
@@ -61,9 +63,28 @@ def parse_json(text: str) -> Any:
     """The value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON: among others a key that comes twice (readers differ in which they take), ``NaN`` and ``Infinity``.
+        ValueError: It is no JSON: among others a key that comes twice (readers differ in which they take), ``NaN`` and ``Infinity``;
+            or it has far more values than a text of its length that says something.
     """
+    require_few_values(text)
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
+
+
+def require_few_values(text: str | bytes, most: int | None = None) -> None:
+    """Refuses a text whose values would take many times its own room: an empty block is 2 bytes in a file and 64 in memory.
+
+    Args:
+        text: JSON, or something like it.
+        most: Values that are allowed; None is 250,000, and one in 8 bytes beyond.
+
+    Raises:
+        ValueError: It has more.
+    """
+    allowed = MOST_VALUES + len(text) // 8 if most is None else most
+    if len(text) > allowed:
+        found = sum(text.count(mark.encode()) if isinstance(text, bytes) else text.count(mark) for mark in (",", "[", "{"))
+        if found > allowed:
+            raise ValueError(f"it has about {found:,} values, more than the {allowed:,} that are read")
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -85,7 +106,15 @@ def _finite(text: str) -> float:
     return value
 
 
-def read_json(path: Path, error: Callable[[str], HfZeroError]) -> Any:
-    """The value of a JSON file; see ``reading`` and ``parse_json``."""
+def read_json(path: Path, error: Callable[[str], HfZeroError], limit_bytes: int = LIMIT_BYTES) -> Any:
+    """The value of a JSON file; see ``reading``, ``parse_json`` and ``text_file.read_bytes``."""
     with reading(path, error):
-        return parse_json(path.read_text(encoding="utf-8"))
+        return parse_json(read_text(path, limit_bytes))
+
+
+def whole_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> Any:
+    """The value of a JSON file that may be anything; None where it cannot be read or is none."""
+    try:
+        return parse_json(read_text(path, limit_bytes))
+    except (OSError, ValueError, RecursionError, MemoryError):
+        return None

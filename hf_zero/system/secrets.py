@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 MASK = "***"
+_LEVELS = 64
 _NAME = re.compile("pass|pwd|cred|auth|token|secret|key|signature|bearer", re.IGNORECASE)
 _USER = re.compile(r"(?<=://)[^\s/?#]*@")
 _QUERY = re.compile(r"(?<=[?&#;])([^\s=&?#;]+)=[^\s&#;]*")
@@ -24,17 +25,25 @@ def without_credentials(text: str) -> str:
     return _QUERY.sub(rf"\1={MASK}", _USER.sub(f"{MASK}@", text))
 
 
-def hidden(value: Any) -> Any:
-    """A copy of ``value`` to show: texts under names of secrets are masked at every depth, and so are credentials in URLs."""
+def hidden(value: Any, levels: int = _LEVELS) -> Any:
+    """A copy of ``value`` to show: texts under names of secrets are masked at every depth, and so are credentials in URLs.
+
+    Args:
+        value: Of a configuration.
+        levels: Blocks and lists inside each other that are shown; deeper ones are "...".
+    """
+    if isinstance(value, (Mapping, list, tuple)) and levels <= 0:
+        return "..."
     if isinstance(value, Mapping):
-        return {key: hidden_under(key, item) for key, item in value.items()}
+        return {key: hidden_under(key, item, levels - 1) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return type(value)(map(hidden, value)) if type(value) in (list, tuple) else [hidden(item) for item in value]
+        items = [hidden(item, levels - 1) for item in value]
+        return tuple(items) if type(value) is tuple else items
     return without_credentials(value) if isinstance(value, str) else value
 
 
-def hidden_under(name: Any, value: Any) -> Any:
+def hidden_under(name: Any, value: Any, levels: int = _LEVELS) -> Any:
     """A copy of ``value`` to show beside its name; numbers and switches are shown (``max_tokens``), and an empty text hides nothing."""
     if isinstance(value, (str, bytes)) and value and isinstance(name, str) and is_secret(name):
         return MASK
-    return hidden(value)
+    return hidden(value, levels)

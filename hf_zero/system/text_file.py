@@ -1,34 +1,153 @@
-"""Small text files of others (configurations, hostfiles), read as a whole with a bound on their size."""
+"""The one reader of small files of others: regular files, read as a whole, with a bound on their size.
+
+[Note: bounded reading] Who sends a folder chooses what lies in it: a pipe that never ends or never begins, a device, a sparse file of a
+terabyte that takes no room. So a file is opened without waiting for anybody, is refused where it is no regular one, and is compared with
+its bound before room is made for it. A file that the user names (a configuration, a hostfile) may be a pipe, ``<(...)`` of a shell: it is
+read up to its bound.
+"""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 from hf_zero.errors import ConfigError
+from hf_zero.system.folder import told_of
 
-LIMIT_BYTES = 16 * 2**20
+LIMIT_BYTES = 16 * 2**20  # of a configuration
+SMALL_BYTES = 64 * 2**10  # of a name, a digest, a note
+_DENSE_BYTES = 1 << 20  # from here on a file of text is looked at for holes
+_DESCRIBED_BYTES = 32  # of data by a byte of description
+_KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
+_AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 
-def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = LIMIT_BYTES) -> str:
-    """The text of a UTF-8 file; a byte order mark at its beginning is dropped.
+def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = False, within: int | None = None) -> bytes:
+    """The content of a regular file; see [Note: bounded reading].
 
     Args:
-        path: The file; a pipe is read to its end.
+        path: The file; links are followed.
+        limit_bytes: The largest size that is read.
+        pipe: The user names the file, so it may be a pipe or a device such as ``/dev/null``, which is read to its end.
+        within: Descriptor of an open folder in which ``path`` is a name; a link is refused then.
+
+    Raises:
+        OSError: It cannot be read, or is no regular file; names the file.
+        ValueError: It is larger, has holes, or ``path`` holds a null character.
+    """
+    with opened(path, pipe, within) as descriptor:
+        found = os.fstat(descriptor)
+        if stat.S_ISREG(found.st_mode) and found.st_size > limit_bytes:
+            raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is: it has {found.st_size:,}")
+        if stat.S_ISREG(found.st_mode) and found.st_size > _DENSE_BYTES and _first_hole(descriptor, found.st_size) < found.st_size:
+            raise ValueError(f"it has holes, which no text has: of its {found.st_size:,} bytes some were never written")
+        parts, room = [], limit_bytes + 1
+        while room > 0 and (data := os.read(descriptor, min(room, 1 << 20))):
+            parts.append(data)
+            room -= len(data)
+    if room <= 0:
+        raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is")
+    return b"".join(parts)
+
+
+@contextmanager
+def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None = None) -> Iterator[int]:
+    """The descriptor of a regular file, open for reading; arguments and errors as in ``read_bytes``."""
+    name = os.fspath(path)
+    flags = os.O_RDONLY | (0 if pipe else _AT_ONCE) | (getattr(os, "O_NOFOLLOW", 0) if within is not None else 0)
+    with told_of(name):
+        descriptor = os.open(name, flags, dir_fd=within)
+        try:
+            mode = os.fstat(descriptor).st_mode
+            if not (stat.S_ISREG(mode) or (pipe and (stat.S_ISFIFO(mode) or stat.S_ISCHR(mode)))):
+                kind = next((kind for is_kind, kind in _KINDS if is_kind(mode)), "a folder")
+                raise OSError(errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL, f"it is {kind}, and a regular file is wanted")
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+
+@contextmanager
+def opened_file(path: Path) -> Iterator[BinaryIO]:
+    """As ``opened``, as a file object."""
+    with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
+        yield file
+
+
+def limit_beside(path: Path) -> int:
+    """A bound in bytes for the file that describes all others of its folder: 16 MiB, or more where these hold much.
+
+    What counts is what was written into them, not how long they are: holes cost their sender nothing.
+    """
+    try:
+        if path.stat().st_size <= LIMIT_BYTES:
+            return LIMIT_BYTES
+        return LIMIT_BYTES + sum(_written_bytes(other) for other in path.parent.iterdir() if other != path) // _DESCRIBED_BYTES
+    except OSError:
+        return LIMIT_BYTES
+
+
+def _written_bytes(path: Path) -> int:
+    """Bytes of a regular file without its holes, as far as the file system tells; 0 of everything else."""
+    try:
+        with opened(path) as descriptor:
+            found = os.fstat(descriptor)
+            blocks = found.st_blocks * 512
+            return min(found.st_size, blocks) if blocks else _first_hole(descriptor, found.st_size)  # of one that tells no blocks
+    except OSError:
+        return 0
+
+
+def _first_hole(descriptor: int, end: int) -> int:
+    """Where the first hole of a file begins; its end where there is none, or the file system knows of none."""
+    try:
+        hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
+        os.lseek(descriptor, 0, os.SEEK_SET)
+    except (OSError, AttributeError):
+        return end
+    return hole
+
+
+def read_text(path: str | os.PathLike[str], limit_bytes: int = SMALL_BYTES, within: int | None = None) -> str:
+    """The text of a regular UTF-8 file; arguments and errors as in ``read_bytes``."""
+    return read_bytes(path, limit_bytes, within=within).decode("utf-8")
+
+
+def read_first_line(path: Path) -> str:
+    """A name or digest that stands alone in a small file, without the spaces around it; what is no UTF-8 is replaced.
+
+    Raises:
+        OSError, ValueError: As ``read_bytes``.
+    """
+    return read_bytes(path, SMALL_BYTES).decode("utf-8", errors="replace").strip()
+
+
+def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = LIMIT_BYTES, pipe: bool = True) -> str:
+    """The text of a UTF-8 file that the user names; a byte order mark at its beginning is dropped.
+
+    Args:
+        path: The file.
         what: What it is, for messages: "config file".
         limit_bytes: The largest size that is read.
+        pipe: It may be a pipe, which is read to its end.
 
     Raises:
         ConfigError: It cannot be read, is larger, or is no UTF-8; names ``what`` and ``path``.
     """
     name = f"The {what} {os.fspath(path)!r}"
     try:
-        with Path(path).open("rb") as file:
-            data = file.read(limit_bytes + 1)
-    except (OSError, ValueError) as error:  # ValueError: a null character in the path
-        raise ConfigError(f"{name} cannot be read: {getattr(error, 'strerror', None) or error}") from error
-    if len(data) > limit_bytes:
-        raise ConfigError(f"{name} is larger than {limit_bytes:,} bytes, which none is; give the path of another file")
+        data = read_bytes(path, limit_bytes, pipe)
+    except OSError as error:
+        raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
+    except ValueError as error:
+        if "larger than" in str(error):
+            raise ConfigError(f"{name} is larger than {limit_bytes:,} bytes, which none is; give the path of another file") from error
+        raise ConfigError(f"{name} cannot be read: {error}") from error  # a null character in the path
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

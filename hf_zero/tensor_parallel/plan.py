@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import ConfigError
+from hf_zero.system import own_files
 from hf_zero.system.reading import read_json, reading
 
 Ranges = list[list[tuple[int, int]]]  # per rank, half-open ranges of indices
@@ -104,8 +105,15 @@ class TpPlan:
         return {"format": _FORMAT, "digest": _digest(data["modules"]), **data}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON."""
-        Path(path).write_text(json.dumps(self.to_dict(), indent=1) + "\n", encoding="utf-8")
+        """Writes the plan as JSON.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        try:
+            own_files.write_text(Path(path), json.dumps(self.to_dict(), indent=1) + "\n")
+        except OSError as error:
+            raise ConfigError(f"the plan cannot be written to {os.fspath(path)!r}: {error}") from error
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TpPlan:

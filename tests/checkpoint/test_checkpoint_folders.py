@@ -20,6 +20,7 @@ import torch
 from hf_zero.checkpoint.commit import folders, staging
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 from hf_zero.system.process import Process
 from tests.support.processes import REPO, environment
 
@@ -58,6 +59,33 @@ def test_newest_is_by_number_else_by_time(tmp_path: Path) -> None:
     assert folders.newest_complete(tmp_path) == tmp_path / "global_step10"
     os.utime(_finalized(tmp_path, "best") / "complete", ns=(5, 5))
     assert folders.newest_complete(tmp_path) == tmp_path / "best"
+
+
+def test_a_clock_that_was_set_back_makes_no_checkpoint_newer(tmp_path: Path) -> None:
+    """Where tags have no numbers, the steps in the index tell, and time where these are the same or absent."""
+    for number, (tag, text) in enumerate(
+        [("late", '{"counters": {"global_steps": 30}}'), ("early", '{"counters": {"global_steps": 20}}'), ("none", '{"counters": 5}')]
+    ):
+        os.utime(_finalized(tmp_path, tag, text) / "complete", ns=(number, number))
+    assert folders.newest_complete(tmp_path) == tmp_path / "late" and str(tmp_path / "late") in folders.say_newest(tmp_path)
+    os.utime(_finalized(tmp_path, "other", '{"counters": {"global_steps": 30}}') / "complete", ns=(9, 9))
+    assert folders.newest_complete(tmp_path) == tmp_path / "other"
+
+
+@pytest.mark.parametrize("name", ["latest", "t/index.json", "t/complete"])
+def test_a_file_that_the_disk_does_not_give_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    _finalized(tmp_path, "t", "{}")
+    own_files.write_text(tmp_path / "latest", "t")
+    read, broken = os.read, (tmp_path / name).stat().st_ino
+
+    def fail(descriptor: int, count: int) -> bytes:
+        if os.fstat(descriptor).st_ino == broken:
+            raise OSError(5, "Input/output error")
+        return read(descriptor, count)
+
+    monkeypatch.setattr(os, "read", fail)
+    with pytest.raises(CheckpointError, match=f"Input/output error: '{tmp_path / name}'"):
+        folders.read_index(folders.find_latest(tmp_path) or tmp_path)
 
 
 def test_latest_that_names_nothing_complete_gives_way_with_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +138,7 @@ def test_folders_of_killed_saves_are_removed_and_those_of_running_ones_stay(tmp_
 def test_a_file_that_is_renamed_while_one_looks_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 0 of a save in the background looks into the folder while others put their notes there."""
     (tmp_path / "stays").write_text("1234")
-    monkeypatch.setattr(Path, "iterdir", lambda folder: iter([folder / ".rank-00001.json.part", folder / "stays"]))
+    monkeypatch.setattr(Folder, "names", lambda folder: [".rank-00001.json.part", "stays"])
     assert {name: found.st_size for name, found in own_files.present_files(tmp_path).items()} == {"stays": 4}
 
 
@@ -297,10 +325,10 @@ def test_killed_between_the_renames_the_former_checkpoint_is_found(tmp_path: Pat
     staging.finalize(part, '{"n": 2}')
     rename = os.rename
 
-    def killed(source: Path, target: Path) -> None:
-        if Path(source) == part:
+    def killed(source: str, target: str, **folders: int) -> None:
+        if source == part.name:
             raise KeyboardInterrupt
-        rename(source, target)
+        rename(source, target, **folders)
 
     monkeypatch.setattr(os, "rename", killed)
     with pytest.raises(KeyboardInterrupt):

@@ -21,7 +21,7 @@ from hf_zero.errors import HfZeroError
 
 SECONDS = 2.0
 SPARE_BYTES = 64 << 20
-FAST, SLOW = 64, 2300  # inputs per reader
+FAST, SLOW = 64, 3000  # inputs per reader
 _STATM = Path("/proc/self/statm")
 
 

@@ -125,6 +125,6 @@ def test_what_is_mutated_is_valid(number: int) -> None:
 
 
 test_hostfiles, test_many_hostfiles = given_many(check_hostfile, 250, 4000, **HOST_CASES)
-test_files_of_variables, test_many_files_of_variables = given_many(check_variables, 150, 1500, **VARIABLE_CASES)
-test_filters, test_many_filters = given_many(check_filter, 150, 1500, **FILTER_CASES)
-test_variables_of_launchers, test_many_variables_of_launchers = given_many(check_placement, 100, 1000, **PLACEMENT_CASES)
+test_files_of_variables, test_many_files_of_variables = given_many(check_variables, 150, 3000, **VARIABLE_CASES)
+test_filters, test_many_filters = given_many(check_filter, 150, 3000, **FILTER_CASES)
+test_variables_of_launchers, test_many_variables_of_launchers = given_many(check_placement, 100, 3000, **PLACEMENT_CASES)

@@ -104,7 +104,7 @@ def test_wheel_is_pure_and_its_record_is_complete(wheel: Path) -> None:
                 data = archive.read(name)
                 assert digest == "sha256=" + base64.urlsafe_b64encode(hashlib.sha256(data).digest()).rstrip(b"=").decode()
                 assert int(size) == len(data)
-        assert archive.read("hf_zero.pth") == b"import sys; exec('try: import _hf_zero_startup\\nexcept ImportError: pass')\n"
+        assert archive.read("hf_zero.pth").startswith(b"import sys; ") and archive.read("hf_zero.pth").count(b"\n") == 1
     assert {"hf_zero/py.typed", "_hf_zero_startup.py", "hf_zero/deepspeed/alias/table.py"} <= names
     assert not {name for name in names if name.startswith(("tests", "examples", "benchmarks"))}
 
@@ -183,6 +183,32 @@ def test_a_hook_without_its_module_is_silent(wheel: Path, tmp_path: Path) -> Non
             path.rename(site / f"{gone}.gone")
         done = subprocess.run([str(python), "-B", "-c", question], env=env, capture_output=True, text=True, cwd="/", timeout=60)
         assert (done.returncode, done.stdout.strip(), done.stderr) == (0, answer, "")
+
+
+@pytest.mark.parametrize("kind", ["wheel", "editable"])
+def test_the_hook_loads_its_own_file_whatever_the_working_folder_holds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """``PYTHONPATH=:x`` begins the search path with the working folder, in every Python process."""
+    monkeypatch.syspath_prepend(str(REPO / "build_backend"))
+    from hf_zero_build import hook_line
+
+    site, here = tmp_path / "site", tmp_path / "here"
+    for folder in (site, here):
+        folder.mkdir()
+    own = (site if kind == "wheel" else tmp_path) / "_hf_zero_startup.py"
+    own.write_text("import sys; sys.own = __file__")
+    (site / "hf_zero.pth").write_text(hook_line(tmp_path if kind == "editable" else None))
+    (here / "_hf_zero_startup.py").write_text("print('code of the working folder ran')")
+    code = (
+        f"import site, sys; site.addsitedir({str(site)!r}); print(sys.own, sys.modules['_hf_zero_startup'].__file__)\n"
+        f"site.addsitedir({str(site)!r})"  # a second one does nothing
+    )
+    env = {**os.environ, "PYTHONPATH": ":x", "HF_ZERO": "0"}
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, cwd=here, timeout=60)
+    assert (done.stdout.split(), done.stderr) == ([str(own), str(own)], "")
+    own.unlink()
+    code = f"import site; print(1); site.addsitedir({str(site)!r})"
+    done = subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True, cwd=here, timeout=60)
+    assert (done.stdout, done.stderr) == ("1\n", "")
 
 
 @pytest.mark.slow

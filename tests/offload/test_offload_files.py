@@ -86,7 +86,7 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.offload.files import SwapFile, SwapFolder
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-file = SwapFile((folder := SwapFolder(sys.argv[1] + "/swap", 0)).path / "states.bin")
+file = SwapFile((folder := SwapFolder(sys.argv[1] + "/swap", 0)).path / "optimizer.bin")
 """
 WRITES = """
 buffer = HostMemory(torch.device("cpu")).empty(4 << 20, torch.uint8)
@@ -108,7 +108,7 @@ def start(seconds):
         assert os.read(ready, 1) == b"x"
         return child
     folder = SwapFolder(place, 0)
-    SwapFile(folder.path / "a.bin").reserve(4096)
+    SwapFile(folder.path / "parameters.bin").reserve(4096)
     os.write(told, b"x")
     time.sleep(seconds)
     raise RuntimeError("on purpose")
@@ -127,7 +127,7 @@ FORKING = """
 import os, sys
 from hf_zero.offload.files import SwapFile, SwapFolder
 folder = SwapFolder(sys.argv[1] + "/swap", 0)
-SwapFile(folder.path / "a.bin").reserve(4096)
+SwapFile(folder.path / "parameters.bin").reserve(4096)
 child = os.fork()
 if child == 0:
     sys.exit(0)
@@ -149,10 +149,10 @@ def rank(number, go, ready, checked):
     os.read(go, 1)
     time.sleep(random.choice([0, 0.002, 0.004, 0.006]))
     folder = SwapFolder(place, number)
-    SwapFile(folder.path / "a.bin").reserve(4096)
+    SwapFile(folder.path / "parameters.bin").reserve(4096)
     os.write(ready, b"x")
     os.read(checked, 1)
-    os._exit(0 if sorted(os.listdir(folder.path)) == ["a.bin", "in_use"] else 3)
+    os._exit(0 if sorted(os.listdir(folder.path)) == ["in_use", "parameters.bin"] else 3)
 
 lost = 0
 for start in range(STARTS):
@@ -195,14 +195,14 @@ def left_of(process: Ended) -> list[str]:
 
 def test_a_disk_without_room_is_named(ended: dict[str, Ended]) -> None:
     found = ended["no room"]
-    assert "OffloadError: cannot reserve 8.0 MiB at byte 0 of the swap file" in found.err and "states.bin" in found.err
+    assert "OffloadError: cannot reserve 8.0 MiB at byte 0 of the swap file" in found.err and "optimizer.bin" in found.err
     assert str(found.folder) in found.err and "are free there). Make room, or set nvme_path to another disk" in found.err
     assert left_of(found) == [], "the folder stayed after the exception"
 
 
 def test_a_failing_write_is_named_and_the_buffer_is_free_again(ended: dict[str, Ended]) -> None:
     text = ended["writes"].out
-    assert "caught cannot write" in text and "states.bin" in text and text.rstrip().endswith("[]")
+    assert "caught cannot write" in text and "optimizer.bin" in text and text.rstrip().endswith("[]")
 
 
 def test_a_read_behind_the_end_is_named(tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_folders_go_at_exit_and_those_of_killed_processes_with_the_next(ended: d
 def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
     folder = SwapFolder(tmp_path / "new", 3)
     assert folder.path.parent == tmp_path / "new" and "rank3" in folder.path.name
-    SwapFile(folder.path / "a.bin").reserve(1)
+    SwapFile(folder.path / "parameters.bin").reserve(1)
     del folder
     for _ in range(50):
         if not list((tmp_path / "new").iterdir()):
@@ -269,7 +269,7 @@ def test_ranks_that_start_together_keep_their_folders(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(files, "_try_lock", later)
     folder = SwapFolder(tmp_path, 0)
-    SwapFile(folder.path / "a.bin").reserve(1)
+    SwapFile(folder.path / "parameters.bin").reserve(1)
     assert sorted(tmp_path.iterdir()) == sorted([folder.path, others[0].path])  # type: ignore[attr-defined]
 
 
@@ -292,7 +292,7 @@ def test_what_others_keep_in_nvme_path_stays(tmp_path: Path) -> None:
 
 
 def test_a_forked_child_leaves_its_parents_folder(ended: dict[str, Ended]) -> None:
-    assert ended["forking"].out == "['a.bin', 'in_use']\n" and left_of(ended["forking"]) == []
+    assert ended["forking"].out == "['in_use', 'parameters.bin']\n" and left_of(ended["forking"]) == []
 
 
 def test_simultaneous_starts_lose_nothing(ended: dict[str, Ended]) -> None:

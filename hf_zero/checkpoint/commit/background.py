@@ -29,6 +29,7 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
 from hf_zero.system import exit_status, own_files
 from hf_zero.system.process import Process
+from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
 _ALIGNMENT_BYTES = 64
 _POLL_SECONDS = 0.05
@@ -188,11 +189,11 @@ class Background:
             for rank in sorted(waiting):
                 path = task.folder / staging.note_of(rank)
                 if path.is_file():
-                    found[rank] = Written.from_json(path.read_text(encoding="utf-8"), str(path))
+                    found[rank] = Written.from_json(read_text(path, limit_beside(path)), str(path))
                     own_files.remove_file(path)
                     waiting.discard(rank)
-                elif (task.folder / staging.failure_of(rank)).is_file():
-                    raise _ToldByRank(f"{(task.folder / staging.failure_of(rank)).read_text(encoding='utf-8')} (rank {rank})")
+                elif (failed := task.folder / staging.failure_of(rank)).is_file():
+                    raise _ToldByRank(f"{read_first_line(failed)} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
             present = {name: found.st_size for name, found in own_files.present_files(task.folder).items()}

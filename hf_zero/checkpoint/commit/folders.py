@@ -10,7 +10,10 @@ from pathlib import Path
 from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.system.reading import whole_json
+from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
+_TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
 _PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 
@@ -21,7 +24,9 @@ def check_tag(tag: str) -> str:
     Raises:
         CheckpointError: It is empty, hidden, or more than one path component.
     """
-    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or "\0" in tag or tag in (LATEST_FILE, SCRIPT_FILE):
+    if len(tag.encode("utf-8", "replace")) > _TAG_BYTES:
+        raise CheckpointError(f"the checkpoint tag {tag[:40]!r}... has {len(tag)} characters, too many for a folder; give a shorter one")
+    if not tag or tag.startswith(".") or "/" in tag or os.sep in tag or "\0" in tag or tag.casefold() in (LATEST_FILE, SCRIPT_FILE):
         raise CheckpointError(
             f"the checkpoint tag {tag!r} cannot name a folder; use a name like 'global_step100' without slashes and without a leading dot"
         )
@@ -48,15 +53,17 @@ def read_latest(load_dir: Path) -> str | None:
     """The tag that ``latest`` names, or None when there is no such file.
 
     Raises:
-        CheckpointError: It names no folder name.
+        CheckpointError: It cannot be read, or names no folder name.
     """
     path = load_dir / LATEST_FILE
-    if not path.is_file():
+    if not path.exists():
         return None
     try:
-        return check_tag(path.read_text(encoding="utf-8", errors="replace").strip())
+        return check_tag(read_first_line(path))
     except CheckpointError as error:
         raise CheckpointError(f"{path}: {error}") from error
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
 def find(load_dir: Path, tag: str) -> Path:
@@ -114,7 +121,7 @@ def is_complete(folder: Path) -> bool:
 
 
 def newest_complete(load_dir: Path) -> Path | None:
-    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else the one finished last."""
+    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else with the most steps."""
     return next(iter(complete_ones(load_dir).values()), None)
 
 
@@ -134,14 +141,30 @@ def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
     numbers = {tag: re.search(r"(\d+)$", tag) for tag, _ in found}
     if all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in numbers}) == 1:
         return sorted(found, key=lambda item: int(numbers[item[0]][1]), reverse=True)  # type: ignore[index]
-    return sorted(found, key=lambda item: (item[1] / MARKER_FILE).stat().st_mtime_ns, reverse=True)
+    return sorted(found, key=lambda item: _age(item[1]), reverse=True)
+
+
+def _age(folder: Path) -> tuple[int, int]:
+    """The optimizer steps that were made when a checkpoint was saved, as its index tells, and then when it was finished.
+
+    A clock may have been set back, or be another machine's; steps only go up.
+    """
+    path = folder / INDEX_FILE
+    index = whole_json(path, limit_beside(path))
+    counters = index.get("counters") if isinstance(index, dict) else None
+    steps = counters.get("global_steps") if isinstance(counters, dict) else None
+    try:
+        finished = (folder / MARKER_FILE).stat().st_mtime_ns
+    except OSError:  # it is being removed
+        finished = 0
+    return (steps if type(steps) is int else -1), finished
 
 
 def marker_of(folder: Path) -> str:
     """The digest of the index of a complete checkpoint; empty when it is being removed."""
     try:
-        return (folder / MARKER_FILE).read_text(encoding="utf-8", errors="replace").strip()
-    except OSError:
+        return read_first_line(folder / MARKER_FILE)
+    except (OSError, ValueError):
         return ""
 
 
@@ -150,7 +173,7 @@ def say_newest(save_dir: Path) -> str:
     found = newest_complete(save_dir)
     if found is None:
         beside = (newest_complete(folder) for folder in save_dir.absolute().parent.iterdir() if folder.is_dir())
-        found = max((folder for folder in beside if folder), key=lambda folder: (folder / MARKER_FILE).stat().st_mtime_ns, default=None)
+        found = max((folder for folder in beside if folder), key=_age, default=None)
     return f"the newest complete one is {found}" if found is not None else f"none is complete in {save_dir}, nor beside it"
 
 
@@ -167,9 +190,9 @@ def read_index(folder: Path) -> str:
     """
     path = folder / INDEX_FILE
     try:
-        text = path.read_text(encoding="utf-8")
-        expected = (folder / MARKER_FILE).read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
+        text = read_text(path, limit_beside(path))
+        expected = read_first_line(folder / MARKER_FILE)
+    except (OSError, ValueError) as error:
         raise CheckpointError(f"cannot read {path}: {error}") from error
     if digest(text) != expected:
         raise CheckpointError(f"{path} is damaged: its sha256 is {digest(text)}, {MARKER_FILE} says {expected[:64]!r}")

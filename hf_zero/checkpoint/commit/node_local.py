@@ -24,6 +24,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 from hf_zero.system.process import Process
 
 _WINDOW_BYTES = 4 << 20
@@ -122,12 +123,14 @@ def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list
 def _copy_file(net: Collectives, owner: int, source: Path, target: Path | None, nbytes: int, what: str) -> None:
     """Sends ``source`` of rank ``owner``, ``nbytes`` long, to the ranks that have a ``target``. An error is told after the last window."""
     problem: OSError | None = None
-    name = source if net.rank == owner else target
-    mode = "rb" if net.rank == owner else "xb"
     with ExitStack() as stack:
         file: Any = None
         try:
-            file = stack.enter_context(open(name, mode)) if name is not None else None
+            if net.rank == owner:
+                file = stack.enter_context(open(source, "rb"))
+            elif target is not None:
+                folder = stack.enter_context(Folder(target.parent))
+                file = stack.enter_context(os.fdopen(folder.create(target.name), "wb"))
         except OSError as error:
             problem = error
         for _ in range(0, nbytes, _WINDOW_BYTES):

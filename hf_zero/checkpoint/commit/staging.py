@@ -7,10 +7,10 @@ refused. What is replaced stays under another hidden name until the new checkpoi
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,10 @@ from hf_zero.checkpoint.format.names import FORMAT, INDEX_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger, note
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 from hf_zero.system.process import Process
+from hf_zero.system.reading import whole_json
+from hf_zero.system.text_file import read_bytes
 
 _SHARD = re.compile(
     r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|(onebit_worker|onebit_server|loco)_error)"
@@ -95,7 +98,7 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
         CheckpointError: As ``begin``.
     """
     _refuse_foreign(save_dir / tag)
-    save_dir.mkdir(parents=True, exist_ok=True)
+    own_files.make_folders(save_dir)
     own_files.sweep(save_dir)
     for folder in sorted(save_dir.glob(".*.part")):
         of = tag_of_staging(folder.name)
@@ -114,7 +117,14 @@ def _refuse_foreign(final: Path) -> None:
     advice = "choose another tag, or move it away"
     if final.is_symlink():
         raise CheckpointError(f"{final} is a link; {advice}")
-    if not final.exists() or is_complete(final) and _has_sign(final):
+    if not final.exists():
+        return
+    with Folder(final.parent) as save_dir, save_dir.below(final.name) if final.is_dir() else nullcontext() as there:
+        if not save_dir.has(final.name):
+            raise CheckpointError(f"{final} exists under a name that differs in capitals, and this disk does not tell them apart; {advice}")
+        if there is not None and not there.is_own(save_dir):
+            raise CheckpointError(f"{final} belongs to another user, so it cannot be replaced; {advice}")
+    if is_complete(final) and _has_sign(final):
         return
     names = sorted(path.name for path in final.iterdir() if path.is_dir() or not _is_ours(path.name)) if final.is_dir() else ["a file"]
     if names or not _has_sign(final):
@@ -129,10 +139,7 @@ def _has_sign(folder: Path) -> bool:
         return True
     if re.fullmatch(r"[0-9a-f]{64}", marker_of(folder)):
         return True
-    try:
-        index = json.loads((folder / INDEX_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return False
+    index = whole_json(folder / INDEX_FILE)
     return isinstance(index, dict) and index.get("format") == FORMAT
 
 
@@ -201,11 +208,11 @@ def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False)
     final, previous = save_dir / tag, previous_folder(save_dir, tag)
     if is_complete(final):
         _drop(previous, final)
-        os.rename(final, previous)
+        own_files.move(final, previous)
         note("checkpoint_aside", tag)
     elif final.exists():  # nobody can load it; what is complete may be the previous one of this name
         _remove_named(final)
-    os.rename(folder, final)
+    own_files.move(folder, final)
     own_files.remove_file(final / own_files.WRITER_FILE)
     own_files.sync_folder(save_dir)
     note("checkpoint_named", tag)
@@ -242,7 +249,7 @@ def _drop(folder: Path, kept: Path) -> None:
     own_files.remove_file(folder / MARKER_FILE)  # first: from here on nobody takes it for complete
     for path in list(folder.iterdir()):
         if (path.is_dir() or not _is_ours(path.name)) and not os.path.lexists(kept / path.name):
-            os.rename(path, kept / path.name)
+            own_files.move(path, kept / path.name)
     _remove_named(folder)
 
 
@@ -257,12 +264,16 @@ def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
     final, previous = save_dir / tag, previous_folder(save_dir, tag)
     if is_complete(previous) and (tag, marker_of(previous)) in wanted and (not is_complete(final) or (tag, marker_of(final)) not in wanted):
         _drop(final, previous)
-        os.rename(previous, final)
+        own_files.move(previous, final)
         own_files.sync_folder(save_dir)
 
 
 def write_script(save_dir: Path) -> None:
     """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
     script, path = (Path(__file__).parents[1] / SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
-    if path.is_symlink() or not path.is_file() or path.read_bytes() != script:
-        own_files.write_text(path, script.decode())
+    try:
+        there = None if path.is_symlink() else read_bytes(path, len(script))
+    except (OSError, ValueError):
+        there = None
+    if there != script:
+        own_files.write_bytes(path, script)

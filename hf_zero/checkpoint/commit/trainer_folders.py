@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import zipfile
@@ -13,6 +12,10 @@ from hf_zero.checkpoint.commit.folders import complete_or_previous, read_latest
 from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.system.reading import whole_json
+from hf_zero.system.text_file import limit_beside, opened_file
+
+_STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each record
 
 
 def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -46,24 +49,32 @@ def _is_whole_trainer_checkpoint(folder: Path) -> bool:
 
     Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
     """
-    try:
-        state = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
-        tag = read_latest(folder)
-    except (OSError, ValueError, CheckpointError):
+    if not isinstance(whole_json(folder / "trainer_state.json", _STATE_BYTES), dict):
         return False
-    if not isinstance(state, dict):
+    try:
+        tag = read_latest(folder)
+    except CheckpointError:
         return False
     if tag is None:
         return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
     found = complete_or_previous(folder, tag)
-    return found is not None and all(zipfile.is_zipfile(folder / name) for name in _random_states(found))
+    return found is not None and all(_is_archive(folder / name) for name in _random_states(found))
+
+
+def _is_archive(path: Path) -> bool:
+    """Whether a file is whole, as ``torch.save`` writes it."""
+    try:
+        with opened_file(path) as file:
+            return zipfile.is_zipfile(file)
+    except OSError:
+        return False
 
 
 def _random_states(checkpoint: Path) -> Iterator[str]:
     """Names of Trainer's files beside a checkpoint of ours; none when that was converted, or does not say how many ranks wrote it."""
-    try:
-        index = json.loads((checkpoint / INDEX_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
+    path = checkpoint / INDEX_FILE
+    index = whole_json(path, limit_beside(path))
+    if index is None:
         return
     world = index.get("world") if isinstance(index, dict) and index.get("library") != CONVERTED else 0
     if world == 1:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -20,7 +20,7 @@ from hf_zero.system.reading import read_json
 
 # What makes a folder of weights a model that from_pretrained takes.
 _OF_A_MODEL = (
-    "config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
+    "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
     "image_processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
@@ -32,40 +32,56 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
     Raises:
         CheckpointError: ``config.json`` is no JSON object.
     """
-    for pattern in _OF_A_MODEL:
-        for path in sorted(place.glob(pattern)):
-            _copy(path, folder)
-    config = folder / "config.json"
-    if config.is_file():
-        data = read_json(config, CheckpointError)
-        if not isinstance(data, dict):
-            raise CheckpointError(f"{place / config.name} is a {type(data).__name__}, expected a JSON object")
-        for key in ("dtype", "torch_dtype"):
-            if isinstance(data.get(key), str):
-                data[key] = str(dtype).removeprefix("torch.")
-        own_files.write_text(config, json.dumps(data, indent=2) + "\n")
+    _copy_all([path for pattern in _OF_A_MODEL for path in sorted(place.glob(pattern))], folder)
+    config, source = folder / "config.json", place / "config.json"
+    if not config.is_file() and not _may_be_copied(source):
+        return
+    read = config if config.is_file() else source
+    data = read_json(read, CheckpointError)
+    if not isinstance(data, dict):
+        raise CheckpointError(f"{read} is a {type(data).__name__}, expected a JSON object")
+    for key in ("dtype", "torch_dtype"):
+        if isinstance(data.get(key), str):
+            data[key] = str(dtype).removeprefix("torch.")
+    own_files.write_text(config, json.dumps(data, indent=2) + "\n")
 
 
 def copy_beside(place: Path, folder: Path) -> None:
     """What Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
-    for path in sorted(place.iterdir()):
-        if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp":
+    found = sorted(place.iterdir())
+    _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)
+
+
+def _copy_all(paths: Sequence[Path], folder: Path) -> None:
+    """Copies files; of names that differ in capitals alone the first one, as not every disk tells them apart."""
+    known: dict[str, Path] = {}
+    for path in paths:
+        first = known.setdefault(path.name.casefold(), path)
+        if first.name == path.name:
             _copy(path, folder)
+        elif path.is_file():
+            logger.warning("%s has the name of %s but for capitals: it is not copied", path, first.name)
 
 
 def _copy(path: Path, folder: Path) -> None:
     """Copies a file that is not in ``folder`` already; see [Note: links]."""
-    if not path.is_file() or os.path.lexists(folder / path.name):
-        return
-    if not _stays_inside(path):
+    if path.is_file() and not os.path.lexists(folder / path.name) and _may_be_copied(path):
+        own_files.copy_file(path.resolve(), folder / path.name)
+
+
+def _may_be_copied(path: Path) -> bool:
+    """Whether there is something that is no link to elsewhere; says so where it is one."""
+    if not path.exists():
+        return False
+    if not stays_inside(path):
         logger.warning(
             "%s is a link to %s, outside of its folder: it is not copied. Copy it yourself if it belongs there", path, path.resolve()
         )
-        return
-    shutil.copyfile(path.resolve(), folder / path.name)
+        return False
+    return True
 
 
-def _stays_inside(path: Path) -> bool:
+def stays_inside(path: Path) -> bool:
     """Whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
     folder, target = path.parent.resolve(), path.resolve()
     if target.is_relative_to(folder):

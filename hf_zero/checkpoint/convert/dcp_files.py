@@ -15,6 +15,7 @@ from hf_zero.checkpoint.convert.pickle_names import Inert
 from hf_zero.checkpoint.convert.torch_files import load_pickle, load_torch_bytes
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
+from hf_zero.system.text_file import opened_file
 
 METADATA = ".metadata"
 _MODULE = "torch.distributed."
@@ -136,7 +137,7 @@ class DcpFolder:
 
     def _item(self, place: _Place, name: str) -> Any:
         what = f"{self.folder / place.file} (item {name!r} at byte {place.offset})"
-        with reading(what, CheckpointError), open(self.folder / place.file, "rb") as file:
+        with reading(what, CheckpointError), opened_file(self.folder / place.file) as file:
             file.seek(place.offset)
             data = bytearray(file.read(place.nbytes))
             if len(data) != place.nbytes:

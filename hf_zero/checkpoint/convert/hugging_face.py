@@ -20,6 +20,7 @@ from hf_zero.checkpoint.model.model_files import split_by_size
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 from hf_zero.system.reading import read_json, reading, shown
 
 _SAFE, _PICKLE = "model.safetensors", "pytorch_model.bin"
@@ -39,6 +40,12 @@ def read_hugging_face(folder: Path, trust_pickle: bool) -> Source:
     """
     for name, read in ((_SAFE, _read_safe), (_PICKLE, _read_pickle)):
         files = _files(folder, name)
+        for path in [*files, folder / (name + _INDEX)] if files else ():
+            if path.is_symlink() and not companions.stays_inside(path):
+                raise CheckpointError(
+                    f"{path} is a link to {path.resolve()}, outside of its folder: the folder would choose which file of this machine is "
+                    "read. Put the file itself there"
+                )
         if files:
             if name == _PICKLE:
                 require_trust(trust_pickle, next(iter(files)))
@@ -121,23 +128,24 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     entries = [Entry(param.value.name, *_cast(param.value, dtype)) for param in source.params]
     entries += [Entry(buffer.name, *_cast(buffer, buffer.row.dtype)) for buffer in source.buffers]
     shards = split_by_size(entries, limit)
-    folder.mkdir(parents=True, exist_ok=True)
+    own_files.make_folders(folder)
     own_files.sweep(folder)
     count = len(shards)
     names = [_SAFE] if count == 1 else [f"model-{number:05d}-of-{count:05d}.safetensors" for number in range(1, count + 1)]
-    for name, members in zip(names, shards, strict=True):
-        hidden = folder / own_files.hidden_name(name)
-        try:
-            write_tensor_file(hidden, members, progress)
-            hidden.replace(folder / name)
-        except BaseException:
-            own_files.remove_file(hidden)
-            raise
-    if count > 1:
-        weight_map = {entry.name: name for name, members in zip(names, shards, strict=True) for entry in members}
-        total = sum(entry.nbytes for entry in entries)
-        text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
-        own_files.write_text(folder / (_SAFE + _INDEX), text + "\n")
+    with Folder(folder) as opened:
+        for name, members in zip(names, shards, strict=True):
+            hidden = own_files.hidden_name(name)
+            try:
+                write_tensor_file(folder / hidden, members, progress, folder=opened)
+                opened.move(hidden, name)
+            except BaseException:
+                own_files.remove_file(folder / hidden, opened)
+                raise
+        if count > 1:
+            weight_map = {entry.name: name for name, members in zip(names, shards, strict=True) for entry in members}
+            total = sum(entry.nbytes for entry in entries)
+            text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+            own_files.write_text(folder / (_SAFE + _INDEX), text + "\n", opened)
     for place in beside:
         companions.copy_companions(place, folder, dtype)
     return [folder / name for name in names]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import warnings
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from hf_zero.checkpoint.format.json_records import read_record
 from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
+from hf_zero.system import own_files
 from hf_zero.system.reading import parse_json, reading, shown
 
 _OURS = "hf_zero"  # an object with what the names above have no place for
@@ -95,10 +97,9 @@ def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
     """Writes ``source`` for ``torch.distributed.checkpoint.load``; holds the tensor that is being written.
 
     Raises:
-        CheckpointError: The folder has such a checkpoint already, or it cannot be written.
+        CheckpointError: Something is in the folder already, or it cannot be written.
     """
-    if (folder / METADATA).exists():
-        raise CheckpointError(f"{folder} holds a checkpoint already; choose another folder")
+    _require_empty(folder)
     rows = {f"model.{tensor.name}": tensor for tensor in (*(param.value for param in source.params), *source.buffers)}
     state: dict[str, Any] = {}
     for param in source.params:
@@ -113,10 +114,22 @@ def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
     state[_OURS] = _own(source)
     state.update({name: torch.empty(tensor.shape, dtype=tensor.row.dtype, device="meta") for name, tensor in rows.items()})
     try:
-        with _alone():
-            save(state, storage_writer=FileSystemWriter(folder), planner=_Streaming(rows, progress), no_dist=True)
+        own_files.make_folders(folder)
+        with _alone(), own_files.for_library(folder, last=METADATA) as inside:
+            save(state, storage_writer=FileSystemWriter(inside), planner=_Streaming(rows, progress), no_dist=True)
     except Exception as error:  # torch wraps whatever happened
         raise CheckpointError(f"cannot write {folder}: {error}") from error
+
+
+def _require_empty(folder: Path) -> None:
+    """Refuses a folder with anything in it: its files would be parts of the checkpoint, or be replaced."""
+    if os.path.lexists(folder) and not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder; choose another name")
+    found = sorted(os.listdir(folder)) if folder.is_dir() else []
+    if METADATA in found:
+        raise CheckpointError(f"{folder} holds a checkpoint already; choose another folder")
+    if found:
+        raise CheckpointError(f"{folder} is not empty (it holds {shown(found[0])}); choose another folder")
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from hf_zero.checkpoint.convert.pickle_names import Inert, Name, Names
 from hf_zero.checkpoint.convert.pickles import Machine
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
+from hf_zero.system.text_file import limit_beside, opened_file, read_bytes
 
 _LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of files from before PyTorch 1.6
 _LEGACY_PROTOCOL = 1001
@@ -41,7 +42,7 @@ def load_torch_file(path: Path) -> Any:
     Raises:
         CheckpointError: It cannot be read, or is damaged; names the file.
     """
-    with reading(path, CheckpointError), open(path, "rb") as file:
+    with reading(path, CheckpointError), opened_file(path) as file:
         nbytes = file.seek(0, io.SEEK_END)
         if nbytes == 0:
             raise ValueError("it is empty")
@@ -63,7 +64,7 @@ def load_pickle(path: Path) -> Any:
         CheckpointError: It cannot be read; names the file.
     """
     with reading(path, CheckpointError):
-        data = path.read_bytes()
+        data = read_bytes(path, limit_beside(path))
         return Machine(Names(len(data))).run(data)
 
 

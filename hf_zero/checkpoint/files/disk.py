@@ -20,6 +20,7 @@ import numpy as np
 
 from hf_zero.system import own_files
 from hf_zero.system.c_library import linux_function
+from hf_zero.system.folder import Folder
 
 try:
     import fcntl
@@ -72,14 +73,16 @@ class Disk:
         self._files, self._pending, self._free = [], [], None
 
     @contextmanager
-    def writing(self, path: Path, nbytes: int) -> Iterator[DiskFile]:
-        """The new file ``path``, which will have ``nbytes``; it is one of these from then on.
+    def writing(self, path: Path, nbytes: int, folder: Folder | None = None) -> Iterator[DiskFile]:
+        """The new file ``path``, which will have ``nbytes``; it is one of these from then on. ``folder`` is its folder, where that is open.
 
         Raises:
             FileExistsError: It is there.
             OSError: The file system refuses; names the file.
         """
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+        with contextlib.ExitStack() as stack:
+            place = folder if folder is not None else stack.enter_context(Folder(path.parent))
+            descriptor = place.create(path.name)
         file = DiskFile(self, path, descriptor, self._direct and nbytes >= DIRECT_FROM and _make_direct(descriptor))
         self._files.append(file)
         with file.named():

@@ -18,6 +18,7 @@ from hf_zero.checkpoint.format.names import CHUNK_BYTES
 from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown
+from hf_zero.system.text_file import opened
 
 # Windows that are fetched while one is verified and copied.
 _AHEAD = 2
@@ -70,9 +71,9 @@ class RangeReader:
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: the index lists no file {name}")
         try:
-            with open(self.folder / name, "rb", buffering=0) as file:
-                self._check_header(file.fileno(), name)
-                yield file.fileno()
+            with opened(self.folder / name) as descriptor:
+                self._check_header(descriptor, name)
+                yield descriptor
         except OSError as error:
             raise CheckpointError(f"cannot read {self.folder / name}: {error}") from error
 

@@ -14,13 +14,18 @@ from hf_zero.checkpoint.format.checksum import Checksum, digits_of
 from hf_zero.checkpoint.format.element_types import dtype_name
 from hf_zero.checkpoint.format.names import CHUNK_BYTES
 from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
+from hf_zero.system.folder import Folder
 
 # Bytes that are summed and written in turn: no more than a core's own cache holds.
 _SUMMED_BYTES = 8 * CHUNK_BYTES
 
 
 def write_tensor_file(
-    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None = None, disk: Disk | None = None
+    path: Path,
+    entries: Sequence[Entry],
+    progress: Callable[[int], object] | None = None,
+    disk: Disk | None = None,
+    folder: Folder | None = None,
 ) -> FileRecord:
     """Writes a new safetensors file and forces it to the disk.
 
@@ -31,6 +36,7 @@ def write_tensor_file(
         entries: What to write; names differ.
         progress: Told the bytes of each window that has been written.
         disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
+        folder: The folder of ``path``, where it is open.
 
     Returns:
         Where everything is, with checksums.
@@ -40,18 +46,20 @@ def write_tensor_file(
         OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
     """
     if disk is not None:
-        return _write_tensor_file(path, entries, progress, disk)
+        return _write_tensor_file(path, entries, progress, disk, folder)
     with Disk() as own:
-        record = _write_tensor_file(path, entries, progress, own)
+        record = _write_tensor_file(path, entries, progress, own, folder)
         own.sync()
     return record
 
 
-def _write_tensor_file(path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk) -> FileRecord:
+def _write_tensor_file(
+    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk, folder: Folder | None
+) -> FileRecord:
     ordered, window_buffer = in_file_order(entries), _HostWindow()
     header = header_of(ordered, path.name)
     tensors, end = {}, len(header)
-    with disk.writing(path, end + sum(entry.nbytes for entry in ordered)) as file:
+    with disk.writing(path, end + sum(entry.nbytes for entry in ordered), folder) as file:
         file.write(memoryview(header))
         for entry in ordered:
             checksum = Checksum()

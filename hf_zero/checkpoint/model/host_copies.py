@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import shutil
 import tempfile
@@ -13,6 +14,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.memory.budget import free_memory, gib
 from hf_zero.observe import logger
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
 
 SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
 
@@ -54,17 +56,20 @@ class HostCopies:
 
 def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
     """A (numel,) tensor in a new file without name, for all of which the disk has room."""
-    os.makedirs(folder, exist_ok=True)
-    descriptor, path = tempfile.mkstemp(prefix="hf_zero_", dir=folder)
-    try:
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(descriptor, 0, nbytes)
-        else:
-            os.ftruncate(descriptor, nbytes)
-        return torch.from_file(path, shared=True, size=numel, dtype=dtype)
-    finally:
-        os.close(descriptor)
-        own_files.remove_file(Path(path))
+    own_files.make_folders(Path(folder))
+    with Folder(Path(folder)) as opened:
+        name = own_files.hidden_name("spilled")
+        descriptor = opened.create(name, 0o600, reads=True)
+        try:
+            if hasattr(os, "posix_fallocate"):
+                os.posix_fallocate(descriptor, 0, nbytes)
+            else:
+                os.ftruncate(descriptor, nbytes)
+            pages = mmap.mmap(descriptor, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+        finally:
+            os.close(descriptor)
+            own_files.remove_file(opened.path / name, opened)
+    return torch.frombuffer(pages, dtype=dtype, count=numel)
 
 
 def _spill_folder(nbytes: int) -> str | None:

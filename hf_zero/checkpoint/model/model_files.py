@@ -15,6 +15,8 @@ import torch
 from hf_zero.checkpoint.files.header import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
+from hf_zero.system.folder import Folder
+from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 MAX_SHARD_SIZE = "50GB"  # transformers' own default
 _WINDOW_BYTES = 4 * 2**20
@@ -56,15 +58,16 @@ class ModelFiles:
         self._name = name
         self._total = sum(tensor.nbytes for tensor in tensors)
         self._planned = {tensor.name: tensor for tensor in tensors}
-        self._where: dict[str, tuple[Path, int]] = {}  # tensor -> hidden file, byte offset
-        self._final: dict[Path, str] = {}  # hidden file -> name
-        folder.mkdir(parents=True, exist_ok=True)
+        self._where: dict[str, tuple[str, int]] = {}  # tensor -> hidden file, byte offset
+        self._final: dict[str, str] = {}  # hidden file -> name
+        own_files.make_folders(folder)
         own_files.sweep(folder)
+        self._opened = Folder(folder)
         files = split_by_size(tensors, max_shard_size)
         stem = name.removesuffix(".safetensors")
         for number, members in enumerate(files, 1):
             final = name if len(files) == 1 else f"{stem}-{number:05d}-of-{len(files):05d}.safetensors"
-            hidden = folder / own_files.hidden_name(final)
+            hidden = own_files.hidden_name(final)
             self._final[hidden] = final
             try:
                 self._start_file(hidden, members)
@@ -72,14 +75,14 @@ class ModelFiles:
                 self.abort()
                 raise
 
-    def _start_file(self, hidden: Path, members: list[PlannedTensor]) -> None:
+    def _start_file(self, hidden: str, members: list[PlannedTensor]) -> None:
         ordered = in_file_order(members)
         header = header_of(ordered, self._final[hidden])
         end = len(header)
         for tensor in ordered:
             self._where[tensor.name] = (hidden, end)
             end += tensor.nbytes
-        with open(hidden, "xb") as file:
+        with os.fdopen(self._opened.create(hidden), "wb") as file:
             file.write(header)
             file.truncate(end)
 
@@ -98,7 +101,7 @@ class ModelFiles:
         step = _WINDOW_BYTES // planned.dtype.itemsize
         # Through a buffer of our own: numpy() on a unit's buffer would keep it from ever being released.
         staged = torch.empty(min(step, flat.numel()), dtype=planned.dtype)
-        with open(hidden, "r+b", buffering=0) as file:
+        with os.fdopen(self._opened.reopen(hidden), "r+b", buffering=0) as file:
             for start in range(0, flat.numel(), step):
                 window = staged[: min(step, flat.numel() - start)].copy_(flat[start : start + step])
                 data = memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]
@@ -109,24 +112,26 @@ class ModelFiles:
     def commit(self) -> None:
         """Forces everything to the disk and gives the files their names; then files of an earlier save under this name go away."""
         for hidden in self._final:
-            with open(hidden, "rb") as file:
+            with os.fdopen(self._opened.reopen(hidden), "rb") as file:
                 os.fsync(file.fileno())
         previous = self._previous_files()
         for hidden, final in self._final.items():
-            hidden.replace(self._folder / final)
+            self._opened.move(hidden, final)
         if len(self._final) > 1:
             weight_map = {name: self._final[hidden] for name, (hidden, _) in self._where.items()}
             text = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-            own_files.write_text(self._folder / self._index, json.dumps(text, indent=2, sort_keys=True) + "\n")
-        own_files.sync_folder(self._folder)
+            own_files.write_text(self._folder / self._index, json.dumps(text, indent=2, sort_keys=True) + "\n", self._opened)
+        self._opened.sync()
         kept = {*self._final.values(), self._index if len(self._final) > 1 else ""}
         for name in previous - kept:
-            own_files.remove_file(self._folder / name)
+            own_files.remove_file(self._folder / name, self._opened)
+        self._opened.close()
 
     def abort(self) -> None:
         """Removes what was begun."""
         for hidden in self._final:
-            own_files.remove_file(hidden)
+            own_files.remove_file(self._folder / hidden, self._opened)
+        self._opened.close()
 
     @property
     def _index(self) -> str:
@@ -136,7 +141,7 @@ class ModelFiles:
         """The files of the model that has this name now. Others that look like parts of one may be another model's."""
         shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
         try:
-            listed = json.loads((self._folder / self._index).read_text(encoding="utf-8"))["weight_map"].values()
+            listed = json.loads(read_text(self._index, LIMIT_BYTES, within=self._opened.descriptor))["weight_map"].values()
             shards = {name for name in listed if isinstance(name, str) and shard.fullmatch(name)}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
             shards = set()

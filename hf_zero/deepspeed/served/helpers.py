@@ -8,6 +8,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.deepspeed.served.accelerator import get_accelerator
 from hf_zero.errors import ConfigError
+from hf_zero.system import own_files
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 Item = TypeVar("Item")
@@ -101,7 +103,7 @@ def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: 
 
 def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
     """Makes the folder that the file will be in."""
-    os.makedirs(os.path.dirname(os.fspath(filename)) or ".", exist_ok=True)
+    own_files.make_folders(Path(filename).parent)
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:

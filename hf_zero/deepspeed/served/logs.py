@@ -16,6 +16,7 @@ import torch
 from hf_zero.comm.device import default_device
 from hf_zero.errors import ConfigError
 from hf_zero.observe import global_rank, logger, warn_once
+from hf_zero.system import own_files
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
@@ -54,7 +55,7 @@ def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None,
         raise ConfigError("print_json_dist(path=None): name the file to write")
     rank = global_rank()
     if ranks is None or rank in ranks or -1 in ranks:
-        Path(path).write_text(json.dumps({**message, "rank": rank}), encoding="utf-8")
+        own_files.write_text(Path(path), json.dumps({**message, "rank": rank}))
 
 
 def warning_once(message: str, *args: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import atexit
 import os
-import tempfile
+import re
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_stat
 from hf_zero.system import own_files
 
 _ENDING = ".pt"
+_OURS = re.compile(r"mp_rank_00_[0-9a-f]{12}_(optim|model)_states\.pt")
 _scratch: Path | None = None
 
 
@@ -84,9 +85,9 @@ def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Path, Index]:
 def _write(content: dict[str, Any], kind: str) -> str:
     global _scratch
     if _scratch is None:
-        _scratch = Path(tempfile.mkdtemp(prefix="hf_zero_state_files_"))
-        atexit.register(own_files.remove_folder, _scratch, lambda name: name.endswith(_ENDING), maker=os.getpid())
-    handle, name = tempfile.mkstemp(prefix="mp_rank_00_", suffix=f"_{kind}{_ENDING}", dir=_scratch)
-    os.close(handle)
-    torch.save(content, name)
-    return name
+        _scratch = own_files.scratch_folder("hf_zero_state_files_")
+        atexit.register(own_files.remove_folder, _scratch, lambda name: _OURS.fullmatch(name) is not None, maker=os.getpid())
+    path = _scratch / f"mp_rank_00_{os.urandom(6).hex()}_{kind}{_ENDING}"
+    with own_files.replacing(path) as file:
+        torch.save(content, file)
+    return str(path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +48,7 @@ def main(args: Any = None) -> None:
     folder = staging.begin(target.parent, target.name)
     try:
         for name in files:
-            shutil.copyfile(source / name, folder / name)
+            own_files.copy_file(source / name, folder / name)
         staging.finalize(folder, text)
         staging.publish(folder, target.parent, target.name)
     except BaseException:
