@@ -10,6 +10,7 @@ from torch import nn
 
 from hf_zero.build.mesh import shard_groups
 from hf_zero.build.policies import precision_policy
+from hf_zero.build.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
 from hf_zero.config.read import read_config
@@ -48,6 +49,7 @@ class Init:
     Raises:
         UnsupportedError: A refused argument is given.
         ConfigError: The configuration is wrong.
+        StateError: Ranks have other settings; on every rank.
     """
 
     def __init__(
@@ -84,6 +86,8 @@ class Init:
         if enabled:
             init_distributed()
             if source is not None:
+                if group is None:
+                    require_same_settings(source, call="zero.Init")
                 source = read_config(source)
                 config = resolve(_without_batch_sizes(source), world_size=1).config
                 dtype = dtype or precision_policy(config).param_dtype
