@@ -13,6 +13,7 @@ from hf_zero.build.axes import count_samples
 from hf_zero.build.mesh import mesh_of
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import axis_over, build_topology
 from hf_zero.config.alike import default_text, settings_of
@@ -22,28 +23,32 @@ from hf_zero.config.sources import hidden_size_of
 from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
 from hf_zero.errors import HfZeroError, StateError
 
-_SOURCE = "the configuration"
+_CALL, _SOURCE = "the call that ranks are in", "the configuration"
 
 
 def everyone_of(mpu: Any) -> Collectives:
-    """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's data-parallel group."""
+    """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's groups, the data-parallel one first."""
     if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
-        return open_collectives(axis_over(mpu.get_data_parallel_group()))
+        data, model = mpu.get_data_parallel_group(), model_parallel_group(mpu)
+        return open_collectives(axis_over(model if model is not None and data.size() == 1 else data))
     return open_collectives(own_topology(build_topology(None)))
 
 
-def require_same_settings(source: Any, mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None) -> None:
+def require_same_settings(
+    source: Any, mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None, call: str = "initialize"
+) -> None:
     """Returns when all ranks have the same resolved configuration, and the same versions of hf_zero and torch; collective.
 
     A rank with another stage, precision or accumulation would wait for what the others never send; one with another clipping would train
     by its own rule. So this comes before anything whose order depends on a setting. A rank whose configuration is refused comes here too:
-    it would leave the others waiting.
+    it would leave the others waiting. So does ``zero.Init``, which only stage 3 enters: it meets ranks that are in ``initialize`` already.
 
     Args:
         source: The configuration as the user gave it.
         mpu: As in ``initialize``.
         mesh_param: Likewise.
         model: The user's module.
+        call: Which call this is the first exchange of.
 
     Raises:
         StateError: They differ; on every rank, with each key, all values and their ranks.
@@ -57,9 +62,12 @@ def require_same_settings(source: Any, mpu: Any = None, mesh_param: Any = None, 
     except HfZeroError as refused:
         settings, error = {_SOURCE: f"refused ({refused})"}, refused
     versions = {"version of hf_zero": __version__, "version of torch": ".".join(torch.__version__.split(".")[:2])}
-    kinds = ranks_by_facts([fact(key, value) for key, value in {**versions, **settings}.items()], everyone, "settings")
+    facts = {_CALL: repr(call), **versions, **settings}
+    kinds = ranks_by_facts([fact(key, value) for key, value in facts.items()], everyone, "settings")
     if len(kinds) > 1:
         clauses = differing(kinds, default_text)
+        if clauses and clauses[0].startswith(_CALL):  # zero.Init knows of no batch
+            clauses = [clause for clause in clauses if clause.startswith((_CALL, "zero_optimization.stage is"))]
         told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # what cannot be read has no keys
         raise StateError(
             f"the ranks were given different settings: {told}. They cannot train together: give every rank the same configuration (a file "

@@ -21,7 +21,7 @@ _TELLING = frozenset(
 
 
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, str]:
-    """Return each value that is no default, by dotted path in order, but secrets and what may differ between ranks.
+    """The value of every key that is not its default, by dotted path in order; without secrets and what ranks may have otherwise.
 
     Args:
         resolved: Nested values with canonical names, as ``ResolvedConfig.resolved``.

@@ -13,6 +13,7 @@ from torch import nn
 from hf_zero.build.kept_types import kept_types
 from hf_zero.build.mesh import shard_groups
 from hf_zero.build.policies import kept_patterns, precision_policy
+from hf_zero.build.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
 from hf_zero.config.read import read_config
@@ -52,6 +53,7 @@ class Init:
     Raises:
         UnsupportedError: A refused argument is given.
         ConfigError: The configuration is wrong.
+        StateError: Ranks have other settings; on every rank.
     """
 
     def __init__(
@@ -89,6 +91,8 @@ class Init:
         if enabled:
             init_distributed()
             if source is not None:
+                if group is None:
+                    require_same_settings(source, call="zero.Init")
                 source = read_config(source)
                 config = resolve(_without_batch_sizes(source), world_size=1).config
                 precision, patterns = precision_policy(config), kept_patterns(config)

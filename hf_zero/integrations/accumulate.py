@@ -71,7 +71,8 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
     if said or (engine.accumulation.steps == 1 and not engine.accumulation.in_no_sync):
         before = engine.progress.global_steps
         method(wrapper, loss, *args, **kwargs)
-        loop.updates += engine.progress.global_steps - before
+        if engine.progress.global_steps > before:  # with the gradients that waited, if any
+            loop.updates, loop.waiting = loop.updates + 1, 0
         return None
     loop.waiting += 1
     if not loop.steps and loop.waiting > _MOST * engine.accumulation.steps and not engine.accumulation.in_no_sync:
@@ -99,7 +100,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
     loop = _loop_of(wrapper)
     if loop is None:
         return
-    updates, waiting, loop.updates, loop.waiting, loop.steps = loop.updates, loop.waiting, 0, 0, True
+    updates, loop.updates, loop.steps = loop.updates, 0, True
     if updates > 1:
         raise StateError(
             f"accelerator.backward() was called several times before optimizer.step() and has made {updates} updates: with DeepSpeed "
@@ -107,7 +108,8 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
             "Accelerator(gradient_accumulation_steps=N), leave your own division of the loss out, and put each micro-step inside `with "
             "accelerator.accumulate(model):`; add up several losses of one micro-step and call backward() once"
         )
-    if waiting and completes:
+    if loop.waiting and completes:
+        loop.waiting = 0
         wrapper.optimizer.step()
 
 

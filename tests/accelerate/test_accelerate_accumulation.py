@@ -114,13 +114,16 @@ def _said_by_blocks(no_sync: Callable[[Loop], Any]) -> Callable[[Loop], None]:
 
     def run(loop: Loop) -> None:
         accelerator, model, optimizer = loop.accelerator, loop.model, loop.optimizer
+        norms: list[float] = []
         for update in range(UPDATES):
             parts, items = loop.parts(update)
             for i, (inputs, targets) in enumerate(parts):
                 with no_sync(loop) if i < len(parts) - 1 else contextlib.nullcontext():
                     accelerator.backward(_sum(model(inputs), targets) * accelerator.num_processes / items)
+            norms.append(float(accelerator.clip_grad_norm_(model.parameters(), 1e6)))
             optimizer.step()
             optimizer.zero_grad()
+        torch.testing.assert_close(norms, _expected(loop.steps)[1], rtol=1e-5, atol=0)
 
     return run
 

@@ -77,6 +77,13 @@ def _configurations() -> None:
         assert text.startswith("the ranks were given different settings: "), text
         head = clause.partition("{}")[0]
         assert head in text and f"{value} on {others}" in text and f"{other} on {last}" in text, (case, text)
+    with pytest.raises(
+        StateError, match="zero_optimization.stage is 2 on .*, 3 on "
+    ) as caught:  # a model that is loaded sharded by one rank
+        if ranks.rank() == ranks.world() - 1:
+            hf_zero.zero.Init(config_dict_or_path={**CONFIG, **_stage(3)})
+        hf_zero.initialize(model=_model(), config={**CONFIG, **_stage(2)})
+    assert f"the call that ranks are in is 'initialize' on {others}, 'zero.Init' on {last}" in str(caught.value).replace('"', "'")
     unread = str(hf_zero) if ranks.rank() else {**CONFIG, **_sgd()}  # no file, no JSON
     text = _text_of("unread", model=_model(), config=unread)
     assert "the configuration is read on rank 0, refused (" in text and "train_batch_size" not in text, text
