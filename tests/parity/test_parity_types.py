@@ -70,9 +70,9 @@ def _logits(model: Any, inputs: dict[str, Tensor]) -> Tensor:
 
 def _far_positions(name: str, stages: tuple[int, ...]) -> None:
     changes = {"max_position_embeddings": 8192}
-    tokens = zoo.batch(name, torch.Generator().manual_seed(0))["input_ids"]
-    inputs = {"input_ids": tokens, "position_ids": 4096 + torch.arange(tokens.shape[1])[None]}
-    plain = zoo.build(name, changes=changes).eval()
+    tokens = zoo.batch(name, torch.Generator().manual_seed(0))["input_ids"].to(ranks.device())
+    inputs = {"input_ids": tokens, "position_ids": 4096 + torch.arange(tokens.shape[1], device=ranks.device())[None]}
+    plain = zoo.build(name, changes=changes).eval().to(ranks.device())
     rounded = copy.deepcopy(plain).bfloat16()
     for inner in rounded.modules():
         inner._buffers.update(
@@ -194,7 +194,7 @@ def _built_inside_init(dtype: str) -> None:
     plain = dict(build_mixed().named_parameters())
     for name, value in whole_parameters(model).items():
         wanted = plain[name] if "wide" in name or "norm" in name else plain[name].to(DTYPES[dtype])
-        assert value.dtype == wanted.dtype and torch.equal(value, wanted), name
+        assert value.dtype == wanted.dtype and torch.equal(value.cpu(), wanted), name
     sharded, whole = (train(initialize(each, run), MLP.rows, class_loss, run) for each in (model, build_mixed()))
     check_bitwise(sharded, whole, "built inside zero.Init")
 
@@ -228,7 +228,9 @@ def _statistics(stage: int) -> None:
 def _alike(engine: Any) -> dict[str, Tensor]:
     """Give all ranks rank 0's buffers, of which statistics differ, and return copies."""
     for buffer in engine.module.buffers():
-        dist.broadcast(buffer, 0)
+        value = buffer.cpu()
+        dist.broadcast(value, 0)
+        buffer.copy_(value)
     return {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
 
 

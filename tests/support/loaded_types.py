@@ -157,7 +157,7 @@ def _check_built(row: Row, model: nn.Module, run: Run, named: set[str], folder: 
     dtype = DTYPES[run.dtype]
     expected, buffers = expected_types(model, dtype, named), buffers_of(model)
     row.buffers = len(buffers)
-    plain = deepcopy(model)
+    plain = deepcopy(model).to(ranks.device())
     for name, param in plain.named_parameters():
         param.data = param.data.to(expected.get(name, param.dtype))
     engine = initialize(model, run)
@@ -234,8 +234,7 @@ def _logits(name: str, model: Any) -> Tensor | str | None:
     """The logits of a text model, or the error that its types end in; None for others."""
     if name not in {item.name for item in zoo.architectures()}:
         return None
-    batch = zoo.batch(name, torch.Generator().manual_seed(0))
-    batch.pop("labels")
+    batch = {key: value.to(ranks.device()) for key, value in zoo.batch(name, torch.Generator().manual_seed(0)).items() if key != "labels"}
     if zoo.architecture(name).task == "seq2seq":
         batch["decoder_input_ids"] = batch["input_ids"]
     model.eval()
@@ -257,7 +256,7 @@ def _shown(value: Any) -> str:
 
 def _same(mine: Any, theirs: Any) -> bool:
     if isinstance(mine, Tensor) and isinstance(theirs, Tensor):
-        return mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine.nan_to_num(), theirs.nan_to_num())
+        return mine.dtype == theirs.dtype and mine.shape == theirs.shape and torch.equal(mine.cpu().nan_to_num(), theirs.cpu().nan_to_num())
     return bool(mine == theirs)
 
 
