@@ -15,6 +15,7 @@ from hf_zero.comm.store import meeting, store_at_address, store_of_launcher
 from hf_zero.errors import ConfigError
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
+from hf_zero.system.last_words import tell_launcher
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -76,6 +77,7 @@ def init_distributed(
         ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
         CollectiveError: The ranks did not meet: rank 0 is not reached, or not all came.
     """
+    tell_launcher()
     device = default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)
