@@ -16,6 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.launch.parent import end_with_launcher
 from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
+from hf_zero.system.last_words import tell_launcher
 
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -78,6 +79,7 @@ def init_distributed(
         CollectiveError: The ranks did not meet: rank 0 is not reached, or not all came.
     """
     end_with_launcher()
+    tell_launcher()
     device = default_device()
     if device.type != "cpu":
         torch.accelerator.set_device_index(device.index)

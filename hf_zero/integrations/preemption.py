@@ -20,7 +20,7 @@ from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
 from hf_zero.integrations import callers
 from hf_zero.observe import log_rank0, warn_once
-from hf_zero.system import signals
+from hf_zero.system import last_words, signals
 from hf_zero.system.planning import planning
 
 _engines: list[weakref.ref[ConfiguredEngine]] = []  # those that train, in the order in which they were made, which is the same on all ranks
@@ -61,7 +61,9 @@ def end_preempted() -> NoReturn:
         engine.checkpoints.wait()
         engine.stepper.signal_of_any()  # type: ignore[union-attr]  # until then another rank may be writing files of the script's
     signals.end()
-    log_rank0("preempted by %s: %s. All ranks end with status %d", engines[0].preemption.signal, signals.newest(), PREEMPTED_STATUS)
+    told = f"preempted by {engines[0].preemption.signal}: {signals.newest()}. All ranks end with status {PREEMPTED_STATUS}"
+    log_rank0("%s", told)
+    last_words.leave(told)
     raise Preempted
 
 

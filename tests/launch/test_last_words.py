@@ -1,0 +1,74 @@
+"""What a launcher is told of a rank that fails, and how much the ranks print: the first failure, once."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.support.processes import Ended, run_forked
+
+# Each piece of code is a rank: where torchrun puts the files of two ranks of a node, and what it tells them.
+RANK = """
+import os, sys, time
+folder, name = os.path.dirname(sys.argv[1]), os.path.basename(sys.argv[1])
+job, place = name.split("-")
+os.makedirs(f"{folder}/errors/{job}/{place}", exist_ok=True)
+os.environ.update(RANK=place, LOCAL_RANK=place, TORCHELASTIC_ERROR_FILE=f"{folder}/errors/{job}/{place}/error.json")
+from hf_zero.errors import CollectiveError, ConfigError, StateError
+from hf_zero.system.last_words import tell_launcher
+tell_launcher()
+tell_launcher()
+"""
+NETWORK = "raise RuntimeError('[.../gloo/transport/tcp/pair.cc] Connection closed by peer')"
+FAILURES = {
+    "shared-0": "time.sleep(0.3)\nraise StateError('all ranks have this')",
+    "shared-1": "raise StateError('all ranks have this')",
+    "cause-0": "try:\n    " + NETWORK + "\nexcept RuntimeError as error:\n    raise CollectiveError('others are gone') from error",
+    "cause-1": "raise ValueError('on purpose')",
+    "key-0": "def deep():\n    raise ConfigError('a key\\nis wrong')\ndeep()",
+    "key-1": "raise ConfigError('a key of this rank alone')",
+    "ends-0": "raise KeyboardInterrupt",
+    "ends-1": "sys.exit(3)",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ended]:
+    codes = {name: RANK + code for name, code in FAILURES.items()}
+    return run_forked(codes, tmp_path_factory.mktemp("ends"), "import torch, hf_zero.system.last_words")
+
+
+def told(found: Ended) -> tuple[str, int]:
+    """The message of an error file and its time, as torch reads them."""
+    job, place = found.folder.name.split("-")
+    path = Path(found.folder.parent, "errors", job, place, "error.json")
+    message = json.loads(path.read_text())["message"]
+    assert message["message"] in message["extraInfo"]["py_callstack"]
+    return message["message"], int(message["extraInfo"]["timestamp"])
+
+
+def test_an_error_of_all_ranks_is_printed_by_one(ended: dict[str, Ended]) -> None:
+    assert told(ended["shared-0"])[0] == "StateError: all ranks have this" and "Traceback" in ended["shared-0"].err
+    assert ended["shared-1"].err == "[hf_zero] rank 1 ends with the same StateError as the first rank here\n"
+    assert told(ended["shared-1"])[1] > told(ended["shared-0"])[1]
+
+
+def test_the_first_failure_is_that_of_the_rank_that_failed(ended: dict[str, Ended]) -> None:
+    """Both within one second, and torch takes the earlier number."""
+    assert told(ended["cause-1"])[0] == "ValueError: on purpose" and told(ended["cause-0"])[0] == "CollectiveError: others are gone"
+    assert told(ended["cause-1"])[1] < told(ended["cause-0"])[1]
+    assert all("Traceback" in ended[name].err for name in ("cause-0", "cause-1"))
+
+
+def test_a_wrong_key_is_its_message_and_the_line_of_the_script(ended: dict[str, Ended]) -> None:
+    found = ended["key-0"].err.splitlines()
+    assert found[0].startswith("<script>:") and found[1:] == ["hf_zero.errors.ConfigError: a key", "is wrong"], found
+    assert "a key of this rank alone" in ended["key-1"].err, "what one rank alone has to say is said"
+
+
+def test_an_interruption_is_one_line_and_an_exit_none(ended: dict[str, Ended]) -> None:
+    found = ended["ends-0"]
+    assert found.err.startswith("[hf_zero] rank 0: interrupted in <script>, line") and found.err.count("\n") == 1, found
+    assert found.status != 0 and (ended["ends-1"].status, ended["ends-1"].err) == (3, "")
