@@ -58,7 +58,7 @@ CELL_VALUES: dict[str, tuple[Any, ...]] = {
     "accumulation": (1, 2),
     "clip": (0.0, 0.5),
     "frozen": ("none", *LAYERS),
-    "persist": (0, 20),
+    "persist": (0, 1000),
     "keep": (0, 1),
     "client": (0, 1),
     "tied": (0, 1),
@@ -146,11 +146,11 @@ KINDS: dict[str, Kind] = {
     "read": Kind({**_ONE, "what": ("dtype", "shape", "repr", "grad", "requires_grad", "names", "attribute"), "who": ("all", 0)}, "abc"),
     # Gradients and the optimizer.
     "write_grad": Kind({**_ONE, "who": ("all", 0)}, "c", "named"),
-    "set_grad": Kind(_ONE, "c", "named"),
+    "set_grad": Kind(_ONE, "c", "any"),
     "get_grad": Kind(_ONE, "c"),
-    "set_master": Kind(_ONE, "ac", "named"),
+    "set_master": Kind(_ONE, "ac", "any"),
     "get_master": Kind(_ONE, "abc"),
-    "set_moments": Kind(_ONE, "ac", "named"),
+    "set_moments": Kind(_ONE, "ac", "any"),
     "set_lr": Kind({"lr": (0.002, 0.05)}, "abc"),
     "zero_grad": Kind({"how": ("engine", "module", "optimizer")}, "ac"),
 }
@@ -160,7 +160,7 @@ KINDS: dict[str, Kind] = {
 NEEDS = {
     "load": Operation("save"),
     "average_in": Operation("average", (("how", "gathered"),)),
-    "remove_adapter": Operation("add_adapter", (("layer", "blocks.0"), ("how", "group"), ("trains", 1))),
+    "remove_adapter": Operation("add_adapter", (("layer", "blocks.0"), ("how", "bare"), ("trains", 1))),
 }
 
 
@@ -170,6 +170,8 @@ def refusal_words(operation: Operation) -> list[str]:
         return []
     # A tied matrix has two names; a write to a module may be refused by that of its parameter.
     found = [str(value) for key, value in operation.args if key in ("param", "layer")]
+    if operation.get("how") == "group":
+        found.append("param group")
     return found + [name for word in found if word in ("embed.weight", "head.weight") for name in ("embed.weight", "head.weight")]
 
 
@@ -196,7 +198,8 @@ class Course:
             "remove_adapter": layer in self.adapters,
             "load": "save" in self.done and between,
             "average_in": "average" in self.done,
-            "write_grad": self.waits and cell.accumulation == 1,
+            # At stage 3 the rank that writes is refused where it stands; others cannot know.
+            "write_grad": self.waits and cell.accumulation == 1 and (cell.stage < 3 or operation.get("who") == "all"),
             "set_grad": self.waits and cell.accumulation == 1,
             "get_grad": self.waits,
             "zero_grad": between or operation.get("how") == "engine",

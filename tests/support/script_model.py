@@ -82,6 +82,7 @@ class ScriptModel(nn.Module):
         if self.has_buffers:
             self.register_buffer("table", 1 + torch.rand(WIDTH) / 300)  # in bf16 another table
             self.register_buffer("running", torch.zeros(WIDTH))
+            self.register_buffer("squares", torch.ones(WIDTH))
             self.register_buffer("count", torch.zeros((), dtype=torch.int64))
 
     def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
@@ -107,9 +108,10 @@ class ScriptModel(nn.Module):
         if self.training:
             with torch.no_grad():
                 self.running.lerp_(hidden.detach().to(self.running.dtype).mean((0, 1)), 0.25)
+                self.squares.lerp_(hidden.detach().to(self.running.dtype).square().mean((0, 1)), 0.25)
                 self.count += 1
             return (hidden * self.table).to(hidden.dtype)
-        return (hidden * self.table - self.running).to(hidden.dtype)
+        return ((hidden * self.table - self.running) / self.squares.sqrt()).to(hidden.dtype)
 
 
 def _raise(_grad: Tensor) -> None:

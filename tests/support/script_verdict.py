@@ -166,7 +166,8 @@ def _attempt(status: Status, place: int, call: Any) -> Any:
     except Exception as error:
         status.place, status.error = place, f"{type(error).__name__}: {error}"
         package = "package" if isinstance(error, HfZeroError) else "script" if isinstance(error, (AssertionError, ScriptError)) else "other"
-        status.kind = "collective" if isinstance(error, CollectiveError) or "imed out" in str(error) else package
+        waited = isinstance(error, CollectiveError) or any(words in str(error) for words in ("imed out", "timeout of the process group"))
+        status.kind = "collective" if waited else package
         return None
 
 
