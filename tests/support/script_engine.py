@@ -233,7 +233,7 @@ class Zero:
 
     def read(self, param: str, what: str, who: Any) -> Seen:
         if who in ("all", self.rank):
-            script_model.read(what, self.engine.module, self.model.get_parameter(param))
+            script_model.read(what, self.engine.module, param)
         return {}
 
     # -- gradients and the optimizer ------------------------------------------------------------------------------------------

@@ -98,7 +98,8 @@ class Kind:
 
     Attributes:
         args: Values of each argument, the simplest first.
-        gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step.
+        gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step, "z" at the
+            end: what always raises.
         refusal: "never": it must be served. "named": an error on all ranks that names the parameter or layer of ``args`` will do.
             "any": an error of the package on all ranks will do.
     """
@@ -124,7 +125,7 @@ KINDS: dict[str, Kind] = {
     # Errors that the script catches.
     "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": _DATA}, "ac"),
     "fail_backward": Kind({"layer": LAYERS[:2], "data": _DATA}, "a"),
-    "bad_save": Kind({"who": ("all", 0), "what": ("none", "number")}, "a", "any"),
+    "bad_save": Kind({"who": ("all", 0), "what": ("none", "number")}, "z", "any"),
     # Files.
     "save": Kind({}, "abc"),
     "load": Kind({"which": ("last", "first")}, "a"),
@@ -273,7 +274,7 @@ def scripts(draw: Any) -> Script:
         for gap, name in (("a", "forward"), ("b", "backward"), ("c", "step")):
             operations += _others(draw, gap)
             operations.append(_drawn(draw, name))
-    operations += _others(draw, "a")
+    operations += [*_others(draw, "a"), *_others(draw, "z")]
     operations = list(_with_needs(operations))
     return Script(cell, tuple(keep_valid(Script(cell, tuple(operations)))))
 

@@ -49,6 +49,12 @@ KNOWN_OPEN: tuple[Known, ...] = (
         tuple(f"cell stage={stage} ranks=2 frozen=blocks.0; unfreeze layer=blocks.0; {_TRAIN}" for stage in range(4)),
     ),
     Known(
+        "B",
+        "client=1 | add_adapter how=group",
+        "the script's own optimizer takes the group, and ranks train what they added apart",
+        tuple(f"cell stage={stage} ranks=2 client=1; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}" for stage in range(4)),
+    ),
+    Known(
         "C",
         "| write how=assign at=b",
         "backward computes with the new values of a matrix, where PyTorch's saved view has the old ones",
@@ -168,6 +174,15 @@ KNOWN_OPEN: tuple[Known, ...] = (
         tuple(
             f"cell stage={stage} dtype=bf16 ranks=2; average how=plain; {_TRAIN}; average_in how=plain; forward data=1; backward; step"
             for stage in range(3)
+        ),
+    ),
+    Known(
+        "E",
+        "stage=3 ranks=2 | read what=attribute who=0 at=b",
+        "a rank that reads an attribute gathers alone, which pairs with the others' next gather",
+        (
+            f"cell stage=3 ranks=2; forward data=0; read param=blocks.0.up.weight what=attribute who=0; backward; step; {_TRAIN}",
+            "cell stage=3 ranks=2; forward data=0; read param=blocks.1.gain what=attribute who=0; evaluate data=20; backward; step",
         ),
     ),
     Known(

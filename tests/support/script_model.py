@@ -188,21 +188,22 @@ def compute(what: str, parameter: Tensor) -> Tensor:
         return torch.cat([parameter.detach().reshape(-1), torch.zeros(1, dtype=parameter.dtype)])
 
 
-def read(what: str, model: nn.Module, parameter: nn.Parameter) -> None:
-    """Look at what needs no values; a rank may do that alone."""
+def read(what: str, model: nn.Module, name: str) -> None:
+    """Look at what needs no values of the parameter ``name``; a rank may do that alone."""
+    if what == "attribute":  # as a script's log does
+        layer, _, last = name.rpartition(".")
+        assert getattr(model.get_submodule(layer), last).dtype.is_floating_point
+        return
+    parameter = model.get_parameter(name)
     if what == "dtype":
         assert parameter.dtype.is_floating_point
     elif what == "shape":
-        tuple(parameter.shape), parameter.ndim, parameter.device
+        assert len(tuple(parameter.shape)) == parameter.ndim and parameter.device is not None
     elif what == "repr":
-        repr(parameter), str(model)
+        assert repr(parameter) and str(model)
     elif what == "grad":
         assert parameter.grad is None or parameter.grad.shape is not None
     elif what == "requires_grad":
         assert parameter.requires_grad in (True, False)
-    elif what == "names":
+    else:
         assert len(list(model.named_parameters())) == len(dict(model.named_parameters()))
-    else:  # by the attribute, as a script's log does
-        layer: Any = model.get_submodule("blocks.1")
-        assert layer.up.weight.dtype.is_floating_point
-        assert model.get_submodule("head").weight.requires_grad in (True, False)

@@ -123,7 +123,7 @@ def around(operation: Operation, gap: str, cell: Cell) -> Script | None:
         cell = replace(cell, frozen=str(operation.get("layer")))
     lines = [str(NEEDS.get(operation.name, "")), "forward data=0", "backward", "step"]
     for place, line in (("a", "forward data=1"), ("b", "backward"), ("c", "step")):
-        lines += [str(operation) if place == gap else "", line]
+        lines += [str(operation) if place == gap.replace("z", "a") else "", line]
     script = parse("\n".join([cell_text(cell), *lines, "save_model", "forward data=2", "backward", "step", "evaluate data=21"]))
     return script if len(keep_valid(script)) == len(script.operations) else None
 
