@@ -56,6 +56,18 @@ KNOWN_OPEN: tuple[Known, ...] = (
     ),
     Known(
         "C",
+        "| write how=assign at=a",
+        "safe_get_full_fp32_param does not see what was assigned before the next backward; at stage 3 a copy of the module names nothing",
+        (
+            *(
+                f"cell stage={stage} ranks=2; write param=blocks.0.up.weight how=assign; get_master param=blocks.0.up.weight"
+                for stage in range(3)
+            ),
+            "cell stage=3 ranks=2; write param=blocks.0.up.weight how=assign; swa data=20",
+        ),
+    ),
+    Known(
+        "C",
         "| write how=assign at=b",
         "backward computes with the new values of a matrix, where PyTorch's saved view has the old ones",
         tuple(f"cell stage={stage}; forward data=0; write param=blocks.0.up.weight how=assign; backward; step" for stage in range(4)),
