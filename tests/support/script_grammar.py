@@ -1,0 +1,329 @@
+"""Scripts of the fuzzer as plain data: what a script may do, when, how it is drawn, and how it is written in a line."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import cache
+from typing import Any, NamedTuple
+
+from hypothesis import strategies
+
+PARAMETERS = ("blocks.0.up.weight", "blocks.1.gain", "embed.weight", "blocks.1.down.weight", "head.weight", "blocks.0.up.bias")
+LAYERS = ("blocks.0", "blocks.1", "head", "embed")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """Where a script runs.
+
+    Attributes:
+        stage: Of ZeRO.
+        dtype: "fp32" or "bf16".
+        ranks: Number of ranks.
+        accumulation: Micro-steps per optimizer step.
+        clip: Largest norm of all gradients; 0 is off.
+        frozen: Layer that is frozen when the engine is made, or "none".
+        persist: ``stage3_param_persistence_threshold``.
+        keep: Blocks stay unsharded between forward and backward.
+        client: The script brings its own torch optimizer.
+        tied: The head's matrix is the embedding's.
+        buffers: The model has a table, running statistics and a counter.
+        recompute: "none", "block", or "pieces" (reentrant, as often as the data asks).
+        looks: All values are compared after each "step", or at the "end" only.
+    """
+
+    stage: int = 0
+    dtype: str = "fp32"
+    ranks: int = 1
+    accumulation: int = 1
+    clip: float = 0.0
+    frozen: str = "none"
+    persist: int = 0
+    keep: int = 0
+    client: int = 0
+    tied: int = 0
+    buffers: int = 0
+    recompute: str = "none"
+    looks: str = "step"
+
+
+# Values of each field; the first is the simplest one.
+CELL_VALUES: dict[str, tuple[Any, ...]] = {
+    "stage": (0, 1, 2, 3),
+    "dtype": ("fp32", "bf16"),
+    "ranks": (1, 2),
+    "accumulation": (1, 2),
+    "clip": (0.0, 0.5),
+    "frozen": ("none", *LAYERS),
+    "persist": (0, 1000),
+    "keep": (0, 1),
+    "client": (0, 1),
+    "tied": (0, 1),
+    "buffers": (0, 1),
+    "recompute": ("none", "block", "pieces"),
+    "looks": ("step", "end"),
+}
+_OFTEN = {"stage": (0, 1, 2, 3, 3), "dtype": ("fp32", "bf16"), "ranks": (1, 2, 2, 2), "accumulation": (1, 1, 2)}
+
+
+class Operation(NamedTuple):
+    """One line of a script."""
+
+    name: str
+    args: tuple[tuple[str, Any], ...] = ()
+
+    def __str__(self) -> str:
+        return " ".join([self.name, *(f"{key}={value}" for key, value in self.args)])
+
+    def get(self, key: str) -> Any:
+        return dict(self.args).get(key)
+
+
+class Script(NamedTuple):
+    """A cell and what is done there, in order."""
+
+    cell: Cell
+    operations: tuple[Operation, ...]
+
+    def __str__(self) -> str:
+        return "\n".join([cell_text(self.cell), *map(str, self.operations)])
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What an operation may be given, and where it may stand.
+
+    Attributes:
+        args: Values of each argument, the simplest first.
+        gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step, "z" at the
+            end: what always raises.
+        refusal: "never": it must be served. "named": an error on all ranks that names the parameter or layer of ``args`` will do.
+            "any": an error of the package on all ranks will do.
+    """
+
+    args: dict[str, tuple[Any, ...]]
+    gaps: str
+    refusal: str = "never"
+
+
+_DATA = tuple(range(20, 26))
+_ONE: dict[str, tuple[Any, ...]] = {"param": PARAMETERS}
+KINDS: dict[str, Kind] = {
+    # The training itself, drawn in its own order.
+    "forward": Kind({"data": tuple(range(10))}, ""),
+    "backward": Kind({}, ""),
+    "step": Kind({}, "a"),
+    # Forwards without training.
+    "evaluate": Kind({"data": _DATA}, "abc"),
+    "generate": Kind({"data": _DATA, "lengths": ("same", "by_rank")}, "abc"),
+    "infer": Kind({"data": _DATA}, "abc"),
+    "call_module": Kind({"data": _DATA}, "abc"),
+    "forward_lost": Kind({"data": _DATA}, "a"),
+    # Errors that the script catches.
+    "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": _DATA}, "ac"),
+    "fail_backward": Kind({"layer": LAYERS[:2], "data": _DATA}, "a"),
+    "bad_save": Kind({"who": ("all", 0), "what": ("none", "number")}, "z", "any"),
+    # Files.
+    "save": Kind({}, "abc"),
+    "load": Kind({"which": ("last", "first")}, "a"),
+    "save_model": Kind({}, "abc"),
+    "state_dict": Kind({}, "abc"),
+    # What trains.
+    "freeze": Kind({"layer": LAYERS}, "abc", "named"),
+    "unfreeze": Kind({"layer": LAYERS}, "abc", "named"),
+    "add_adapter": Kind({"layer": LAYERS[:2], "how": ("group", "bare"), "trains": (1, 0)}, "ac", "named"),
+    "remove_adapter": Kind({"layer": LAYERS[:2]}, "ac", "named"),
+    # Values.
+    "write": Kind({**_ONE, "how": ("assign", "mul", "clamp", "copy", "data_mul", "data_copy")}, "abc", "named"),
+    "load_module": Kind({"how": ("engine", "module")}, "ac", "any"),
+    "gather_write": Kind({**_ONE, "modifier": (0, 1, "none"), "who": ("all", 0, 1)}, "abc", "named"),
+    "average": Kind({"how": ("gathered", "plain")}, "abc", "any"),
+    "average_in": Kind({"how": ("gathered", "plain")}, "abc", "any"),
+    "swa": Kind({"data": _DATA}, "ac", "any"),
+    "compute": Kind({**_ONE, "what": ("sum", "norm", "float", "clone", "compare", "cat")}, "abc", "named"),
+    "read": Kind({**_ONE, "what": ("dtype", "shape", "repr", "grad", "requires_grad", "names", "attribute"), "who": ("all", 0)}, "abc"),
+    # Gradients and the optimizer.
+    "write_grad": Kind({**_ONE, "who": ("all", 0)}, "c", "named"),
+    "set_grad": Kind(_ONE, "c", "any"),
+    "get_grad": Kind(_ONE, "c"),
+    "set_master": Kind(_ONE, "ac", "any"),
+    "get_master": Kind(_ONE, "abc"),
+    "set_moments": Kind(_ONE, "ac", "any"),
+    "set_lr": Kind({"lr": (0.002, 0.05)}, "abc"),
+    "zero_grad": Kind({"how": ("engine", "module", "optimizer")}, "ac"),
+}
+
+
+# What must have been done before.
+NEEDS = {
+    "load": Operation("save"),
+    "average_in": Operation("average", (("how", "gathered"),)),
+    "remove_adapter": Operation("add_adapter", (("layer", "blocks.0"), ("how", "bare"), ("trains", 1))),
+}
+
+
+def refusal_words(operation: Operation) -> list[str]:
+    """The names that an error which refuses ``operation`` may use; none where any error of the package will do."""
+    if KINDS[operation.name].refusal != "named":
+        return []
+    # A tied matrix has two names; a write to a module may be refused by that of its parameter.
+    found = [str(value) for key, value in operation.args if key in ("param", "layer")]
+    if operation.get("how") == "group":
+        found.append("param group")
+    return found + [name for word in found if word in ("embed.weight", "head.weight") for name in ("embed.weight", "head.weight")]
+
+
+class Course:
+    """How far a script has come: what the next operation needs.
+
+    Args:
+        cell: Where it runs.
+    """
+
+    def __init__(self, cell: Cell) -> None:
+        self.cell = cell
+        self.adapters: set[Any] = set()
+        self.done: set[str] = set()
+        self.held = self.waits = False  # a loss waits for its backward, gradients wait for their step
+
+    def take(self, operation: Operation) -> bool:
+        """Goes on with ``operation``, if it makes sense here in plain PyTorch; whether it does."""
+        name, layer, cell = operation.name, operation.get("layer"), self.cell
+        between = not self.held and not self.waits
+        makes_sense = {
+            "backward": self.held,
+            "add_adapter": layer not in self.adapters,
+            "remove_adapter": layer in self.adapters,
+            "load": "save" in self.done and between,
+            "average_in": "average" in self.done,
+            # At stage 3 the rank that writes is refused where it stands; others cannot know.
+            "write_grad": self.waits and cell.accumulation == 1 and (cell.stage < 3 or operation.get("who") == "all"),
+            "set_grad": self.waits and cell.accumulation == 1,
+            "get_grad": self.waits,
+            "zero_grad": between or operation.get("how") == "engine",
+            "fail_backward": between,
+            "bad_save": between,
+            "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,
+        }
+        # Reentrant recomputation has no gradients where its input needs none.
+        if not makes_sense.get(name, True) or cell.recompute == "pieces" and "embed" in (layer, cell.frozen):
+            return False
+        if name in ("add_adapter", "remove_adapter"):
+            self.adapters ^= {layer}
+        if name in ("forward", "backward", "step"):
+            self.held, self.waits = name == "forward", name == "backward" or name == "forward" and self.waits
+        self.done.add(name)
+        return True
+
+
+def valid(script: Script) -> bool:
+    """Whether every operation makes sense where it stands: what is loaded was saved, what is removed was added, and so on."""
+    course = Course(script.cell)
+    return all(course.take(operation) for operation in script.operations)
+
+
+# -- text ----------------------------------------------------------------------------------------------------------------
+
+
+def cell_text(cell: Cell) -> str:
+    """A cell as the first line of a script: the four settings that always matter, and what is not as usual."""
+    always = ("stage", "dtype", "ranks", "accumulation")
+    shown = [field for field in fields(Cell) if field.name in always or getattr(cell, field.name) != field.default]
+    return " ".join(["cell", *(f"{field.name}={getattr(cell, field.name)}" for field in shown)])
+
+
+def parse(text: str) -> Script:
+    """Read a script: lines or parts between semicolons, the first of which may be the cell."""
+    lines = [line.strip() for line in text.replace(";", "\n").splitlines()]
+    operations = [_parse_line(line) for line in lines if line and not line.startswith("#")]
+    cell = Cell()
+    if operations and operations[0].name == "cell":
+        cell = replace(cell, **dict(operations.pop(0).args))
+    unknown = [operation.name for operation in operations if operation.name not in KINDS]
+    if unknown:
+        raise ValueError(f"no operation is called {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    return Script(cell, tuple(operations))
+
+
+def _parse_line(line: str) -> Operation:
+    name, *parts = line.split()
+    return Operation(name, tuple((key, _parse_value(value)) for key, value in (part.split("=", 1) for part in parts)))
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return text
+
+
+# -- drawing -------------------------------------------------------------------------------------------------------------
+
+
+@strategies.composite
+def scripts(draw: Any) -> Script:
+    """Draw a script: up to three optimizer steps, with something else before, between and after their phases."""
+    cell = Cell(
+        **{name: draw(strategies.sampled_from(_OFTEN.get(name, values[:1] * 5 + values[1:]))) for name, values in CELL_VALUES.items()}
+    )
+    operations: list[Operation] = []
+    for _ in range(draw(strategies.integers(1, 3)) * cell.accumulation):
+        for gap, name in (("a", "forward"), ("b", "backward"), ("c", "step")):
+            operations += _others(draw, gap)
+            operations.append(_drawn(draw, name))
+    operations += [*_others(draw, "a"), *_others(draw, "z")]
+    operations = list(_with_needs(operations))
+    return Script(cell, tuple(keep_valid(Script(cell, tuple(operations)))))
+
+
+def _others(draw: Any, gap: str) -> Iterator[Operation]:
+    names = [name for name, kind in KINDS.items() if gap in kind.gaps]
+    for _ in range(draw(strategies.sampled_from((0, 0, 1, 1, 2)))):
+        yield _drawn(draw, draw(strategies.sampled_from(names)))
+
+
+def _with_needs(operations: Sequence[Operation]) -> Iterator[Operation]:
+    """Puts what an operation needs in its place where that is missing: a save for a load, and so on."""
+    before: set[Operation] = set()
+    for operation in operations:
+        need = NEEDS.get(operation.name)
+        if need is not None and not any(one.name == need.name for one in before):
+            operation = Operation(need.name, tuple((key, operation.get(key) or value) for key, value in need.args))
+        before.add(operation)
+        yield operation
+
+
+def _drawn(draw: Any, name: str) -> Operation:
+    return draw(strategies.sampled_from(variants(name)))
+
+
+@cache
+def variants(name: str) -> tuple[Operation, ...]:
+    """The operation with all its arguments."""
+    args = KINDS[name].args
+    return tuple(Operation(name, tuple(zip(args, values, strict=True))) for values in itertools.product(*args.values()))
+
+
+def keep_valid(script: Script) -> list[Operation]:
+    """The operations of ``script`` without those that make no sense after what is before them."""
+    course = Course(script.cell)
+    return [operation for operation in script.operations if course.take(operation)]
+
+
+def simpler(script: Script) -> Iterator[Script]:
+    """Scripts that do a little less, those that leave out most first."""
+    operations = script.operations
+    for size in (len(operations) // 2, 3, 2, 1):
+        for start in range(len(operations) - size + 1) if size else ():
+            yield Script(script.cell, operations[:start] + operations[start + size :])
+    for name, values in CELL_VALUES.items():
+        for value in values[: values.index(getattr(script.cell, name))]:
+            yield Script(replace(script.cell, **{name: value}), operations)
+    for index, operation in enumerate(operations):
+        for key, values in KINDS[operation.name].args.items():
+            for value in values[: values.index(operation.get(key))]:
+                args = tuple((name, value if name == key else old) for name, old in operation.args)
+                yield Script(script.cell, (*operations[:index], Operation(operation.name, args), *operations[index + 1 :]))
