@@ -28,7 +28,7 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hops import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
-from hf_zero.core.engine import EngineParts
+from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.generation import Generation
 from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole

@@ -21,7 +21,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
 from hf_zero.core.averages import AveragedWeights
-from hf_zero.core.engine import Engine, Restored
+from hf_zero.core.engine import Engine
+from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of

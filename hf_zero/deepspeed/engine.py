@@ -12,7 +12,7 @@ from torch import nn
 
 from hf_zero.checkpoint.model.export import consolidated_state_dict, write_model_files
 from hf_zero.checkpoint.model.model_files import MAX_SHARD_SIZE
-from hf_zero.core.engine import EngineParts
+from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.deepspeed import getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine

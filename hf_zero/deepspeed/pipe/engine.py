@@ -10,7 +10,8 @@ from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.engine import EngineParts, cast_floating
+from hf_zero.core.engine import cast_floating
+from hf_zero.core.engine_parts import EngineParts
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.pipe.batches import Feed, MicroBatch, agree
 from hf_zero.deepspeed.pipe.module import PipelineModule
