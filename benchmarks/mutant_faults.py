@@ -170,14 +170,20 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "ranks are not compared at a step",
-            "require_same_pace(self.collectives.data, self.runtime.micro_steps,",
-            "require_same_pace(self.collectives.data, 0,",
+            "same_pace(self.runtime.micro_steps)",
+            "same_pace(0)",
             ("tests/core/test_same_pace.py",),
+        ),
+        (
+            "hyper-parameters are not compared at a step",
+            ", same_groups(self.optimizer.inner)]",
+            "]",
+            ("tests/core/test_same_settings.py",),
         ),
     ),
     *_in(
         "core/step/accumulation.py",
-        ("one micro-step too many", ">= self.steps", "> self.steps", (ACCUMULATION, TRACE)),
+        ("one micro-step too many", "+ 1 >= self.steps", "+ 1 > self.steps", (ACCUMULATION, TRACE)),
         (
             "no_sync is ignored",
             "        if self._no_sync_depth:\n            return False\n",
@@ -192,8 +198,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "a cycle never begins anew",
+            "        self._in_cycle = self._steps_called = self._backwards = self._lost = 0\n",
             "        self._in_cycle = self._backwards = self._lost = 0\n",
-            "        self._backwards = self._lost = 0\n",
             (ACCUMULATION, TRACE),
         ),
     ),

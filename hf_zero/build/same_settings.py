@@ -28,8 +28,10 @@ _CALL, _SOURCE = "the call that ranks are in", "the configuration"
 
 def everyone_of(mpu: Any) -> Collectives:
     """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's groups, the data-parallel one first."""
-    if mpu is not None and hasattr(mpu, "get_data_parallel_group"):
-        data, model = mpu.get_data_parallel_group(), model_parallel_group(mpu)
+    joint = getattr(mpu, "get_sequence_data_parallel_group", None) or getattr(mpu, "get_data_parallel_group", None)
+    data = joint() if joint is not None else None
+    if data is not None:
+        model = model_parallel_group(mpu)
         return open_collectives(axis_over(model if model is not None and data.size() == 1 else data))
     return open_collectives(own_topology(build_topology(None)))
 

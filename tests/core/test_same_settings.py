@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -77,9 +78,11 @@ def _configurations() -> None:
         assert text.startswith("the ranks were given different settings: "), text
         head = clause.partition("{}")[0]
         assert head in text and f"{value} on {others}" in text and f"{other} on {last}" in text, (case, text)
-    with pytest.raises(
-        StateError, match="zero_optimization.stage is 2 on .*, 3 on "
-    ) as caught:  # a model that is loaded sharded by one rank
+    with mock.patch("hf_zero.build.same_settings.__version__", "9.9" if ranks.rank() == ranks.world() - 1 else "0.1"):
+        text = _text_of("version", model=_model(), config={**CONFIG, **_sgd()})
+        assert f"version of hf_zero is 0.1 on {others}, 9.9 on {last}" in text
+    # One rank loads its model sharded, where the others do not.
+    with pytest.raises(StateError, match="zero_optimization.stage is 2 on .*, 3 on ") as caught:
         if ranks.rank() == ranks.world() - 1:
             hf_zero.zero.Init(config_dict_or_path={**CONFIG, **_stage(3)})
         hf_zero.initialize(model=_model(), config={**CONFIG, **_stage(2)})

@@ -74,7 +74,7 @@ def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:
 
 def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -> None:
     if parameters_sharded:
-        first = next(line[0] for line in by_rank if line)
+        first = next((line[0] for line in by_rank if line), "a parameter that ranks with other parts of the model hold")
         raise StateError(
             f"{first}.grad was written by hand, and at stage 3 a rank has parts of parameters only. Call "
             "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
