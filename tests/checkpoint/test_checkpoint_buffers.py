@@ -1,4 +1,4 @@
-"""Buffers of another shape are refused like parameters of one, strict or not; those not in the checkpoint stay."""
+"""Buffers of another shape are refused like parameters of one, strict or not; whole models are written with buffers unrounded."""
 
 from __future__ import annotations
 
@@ -43,3 +43,48 @@ def _another_shape(folder: str) -> None:
 
 def test_a_buffer_of_another_shape_is_refused(tmp_path: Path) -> None:
     ranks.run_ranks(_another_shape, 2, str(tmp_path))
+
+
+BUFFERS = {"table": torch.float32, "exact": torch.float64, "coarse": torch.bfloat16}
+
+
+def _written(folder: str) -> None:
+    """Saves a model in fp16 whose buffers have three types, each with values that a narrower type would round."""
+    import hf_zero
+
+    model = nn.Linear(4, 4)
+    for name, dtype in BUFFERS.items():
+        model.register_buffer(name, torch.full((3,), 1 / 3, dtype=dtype))
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW"},
+        "zero_optimization": {"stage": 2},
+        "fp16": {"enabled": True},
+    }
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    engine.save_checkpoint(folder, "t")
+    engine.save_16bit_model(f"{folder}/whole", "model.safetensors")
+    engine.destroy()
+
+
+def test_whole_models_are_written_with_buffers_unrounded(tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    from hf_zero.checkpoint.convert.run import Conversion, convert
+    from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict, get_fp32_state_dict_from_zero_checkpoint
+
+    ranks.run_ranks(_written, 2, str(tmp_path))
+    convert(Conversion(tmp_path, tmp_path / "converted", dtype="bf16", quiet=True))
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "coarse", dtype="bf16")
+    convert_zero_checkpoint_to_fp32_state_dict(tmp_path, tmp_path / "fine")
+    wide = {**BUFFERS, "coarse": torch.float32}
+    for found, weights, buffers in (
+        (load_file(tmp_path / "whole" / "model.safetensors"), torch.float16, BUFFERS),
+        (load_file(tmp_path / "converted" / "model.safetensors"), torch.bfloat16, BUFFERS),
+        (load_file(tmp_path / "coarse" / "model.safetensors"), torch.bfloat16, BUFFERS),
+        (load_file(tmp_path / "fine" / "model.safetensors"), torch.float32, wide),
+        (get_fp32_state_dict_from_zero_checkpoint(tmp_path), torch.float32, wide),
+    ):
+        assert found["weight"].dtype == weights
+        assert {name: found[name].dtype for name in BUFFERS} == buffers
+        assert all(torch.equal(found[name], torch.full((3,), 1 / 3, dtype=dtype).to(buffers[name])) for name, dtype in BUFFERS.items())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.build.kept_types import kept_types, named_for_fp32
+from hf_zero.build.kept_types import cast_unnamed, kept_types, named_for_fp32
 from hf_zero.config.resolve import resolve
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.errors import ConfigError
@@ -121,6 +121,12 @@ def test_what_a_library_loads_in_fp32() -> None:
     names = {id(tensor): name for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
     assert {names[id(tensor)] for tensor in named_for_fp32(model, BF16)} == {"bias_of_experts"}
     assert list(named_for_fp32(model, FP32)) == []
+
+
+def test_a_cast_of_parameters_leaves_named_ones_and_buffers() -> None:
+    model = cast_unnamed(OldModel(), FP16)
+    kinds = {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()]}
+    assert kinds == {"word.weight": FP16, **dict.fromkeys(OLD_NAMES, FP32), "bias_of_experts": FP32, "exact": torch.float64}
 
 
 def test_a_name_that_is_no_pattern_is_refused() -> None:

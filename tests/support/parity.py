@@ -227,7 +227,8 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, kept: Sequence[str] = ()) -> nn.Module:
-    """Cast parameters in place, but for those with one of ``kept`` in their names; buffers stay as they are."""
+    """Cast parameters in place, but for those with one of ``kept``, or of the model's own list for fp32, in their names; buffers stay."""
+    kept = [*kept, *(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype == torch.float16 else kept
     for name, parameter in model.named_parameters():
         if any(part in name for part in kept):
             continue
