@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_zero
+from hf_zero.core.holdings import alive
 from hf_zero.errors import StateError
 from hf_zero.utils import AveragedWeights, safe_get_full_fp32_param
 from tests.support import ranks
@@ -95,7 +96,10 @@ def test_the_bits_of_torchs_average_on_one_rank() -> None:
 
 def _rules() -> None:
     engine = initialize(build(), Run(2, accumulation=2))
+    before = alive(engine).total()
     averages = AveragedWeights(engine, 0.5, warm_up=True, update_every=2)
+    rows = sum(unit.shard.nbytes for unit in engine.units if unit.master is not None)  # fp32: as much as the shards, and the buffers
+    assert alive(engine).total() - before == rows + sum(buffer.untyped_storage().nbytes() for buffer in engine.module.buffers())
     with pytest.raises(StateError, match="has averages 'average' already"):
         AveragedWeights(engine)
     for wrong in ({"decay": 1.5}, {"update_every": 0}, {"name": "a b"}):
