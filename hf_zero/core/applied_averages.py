@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
+
+import torch
 
 from hf_zero.errors import StateError
 
@@ -16,6 +19,9 @@ class Averages(Protocol):
 
     def follow(self) -> None:
         """Parameters have come to other units."""
+
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """All that it keeps on this rank."""
 
 
 class AppliedAverages:

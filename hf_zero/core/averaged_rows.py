@@ -83,6 +83,10 @@ class AveragedRows:
             self.loose[name] = param.detach().to(self._place(param), wide(param.dtype), copy=True)
         return self.loose[name]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All rows, and what is loose."""
+        return [*(row.flat for row in self._rows.values()), *self.loose.values()]
+
     def pairs(self, units: Sequence[Unit], params: Mapping[str, torch.Tensor]) -> Pairs:
         """Of all parameters that are averaged; ``params``: those of the model, by name."""
         found = [pair for unit, row in self.of(units) for pair in row.pairs(values_of(unit))]

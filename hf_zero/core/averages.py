@@ -263,6 +263,10 @@ class AveragedWeights:
             self._buffers[name] = buffer.detach().to(wide(buffer.dtype) if widens else buffer.dtype, copy=True)
         return self._buffers[name]
 
+    def tensors(self) -> list[torch.Tensor]:
+        """All that it keeps on this rank; local."""
+        return [*self.rows.tensors(), *self._buffers.values()]
+
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
         """Buffers of the average, by name."""

@@ -96,7 +96,8 @@ def alive(engine: Any) -> Counter[tuple[str, str]]:
     """Bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     kept = holdings(engine.units, engine.optimizer)
-    return bytes_by_kind(chain(loose_tensors(engine.module), kept, gradients(entries, engine.module)))
+    averages = (Holding("moments", tensor) for each in engine.averages.kept.values() for tensor in each.tensors())
+    return bytes_by_kind(chain(loose_tensors(engine.module), kept, averages, gradients(entries, engine.module)))
 
 
 def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> int:

@@ -13,6 +13,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.utils import AveragedWeights
 from tests.support import ranks
 from tests.support.averaged import build, same, step, weights
+from tests.support.models import CASES
 from tests.support.parity import Run, initialize
 
 SETTINGS: dict[str, dict[str, Any]] = {"ema": {"decay": 0.9}, "mean": {"decay": None, "use_buffers": True}}
@@ -106,3 +107,32 @@ def _damaged(folder: Path) -> None:
 
 def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     ranks.run_ranks(_damaged, 2, tmp_path)
+
+
+# -- split layers --------------------------------------------------------------------------------------------------------
+
+
+def _split(folder: Path, size: int, loads: bool) -> None:
+    """With a decay of 0 the average is the master, whatever a rank has of the parameter."""
+    from hf_zero.utils import safe_get_full_fp32_param
+    from tests.support.parity import micro_step
+
+    case = CASES["llama"]
+    engine = initialize(case.build(), Run(2, extra={"tensor_parallel": {"autotp_size": size}} if size > 1 else {}))
+    averages = AveragedWeights(engine, 0.0)
+    for number in range(0 if loads else 2):
+        micro_step(engine, case.rows(number, 0, 0), case.forward, 0)
+        averages.update()
+    if loads:
+        engine.load_checkpoint(str(folder), tag="saved")
+    assert averages.updates == 2
+    for name, param in engine.module.named_parameters():
+        assert torch.equal(averages.whole(name), safe_get_full_fp32_param(param)), name
+    if not loads:
+        engine.save_checkpoint(str(folder), tag="saved")
+    engine.destroy()
+
+
+def test_another_tensor_parallel_size_reads_them(tmp_path: Path) -> None:
+    ranks.run_ranks(_split, 2, tmp_path, 2, False)
+    ranks.run_ranks(_split, 1, tmp_path, 1, True)

@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import hf_zero
+from hf_zero.core.holdings import alive
 from hf_zero.errors import StateError
 from hf_zero.utils import AveragedWeights, safe_get_full_fp32_param
 from tests.support import ranks
@@ -95,7 +96,10 @@ def test_the_bits_of_torchs_average_on_one_rank() -> None:
 
 def _rules() -> None:
     engine = initialize(build(), Run(2, accumulation=2))
+    before = alive(engine).total()
     averages = AveragedWeights(engine, 0.5, warm_up=True, update_every=2)
+    rows = sum(unit.shard.nbytes for unit in engine.units if unit.master is not None)  # fp32: as much as the shards, and the buffers
+    assert alive(engine).total() - before == rows + sum(buffer.untyped_storage().nbytes() for buffer in engine.module.buffers())
     with pytest.raises(StateError, match="has averages 'average' already"):
         AveragedWeights(engine)
     for wrong in ({"decay": 1.5}, {"update_every": 0}, {"name": "a b"}):
@@ -186,3 +190,39 @@ def _laid_out_anew(run: Run, again: Run, folder: Any) -> None:
 @pytest.mark.parametrize(("run", "again"), [(Run(3), Run(3)), (Run(2), Run(1)), (Run(3), Run(2))], ids=str)
 def test_averages_follow_parameters_to_other_units(run: Run, again: Run, tmp_path: Any) -> None:
     ranks.run_ranks(_laid_out_anew, 2, run, again, tmp_path)
+
+
+# -- where masters rest --------------------------------------------------------------------------------------------------
+
+
+def _at_rest(folder: Any) -> None:
+    """On NVMe, and on the host with updates that go on after ``step``: the average of masters on the device."""
+    nvme = {"device": "nvme", "nvme_path": str(folder)}
+    places: list[dict[str, Any]] = [
+        {},
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": nvme, "offload_param": nvme}},
+        {**OFFLOADED, "hf_zero": {"offload_overlap": "full"}},
+    ]
+    found = []
+    for place in places:
+        engine = initialize(build(), Run(3, "bf16", extra=place))
+        averages = AveragedWeights(engine, 0.8)
+        for number in range(3):
+            step(engine, number, torch.bfloat16)
+            averages.update()
+        before = weights(engine)
+        with averages.applied():
+            inside = weights(engine)
+        same(weights(engine), before, "restored")
+        step(engine, 5, torch.bfloat16)
+        averages.update()
+        trained = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        found.append((inside, weights(engine), {name: averages.whole(name) for name in trained}))
+        engine.destroy()
+    for other in found[1:]:
+        for mine, wanted in zip(other, found[0], strict=True):
+            same(mine, wanted, "at rest")
+
+
+def test_masters_on_nvme_and_under_way(tmp_path: Any) -> None:
+    ranks.run_ranks(_at_rest, 2, tmp_path)
