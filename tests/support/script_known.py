@@ -190,11 +190,12 @@ KNOWN_OPEN: tuple[Known, ...] = (
     ),
     Known(
         "E",
-        "stage=3 ranks=2 | read what=attribute who=0 at=b",
-        "a rank that reads an attribute gathers alone, which pairs with the others' next gather",
+        "stage=3 ranks=2 | read what=attribute/repr who=0 at=b",
+        "a rank that reads an attribute, or prints the module, gathers alone, which pairs with the others' next gather",
         (
             f"cell stage=3 ranks=2; forward data=0; read param=blocks.0.up.weight what=attribute who=0; backward; step; {_TRAIN}",
             "cell stage=3 ranks=2; forward data=0; read param=blocks.1.gain what=attribute who=0; evaluate data=20; backward; step",
+            f"cell stage=3 ranks=2; forward data=0; read param=blocks.0.up.weight what=repr who=0; backward; step; {_TRAIN}",
         ),
     ),
     Known(
