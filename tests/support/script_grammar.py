@@ -274,7 +274,9 @@ def scripts(draw: Any) -> Script:
         for gap, name in (("a", "forward"), ("b", "backward"), ("c", "step")):
             operations += _others(draw, gap)
             operations.append(_drawn(draw, name))
-    operations += [*_others(draw, "a"), *_others(draw, "z")]
+    operations += _others(draw, "a")
+    if not draw(strategies.integers(0, 7)):
+        operations += _others(draw, "z")
     operations = list(_with_needs(operations))
     return Script(cell, tuple(keep_valid(Script(cell, tuple(operations)))))
 

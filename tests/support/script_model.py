@@ -194,7 +194,7 @@ def read(what: str, model: nn.Module, name: str) -> None:
         layer, _, last = name.rpartition(".")
         assert getattr(model.get_submodule(layer), last).dtype.is_floating_point
         return
-    parameter = model.get_parameter(name)
+    parameter = dict(model.named_parameters(remove_duplicate=False))[name]
     if what == "dtype":
         assert parameter.dtype.is_floating_point
     elif what == "shape":
