@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, ClassVar
 from weakref import WeakMethod
@@ -15,6 +15,7 @@ from hf_zero.core import hooks
 from hf_zero.core.applied_averages import AppliedAverages
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.offloaded_states import OffloadedStates
+from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.run_again import RunAgain
 from hf_zero.core.step.learning_rate import step_schedule
 from hf_zero.errors import ConfigError, StateError
@@ -72,6 +73,8 @@ class Engine(nn.Module):
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self.accumulation.broke_off)
             parts.optimizer.connect(self.step, self.zero_grad)
+            if parts.stepper is not None:
+                parts.stepper.on_joined = WeakMethod(self.joined)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
@@ -261,6 +264,14 @@ class Engine(nn.Module):
         for param in self.module.parameters():
             if id(param) not in kept:
                 param.grad = None
+
+    def joined(self, entries: Sequence[UnitGradients]) -> None:
+        """Units were made of parameters that are trained from this step on; collective.
+
+        Args:
+            entries: Their gradients.
+        """
+        self.averages.follow()
 
     def discard_gradients(self) -> None:
         """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""

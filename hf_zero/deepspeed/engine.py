@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
 
 import torch
 from torch import nn
@@ -64,16 +64,20 @@ class Engine(ConfiguredEngine):
         self._training: list[Training] = []
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
-            for gradients in parts.stepper.reducer.gradients:
-                self._register(gradients)
-            parts.stepper.on_joined = WeakMethod(self._register)
+            self._register(parts.stepper.reducer.gradients)
         elif self.stage_policy.parameters_sharded:
             self.optimizer = OffloadHandle(module)
 
-    def _register(self, gradients: UnitGradients) -> None:
-        """Let ``safe_get_*`` and their kin find the parameters of a unit that is trained."""
-        self._training.append(Training(gradients, self.optimizer, self.scaler, self.stage_policy.allows_deferral))
-        register_training(gradients.unit, self._training[-1])
+    def _register(self, entries: Sequence[UnitGradients]) -> None:
+        """Let ``safe_get_*`` and their kin find the parameters of units that are trained."""
+        for gradients in entries:
+            self._training.append(Training(gradients, self.optimizer, self.scaler, self.stage_policy.allows_deferral))
+            register_training(gradients.unit, self._training[-1])
+
+    def joined(self, entries: Sequence[UnitGradients]) -> None:
+        """As ``hf_zero.core.engine.Engine.joined``."""
+        super().joined(entries)
+        self._register(entries)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 

@@ -276,13 +276,12 @@ class Plain:
         parameter.data.copy_(new)
         self.adopt()
         written = self.state()
+        # Without a modifier changes count that all ranks make alike; with one, those of that rank.
+        alone = who != "all" and self.cell.ranks > 1
         if modifier == "none":
-            # [Note: writes in a gather that nobody keeps] Kept, as by PyTorch, where all ranks wrote; dropped where parameters are sharded.
-            self.candidates = ([written] if who == "all" or self.cell.ranks == 1 and who == 0 else []) + (
-                [old] if self.cell.stage == 3 or who not in ("all", 0) and self.cell.ranks == 1 else []
-            )
+            self.candidates = [] if alone else [written if who in ("all", 0) else old]
         else:
-            self.candidates = [written] if who in ("all", modifier) else [old] if self.cell.ranks == 1 else []
+            self.candidates = [written if who in ("all", modifier) else old]
         if not self.candidates:
             raise MustRefuse(f"{name} was written on rank {who} alone")
         if len(self.candidates) == 1:

@@ -69,8 +69,8 @@ class GatheredParameters:
             else:
                 was_whole = unit.pin(modifier_rank=self._modifier_rank)
                 self._entered.append((unit, was_whole))
-                if was_whole and unit.reshards and not unit.gathers and self._modifier_rank is None:
-                    self._sums[unit] = {index: _checksum(unit.whole.view(index)) for index in indices}
+                if was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
+                    self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
         return self
 
@@ -101,7 +101,8 @@ class GatheredParameters:
             The error to raise, on all ranks that have none, where changes differ or a rank has left the block with an exception.
         """
         for unit, sums in self._sums.items():
-            unit.written |= {index for index, before in sums.items() if _checksum(unit.whole.view(index)) != before}
+            now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
+            unit.written |= {index: checksum for index, checksum in now.items() if checksum != sums[index]}
         held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}
         held |= {unit: [*range(len(unit.params))] for unit, was_whole in self._entered if not (was_whole or unit.gathers)}
         by_network: dict[int, list[Unit]] = {}

@@ -22,9 +22,8 @@ from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.step.written_values import WrittenValues
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
-from hf_zero.core.units.values import all_gather_updated, write_back
+from hf_zero.core.units.values import all_gather_updated
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
@@ -89,7 +88,7 @@ class Stepper:
         self.settings = settings
         self.trained = trained
         self._join = join
-        self.on_joined: WeakMethod[Callable[[UnitGradients], None]] | None = None  # told of the gradients of each new unit
+        self.on_joined: WeakMethod[Callable[[Sequence[UnitGradients]], None]] | None = None  # gets the gradients of new units
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
         self._everyone = everyone or collectives.data  # the ranks that have to agree before a step
@@ -118,9 +117,6 @@ class Stepper:
 
     def prepare(self, boundary: bool) -> None:
         """Makes optimizer and units ready for a backward."""
-        for unit in self.optimizer.units:
-            if unit.state is UnitState.UNSHARDED and not unit.pinned and unit.whole.adopt():
-                write_back(unit)
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -198,10 +194,9 @@ class Stepper:
         for new in joining:
             new.param.grad = None
         joined = self._join(joining) if joining and self._join is not None else []
-        told = self.on_joined() if self.on_joined is not None else None
+        told = self.on_joined() if joined and self.on_joined is not None else None
         if told is not None:
-            for entry in joined:
-                told(entry)
+            told(joined)
         self.reducer.train(self.reducer.gradients)
         self.reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
         self._look_at_units()

@@ -35,7 +35,7 @@ class WrittenValues:
             except StateError as error:
                 self._refused = self._refused or str(error)
             if unit.written:
-                self._names += [unit.layout.slots[index].name for index in sorted(unit.written)]
+                self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.items())]
                 unit.written.clear()
         noted = self._refused or self._names
         self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) if noted else 0
@@ -50,11 +50,12 @@ class WrittenValues:
             if refused:
                 raise StateError(f"{refused} (rank {rank})")
         everywhere = set(told[0][1]).intersection(*(names for _, names in told[1:]))
-        name = next(name for _, names in told for name in names if name not in everywhere)
-        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if name in names)
+        written = next(name for _, names in told for name in names if name not in everywhere)
+        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
         raise StateError(
-            f"parameter {name} was written on rank(s) {ranks} of {len(told)} only: the ranks would train different models. Write the same "
-            "on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)} and not, or otherwise, on the others: "
+            "the ranks would train different models. Write the same on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], "
+            "modifier_rank=0):`"
         )
 
     def agree(self, collectives: Collectives) -> None:

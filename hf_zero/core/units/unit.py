@@ -102,7 +102,8 @@ class Unit:
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
         gathers: How many ``GatheredParameters`` hold it now.
-        written: Positions of parameters that this rank has seen written since the last step; the ranks compare them.
+        written: Parameters that this rank has seen written since the last step, by position, with a checksum of the values; the ranks
+            compare them.
         rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
         trained_by: What trains it, weak; None where nothing does.
     """
@@ -117,7 +118,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
         self.gathers = 0
-        self.written: set[int] = set()
+        self.written: dict[int, int] = {}
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
@@ -258,10 +259,10 @@ class Unit:
         return True
 
     def _adopt_written(self) -> None:
-        """Keep this rank's part of what was written in place while the parameters were whole; local."""
-        for index in self.whole.written() if self.exact else ():
-            self.written.add(index)
-            self.alone.adopt_value(index, self.whole.view(index))
+        """Keep this rank's part of what was written while the parameters were whole; local."""
+        for index, value in self.whole.written_values() if self.exact else ():
+            self.written[index] = 0  # in a forward the values may follow a rank's data
+            self.alone.adopt_value(index, value)
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None

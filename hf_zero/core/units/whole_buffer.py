@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from enum import Enum, auto
 
 import torch
@@ -135,6 +135,17 @@ class WholeBuffer:
                 "inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 
+    def written_values(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield position and values of parameters that were written in place, or given other memory, since they were shown."""
+        if self._shown is not Shown.VALUES:
+            return
+        in_place = set(self.written())
+        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
+            if param is not None and (index in in_place or (view.numel() and param.data_ptr() != view.data_ptr())):
+                if param.numel() != view.numel():
+                    raise _other_shape(self._layout.slots[index].name, view, param)
+                yield index, param.data
+
     def adopt(self) -> bool:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
 
@@ -151,10 +162,7 @@ class WholeBuffer:
             if param is None or (param.data_ptr() == address and param.shape == slot.shape):
                 continue
             if param.shape != view.shape:
-                raise StateError(
-                    f"parameter {slot.name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)} while it was "
-                    "whole; a parameter of an engine keeps its shape: register a new one in its place, before initialize"
-                )
+                raise _other_shape(slot.name, view, param)
             view.copy_(param.data)
             param.data = view
             found = True
@@ -197,6 +205,13 @@ class WholeBuffer:
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is a view of the buffer."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
+
+
+def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateError:
+    return StateError(
+        f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)} while it was whole; a parameter "
+        "of an engine keeps its shape: register a new one in its place, before initialize"
+    )
 
 
 def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
