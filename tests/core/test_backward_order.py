@@ -202,7 +202,7 @@ def _forward(sizes: list[int], limits: UnshardLimits, ran: list[int]) -> tuple[l
     log: list[str] = []
     blocks: Any = [Block(f"b{index}", None, [_Unit(f"b{index}", size, log)]) for index, size in enumerate(sizes)]  # type: ignore
     root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
-    collectives = SimpleNamespace(any_rank=lambda flag, what: flag, broadcast_object=lambda value, source, what: list(value))
+    collectives = SimpleNamespace(any_of=lambda flags, what: flags, broadcast_object=lambda value, source, what: list(value))
     schedule = UnshardSchedule(root, blocks, limits, collectives)  # type: ignore[arg-type]
     schedule.begin_forward(training=True)
     for index in ran:
@@ -255,7 +255,7 @@ def test_two_reductions_are_under_way_at_most() -> None:
     entries: Any = [_Gradients(_Unit(f"b{index}", 1, log)) for index in range(4)]
     for entry in entries:
         entry.finish_reduce = lambda entry=entry: log.append(f"finish {entry.unit.name}")
-    reducer = Reducer(entries, SimpleNamespace(keeps_whole=False), True, lambda flags: flags)  # type: ignore[arg-type]
+    reducer = Reducer(entries, SimpleNamespace(keeps_whole=False), True, lambda flags: flags, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for entry in reversed(entries):
         entry.arrive()

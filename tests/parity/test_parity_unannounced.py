@@ -91,7 +91,7 @@ def _change_part(result: Tensor) -> None:
 
 WRAPS: dict[str, tuple[Callable[[Tensor], Any], Callable[[Tensor], Any]]] = {
     "distribution": (lambda hidden: torch.distributions.Normal(hidden, 1.0), lambda _: None),
-    "slots": (lambda hidden: Slots([Slots(hidden)]), lambda _: None),
+    "slots": (lambda hidden: Slots(Slots(hidden)), lambda _: None),
     "closure": (Closure, lambda _: None),
     "view changed in place": (_view, lambda result: result.mul_(1.5)),
     "part of a view changed in place": (_view, _change_part),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import takewhile
 
 from hf_zero.comm.collectives import Collectives
@@ -269,7 +270,8 @@ class UnshardSchedule:
 
     def _begin(self, order: Sequence[Block], border: int | None = None) -> None:
         live = sum(block.numel for block in self._all if not block.sharded)
-        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, self._wants_more)
+        agree = partial(self._collectives.any_rank, unit="below what trains") if border is not None else bool
+        self._pass = UnshardPass(order, live, self.limits, self._reducer, border, agree)
 
     @staticmethod
     def _border(order: Sequence[Block]) -> int | None:
@@ -281,9 +283,6 @@ class UnshardSchedule:
         """
         trains = max((index for index, block in enumerate(order) if block.gradients), default=-1)
         return next((index for index in range(trains + 1, len(order)) if order[index].sharded), None)
-
-    def _wants_more(self, wanted: bool) -> bool:
-        return self._collectives.any_rank(wanted, "below what trains")
 
     def _request(self, block: Block) -> None:
         if self._pass.index_of(block) is None:  # the root, or an embedding in backward: a recomputation reads it after all

@@ -54,8 +54,8 @@ class WrittenValues:
         ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
         raise StateError(
             f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)} and not, or otherwise, on the others: "
-            "the ranks would train different models. Write the same on all ranks, or inside `with hf_zero.zero.GatheredParameters([parameter], "
-            "modifier_rank=0):`"
+            "the ranks would train different models. Write the same on all ranks, or inside "
+            "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )
 
     def agree(self, collectives: Collectives) -> None:
