@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MethodType, TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero.comm.back_end import open_collectives
@@ -19,14 +24,17 @@ from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import build_topology
 from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
+from hf_zero.core.units.built import Built
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
-from hf_zero.core.units.unit import UnitSpec, find_unit, shares_unsharded_memory
+from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, shares_unsharded_memory
 from hf_zero.core.units.unprepared import guard_unprepared
-from hf_zero.memory import heap
+from hf_zero.memory import heap, host_memory
 from hf_zero.observe import warn_once
 
 _LARGE = 64 * 2**20  # bytes
@@ -37,7 +45,8 @@ class ModelInit:
 
     [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
     registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
-    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
+    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed, so every
+    rank draws the random numbers of a model that is built whole, in the same order ([Note: as it was built] has their types).
 
     [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
     already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer unshards its parameters and
@@ -48,11 +57,15 @@ class ModelInit:
     Args:
         group: Data-parallel process group; None is all ranks.
         replicate: Shard groups that it is divided into.
-        dtype: Type floating-point parameters are cast to; None leaves them.
+        dtype: Type floating-point parameters are cast to when the model is built; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
+
+    Attributes:
+        fills_meta: Parameters and buffers that are on the meta device at exit get memory, parameters divided: for a load, which is
+            to give all of them values. Otherwise they stay as they are.
     """
 
     def __init__(
@@ -72,17 +85,21 @@ class ModelInit:
             listener = listener or ParamListener()
             self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=True, shard_storage=shard_storage, listener=listener)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
-        self._unsharding: WeakSet[nn.Module] = WeakSet()  # modules whose ``apply`` or ``smart_apply`` unshards
+        self._divided: WeakSet[nn.Module] = WeakSet()  # modules with divided parameters, or whose ``smart_apply`` unshards
+        self._building = False
+        self.fills_meta = False
         self._access = ConstructorAccess()
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
         if self._spec is not None:
             heap.return_large_blocks()
+            self._building = True
             self._stack.enter_context(self._access)
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
+                register_module_buffer_registration_hook(self._on_buffer),
             ):
                 self._stack.callback(handle.remove)
         return self
@@ -92,17 +109,35 @@ class ModelInit:
         if error is not None:
             self._access.abandon(error)
         self._access.close()
+        self._building = False
         if kind is None:
+            filled: dict[int, torch.Tensor] = {}
             for module in list(self._open.values()):
+                if self.fills_meta:
+                    _fill_meta(module, filled)
                 self.shard(module)
         self._open.clear()
-        for module in self._unsharding:
+        for module in self._divided:
             for name in _STAND_INS:
                 module.__dict__.pop(name, None)
-        self._unsharding.clear()
+            if kind is None:
+                self._finish(module)
+        self._divided.clear()
+
+    def _finish(self, module: nn.Module) -> None:
+        for param in module._parameters.values():
+            owner = find_unit(param) if param is not None else None
+            if owner is not None:
+                _finish_built(owner[0], self._dtype)
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         if param is not None and find_unit(param) is None:
+            self._open[id(module)] = module
+        elif param is not None:
+            self._divided.add(module)  # maybe the last that knows it
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        if self.fills_meta and buffer is not None and buffer.is_meta:
             self._open[id(module)] = module
 
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -114,11 +149,13 @@ class ModelInit:
                 # Constructors repeat a block by deep copies, which come with parameters that were never registered.
                 if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
+                for buffer_name, buffer in inner._buffers.items():
+                    self._on_buffer(inner, buffer_name, buffer)
                 if any(name in inner.__dict__ for name in _STAND_INS):
-                    self._unsharding.add(inner)
+                    self._divided.add(inner)
             if self._spec is not None:
                 parent.__dict__["smart_apply"] = MethodType(_smart_apply_unsharded, parent)
-                self._unsharding.add(parent)
+                self._divided.add(parent)
 
     def shard(self, module: nn.Module) -> None:
         """Shards the parameters that ``module`` itself registers; collective.
@@ -131,24 +168,26 @@ class ModelInit:
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
                 param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will go
+            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
+                self._open[id(module)] = module
         if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
-            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
-                self._open[id(module)] = module
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
-            self.divide(module, label, [NamedParam(label, param, FROZEN)], self._dtype or param.dtype)
+            built = Built(param.dtype, param.device, shown=self._building)
+            dtype = built.dtype if built.shown else self._dtype or built.dtype
+            self.divide(module, label, [NamedParam(label, param, FROZEN)], dtype).built = built
             module.__dict__["apply"] = MethodType(_apply_unsharded, module)  # a method: a deep copy has its own
-            self._unsharding.add(module)
+            self._divided.add(module)
 
     @property
     def saves_memory(self) -> bool:
         """Whether a rank holds less, or holds it elsewhere, for what is sharded: not on one rank without offload, nor switched off."""
         return self._spec is not None and (self._spec.collectives.world > 1 or self._spec.shard_storage.reshards)
 
-    def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> None:
+    def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> Unit:
         """Makes one unit of parameters of ``module``, resharded, with rank 0's values; collective.
 
         Args:
@@ -156,16 +195,62 @@ class ModelInit:
             label: Name of the unit.
             members: The parameters, and what lies beside them.
             dtype: Their type from now on.
+
+        Returns:
+            The unit.
         """
         assert self._spec is not None
-        build_unit(label, members, dtype, self._spec).reshard()
+        unit = build_unit(label, members, dtype, self._spec)
+        unit.reshard()
         guard_state_dict(module)
         guard_unprepared(module)
+        return unit
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module; collective."""
         for inner in module.modules():
             self.shard(inner)
+
+
+def _finish_built(unit: Unit, dtype: torch.dtype | None) -> None:
+    """Casts the shard of a unit of a model that is built: its parameters move to a unit of that type, resharded; local.
+
+    Args:
+        unit: A sharded unit.
+        dtype: The type from now on; None keeps the one it was built with.
+    """
+    built = unit.built
+    if built is None or not built.shown or unit.state is not UnitState.SHARDED:
+        return
+    made = unit
+    if dtype is not None and dtype != unit.layout.dtype:
+        unit.shard_storage.flush()
+        buffer = host_memory.empty(unit.layout.padded_numel, dtype, unit.collectives.topology.device)
+        buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
+        spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=unit.shard_storage, listener=unit.listener)
+        made = Unit(replace(unit.layout, dtype=dtype), unit.params, spec, buffer)
+        register(made)
+        made.reshard()
+    made.built = replace(built, shown=False)
+
+
+def _fill_meta(module: nn.Module, filled: dict[int, torch.Tensor]) -> None:
+    """Gives the module's own tensors that are on the meta device memory on the host, zeros.
+
+    Args:
+        module: The module.
+        filled: What has been made of a tensor, by its id, for those that several modules register.
+    """
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            if id(param) not in filled:
+                made = nn.Parameter(torch.zeros_like(param, device="cpu"), param.requires_grad)
+                vars(made).update(vars(param))
+                filled[id(param)] = made
+            module._parameters[name] = filled[id(param)]  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = filled.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
 
 
 def _is_whole(param: nn.Parameter | None) -> bool:

@@ -149,6 +149,20 @@ LOAD_WEIGHTS = Method(
     around="hf_zero.integrations.pretrained:load_weights",
     since=(5, 20),
 )
+BUILD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._from_config",
+    "from_config at stage 3 draws other weights than at stages 0 to 2 from the same seed",
+    around="hf_zero.integrations.loading:build",
+    since=(5,),
+)
+BUILD_FOR_LOAD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.get_init_context",
+    "from_pretrained at stage 3 leaves random generators in another state than at stages 0 to 2",
+    around="hf_zero.integrations.loading:contexts_of_load",
+    since=(5,),
+)
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method("transformers.trainer", "Trainer.train", f"a Trainer cannot train twice, and {_DELETED}")
 LOG = Method(
@@ -178,7 +192,7 @@ LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCh
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
-    EVALUATE, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
 

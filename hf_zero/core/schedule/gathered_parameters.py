@@ -10,7 +10,7 @@ from torch import nn
 
 from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import broadcast_from
+from hf_zero.core.units.values import broadcast_from, show_as_built
 from hf_zero.observe import warn_once
 
 
@@ -57,7 +57,14 @@ class GatheredParameters:
                 self._alone.append(unit)
             else:
                 self._entered.append((unit, unit.pin(modifier_rank=self._modifier_rank)))
+                if unit.built is not None and unit.built.shown:
+                    show_as_built(unit)
         return self
+
+    @property
+    def gathered(self) -> list[Unit]:
+        """The units that are pinned, while the context is entered."""
+        return [unit for unit, _ in self._entered]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         while self._alone:

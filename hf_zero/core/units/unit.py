@@ -16,6 +16,7 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import all_gather_codes
 from hf_zero.core.units.alone import AloneParams
+from hf_zero.core.units.built import Built
 from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
@@ -84,6 +85,7 @@ class Unit:
         lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
         quantized: The schedule's all-gathers carry codes.
         exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
+        built: How ``zero.Init`` found the parameters; None of every other unit.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -108,6 +110,7 @@ class Unit:
         self.own.shard = spec.shard_storage.rest(self, shard)
         self.exact = True
         self.quantized = spec.quantized
+        self.built: Built | None = None
         self._pending: Pending | None = None
 
     @property

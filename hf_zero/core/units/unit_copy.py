@@ -30,6 +30,7 @@ def copy_unit(unit: Unit) -> Unit:
     spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
     copied = Unit(layout, params, spec, buffer)
     copied.reshard()
+    copied.built = unit.built
     return copied
 
 
