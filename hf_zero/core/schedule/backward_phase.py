@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
-from weakref import WeakMethod, WeakSet
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -64,19 +64,25 @@ class BackwardPhase:
                     self._handles.append(param.register_post_accumulate_grad_hook(self._collector(entry, index)))
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
-        added = entry.in_place.indices
+        """The hook of a parameter.
+
+        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector does not look. A hook that held
+        its engine, and so the parameter that it is on, would keep a model for good that nobody has any more.
+        """
+        added, weak_self, weak_entry = entry.in_place.indices, ref(self), ref(entry)
 
         def collect(param: torch.Tensor) -> None:
-            if index in added:
+            phase, entry = weak_self(), weak_entry()
+            if index in added or phase is None or entry is None:
                 return
-            if not self._collects:
-                if self.reducer is not None:
-                    self.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
-                self._begin_collecting()
-            if not self.begun:
-                self._notice()
-            if self.reducer is not None:
-                self.reducer.collect(entry, index)
+            if not phase._collects:
+                if phase.reducer is not None:
+                    phase.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
+                phase._begin_collecting()
+            if not phase.begun:
+                phase._notice()
+            if phase.reducer is not None:
+                phase.reducer.collect(entry, index)
 
         return collect
 
@@ -109,14 +115,18 @@ class BackwardPhase:
         if not (wanted and torch.is_grad_enabled()):
             return
         fired = 0  # the last backward it was made whole for: with retain_graph there are several
+        weak_self, weak_block = ref(self), ref(block)  # [Note: hooks of autograd hold nothing]
 
         def pre_backward(grad: torch.Tensor) -> None:
             nonlocal fired
-            if not self.begun:
-                self._notice()
-            if fired != self._count:
-                fired = self._count
-                self._pre_backward(block)
+            phase, block = weak_self(), weak_block()
+            if phase is None or block is None:
+                return
+            if not phase.begun:
+                phase._notice()
+            if fired != phase._count:
+                fired = phase._count
+                phase._pre_backward(block)
 
         hook = outside_compile(pre_backward)
         watched = [tensor for tensor in _tensors_in(output) if tensor.grad_fn is not None]
