@@ -85,6 +85,12 @@ INIT_SWITCH = Method(
     "from_pretrained shards models under zero3_init_context_manager(enable=False) too",
     around="hf_zero.integrations.loading:zero3_init_context_manager",
 )
+FILL = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.fill_match",
+    'accelerate refuses "auto" where it has no value for it (pipeline.micro_batches)',
+    around="hf_zero.integrations.typed_values:fill_match",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -191,7 +197,7 @@ CONVERSIONS = Method(
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
+    NO_SYNC, STATE, ACCELERATOR_STATE, INIT_SWITCH, FILL, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN, LOG,
     EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE,
 )  # fmt: skip
