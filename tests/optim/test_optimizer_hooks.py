@@ -21,37 +21,41 @@ def _steps(engine: Any, optimizer: Any, steps: int, accumulation: int) -> None:
             engine.step()
 
 
+def _hooks_at(stage: int) -> None:
+    engine = initialize(MLP.build(), Run(stage, accumulation=2))
+    optimizer, seen = engine.optimizer, []
+
+    def before(found: Any, args: Any, kwargs: Any) -> None:
+        seen.append("before")
+        assert found is optimizer and args == (optimizer,) and kwargs == {}
+        found.param_groups[0]["lr"] = 0.0 if len(seen) > 2 else 0.1
+
+    weight = engine.module.head.bias
+    values = []
+
+    def after(found: Any, args: Any, kwargs: Any) -> None:
+        from hf_zero.utils import safe_get_full_fp32_param
+
+        seen.append("after")
+        values.append(safe_get_full_fp32_param(weight).clone())
+
+    handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
+    _steps(engine, optimizer, 3, 2)
+    assert seen == ["before", "after"] * 3
+    assert torch.equal(values[1], values[2]), "the learning rate that a hook sets is that of its step"
+    for handle in handles:
+        handle.remove()
+    _steps(engine, optimizer, 1, 2)
+    assert len(seen) == 6
+    with pytest.raises(RuntimeError, match="other arguments"):
+        optimizer.register_step_pre_hook(lambda *_: ((), {"closure": None}))
+        _steps(engine, optimizer, 1, 2)
+    engine.destroy()
+
+
 def _hooks() -> None:
     for stage in (0, 1, 3):
-        engine = initialize(MLP.build(), Run(stage, accumulation=2))
-        optimizer, seen = engine.optimizer, []
-
-        def before(found: Any, args: Any, kwargs: Any) -> None:
-            seen.append("before")
-            assert found is optimizer and args == (optimizer,) and kwargs == {}
-            found.param_groups[0]["lr"] = 0.0 if len(seen) > 2 else 0.1
-
-        weight = engine.module.head.bias
-        values = []
-
-        def after(found: Any, args: Any, kwargs: Any) -> None:
-            from hf_zero.utils import safe_get_full_fp32_param
-
-            seen.append("after")
-            values.append(safe_get_full_fp32_param(weight).clone())
-
-        handles = [optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)]
-        _steps(engine, optimizer, 3, 2)
-        assert seen == ["before", "after"] * 3
-        assert torch.equal(values[1], values[2]), "the learning rate that a hook sets is that of its step"
-        for handle in handles:
-            handle.remove()
-        _steps(engine, optimizer, 1, 2)
-        assert len(seen) == 6
-        with pytest.raises(RuntimeError, match="other arguments"):
-            optimizer.register_step_pre_hook(lambda *_: ((), {"closure": None}))
-            _steps(engine, optimizer, 1, 2)
-        engine.destroy()
+        _hooks_at(stage)
 
 
 def _hooks_of_states() -> None:
