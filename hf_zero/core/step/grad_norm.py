@@ -135,7 +135,7 @@ def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
 def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """The norm of each piece, in fp32. Of what is not fp32 there are copies of about ``_COPIED`` elements at a time, never of all."""
     if all(piece.dtype == torch.float32 for piece in pieces):
-        return list(torch._foreach_norm(pieces))
+        return list(torch._foreach_norm(list(pieces)))
     norms: list[torch.Tensor] = []
     waiting: list[torch.Tensor] = []
     copied = 0
