@@ -211,11 +211,11 @@ class UnitBuilder:
         equal_values(alike, self.collectives.data, "one model")
 
     def _sync_buffers(self) -> None:
-        """Takes rank 0's buffers, once."""
+        """Takes rank 0's buffers, once; as bytes, because networks do not send every type (nccl has no 16-bit integers)."""
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 contiguous = buffer.data.contiguous()
-                self.collectives.data.broadcast(contiguous, 0, f"buffer {name}")
+                self.collectives.data.broadcast(contiguous.reshape(-1).view(torch.uint8), 0, f"buffer {name}")
                 if contiguous.data_ptr() != buffer.data_ptr():
                     buffer.data.copy_(contiguous)
 

@@ -157,13 +157,25 @@ def _share_out(
     shards = {name: state.tensor.tp_shard_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if shards[name].dim is not None or holders.part == 0]
     buffers = buffers if holders.part == 0 else {}
-    tensors: list[tuple[str, torch.Tensor]] = [*mine, *buffers.items()]
-    owners = share_out([value.nbytes for _, value in tensors], holders.world)
-    held = [entry for entry, owner in zip(tensors, owners, strict=True) if owner == holders.rank]
+    portions = [[entry] for entry in mine] + _by_module(buffers)
+    owners = share_out([sum(value.nbytes for _, value in portion) for portion in portions], holders.world)
+    held = [entry for portion, owner in zip(portions, owners, strict=True) if owner == holders.rank for entry in portion]
     file = _own_file(holders, MODULE)
     files.setdefault(file, []).extend(whole(name, value.detach()) for name, value in held)
     records = [_loose_record(name, file, shards[name]) for name, _ in held if name in shards]
     return tuple(records), {name: file for name, _ in held if name in buffers}
+
+
+def _by_module(buffers: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
+    """The buffers of each module, which one rank writes.
+
+    [Note: buffers of one module] Ranks update buffers from their own batches, and one says little without the others: a mean and its
+    variance, a queue and the pointer into it. So those of a module come from one rank, and fit each other.
+    """
+    modules: dict[str, list[tuple[str, torch.Tensor]]] = {}
+    for name, buffer in buffers.items():
+        modules.setdefault(name.rpartition(".")[0], []).append((name, buffer))
+    return list(modules.values())
 
 
 def _loose_record(name: str, file: str, held: SavedTpShard) -> LooseRecord:

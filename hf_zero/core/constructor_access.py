@@ -18,6 +18,7 @@ _MOST_OPEN = 8
 
 _SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
 _SHAPE_METHODS = frozenset({"size", "dim", "ndimension", "numel", "nelement", "__len__"})
+_DEVICE_ATTRIBUTES = frozenset({"device", "is_cpu", "is_cuda", "is_xpu", "is_mps", "get_device"})
 _VALUE_ATTRIBUTES = frozenset({"data", "T", "mT", "H", "mH", "real", "imag"})
 _VALUELESS_METHODS = frozenset(
     {"requires_grad_", "is_floating_point", "is_complex", "element_size", "register_hook", "register_post_accumulate_grad_hook", "__hash__"}
@@ -32,7 +33,7 @@ class ConstructorAccess(TorchFunctionMode):
     writes. So while a model is built, a parameter that is touched becomes whole, collectively, until the next module is assigned (or
     ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway; what one rank
     alone does, a print of a norm, waits for the others. Questions about shapes are answered without values, and those about types and
-    gradients need none.
+    gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
     """
 
     def __init__(self) -> None:
@@ -49,9 +50,13 @@ class ConstructorAccess(TorchFunctionMode):
         if name in ("__get__", "__set__", "__delete__"):
             if attribute in _SHAPE_ATTRIBUTES:
                 return func(_placeholder(sharded[0]), *args[1:])
+            if attribute in _DEVICE_ATTRIBUTES:
+                return func(_empty_as_built(sharded[0]), *args[1:])
             touches = attribute in _VALUE_ATTRIBUTES
         elif name in _SHAPE_METHODS and args and args[0] is sharded[0]:
             return func(_placeholder(sharded[0]), *args[1:], **kwargs)
+        elif name in _DEVICE_ATTRIBUTES:
+            return func(_empty_as_built(sharded[0]), *args[1:], **kwargs)
         else:
             touches = name not in _VALUELESS_METHODS
         if touches:
@@ -92,3 +97,9 @@ def _flat(values: Iterable[Any]) -> Iterator[Any]:
 
 def _placeholder(param: nn.Parameter) -> torch.Tensor:
     return torch.empty(full_shape(param), dtype=param.dtype, device="meta")
+
+
+def _empty_as_built(param: nn.Parameter) -> torch.Tensor:
+    owner = find_unit(param)
+    built = owner[0].built if owner is not None else None
+    return torch.empty(0, dtype=param.dtype, device=built.device) if built is not None else param.detach()

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from types import MethodType, TracebackType
 from typing import Any
 from weakref import WeakSet
 
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_module_registration_hook, register_module_parameter_registration_hook
+from torch.nn.modules.module import (
+    register_module_buffer_registration_hook,
+    register_module_module_registration_hook,
+    register_module_parameter_registration_hook,
+)
 from torch.nn.utils.parametrize import ParametrizationList
 
 from hf_zero.comm.back_end import open_collectives
@@ -20,6 +25,7 @@ from hf_zero.comm.topology import build_topology
 from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.step.precision import KeptTypes
+from hf_zero.core.units.built import Built
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import FROZEN
@@ -28,10 +34,9 @@ from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.registration import register
 from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import UnitSpec, find_unit, shares_unsharded_memory
-from hf_zero.core.units.unit_copy import cast_unit
+from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, shares_unsharded_memory
 from hf_zero.core.units.unprepared import guard_unprepared
-from hf_zero.memory import heap
+from hf_zero.memory import heap, host_memory
 from hf_zero.observe import warn_once
 
 _LARGE = 64 * 2**20  # bytes
@@ -42,7 +47,8 @@ class ModelInit:
 
     [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
     registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
-    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed.
+    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed, so every
+    rank draws the random numbers of a model that is built whole, in the same order ([Note: as it was built] has their types).
 
     [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
     already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer unshards its parameters and
@@ -57,12 +63,16 @@ class ModelInit:
     Args:
         group: Data-parallel process group; None is all ranks.
         replicate: Shard groups that it is divided into.
-        dtype: Type that floating-point parameters are cast to when the model is built; None leaves them.
+        dtype: Type floating-point parameters are cast to when the model is built; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
         shard_storage: Where shards rest between uses.
         listener: Is told what happens to the parameters.
         keeps: Gives the types of parameters of a model, by ``id``, that the cast leaves alone.
+
+    Attributes:
+        fills_meta: Parameters and buffers that are on the meta device at exit get memory, parameters divided: for a load, which is
+            to give all of them values. Otherwise they stay as they are.
     """
 
     def __init__(
@@ -84,18 +94,22 @@ class ModelInit:
             listener = listener or ParamListener()
             self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=True, shard_storage=shard_storage, listener=listener)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
+        self._divided: WeakSet[nn.Module] = WeakSet()  # modules with divided parameters, or whose ``smart_apply`` unshards
         self._built: WeakSet[nn.Module] = WeakSet()  # modules that got a parameter or a module inside
-        self._unsharding: WeakSet[nn.Module] = WeakSet()  # modules whose ``apply`` or ``smart_apply`` unshards
+        self._building = False
+        self.fills_meta = False
         self._access = ConstructorAccess()
         self._stack = ExitStack()
 
     def __enter__(self) -> ModelInit:
         if self._spec is not None:
             heap.return_large_blocks()
+            self._building = True
             self._stack.enter_context(self._access)
             for handle in (
                 register_module_parameter_registration_hook(self._on_parameter),
                 register_module_module_registration_hook(self._on_module),
+                register_module_buffer_registration_hook(self._on_buffer),
             ):
                 self._stack.callback(handle.remove)
         return self
@@ -105,22 +119,47 @@ class ModelInit:
         if error is not None:
             self._access.abandon(error)
         self._access.close()
+        self._building = False
         if kind is None:
+            filled: dict[int, torch.Tensor] = {}
             for module in list(self._open.values()):
+                if self.fills_meta:
+                    _fill_meta(module, filled)
                 self.shard(module)
-            inner = {id(child) for module in self._built for child in module.children()}
-            for module in [module for module in self._built if id(module) not in inner]:
-                self._cast(module)
         self._open.clear()
-        self._built.clear()
-        for module in self._unsharding:
+        kept = self._kept() if kind is None else {}
+        for module in self._divided:
             for name in _STAND_INS:
                 module.__dict__.pop(name, None)
-        self._unsharding.clear()
+            if kind is None:
+                self._finish(module, kept)
+        self._divided.clear()
+        self._built.clear()
+
+    def _kept(self) -> KeptTypes:
+        """Return the types that parameters of the models that were built keep."""
+        inner = {id(child) for module in self._built for child in module.children()}
+        kept: dict[int, torch.dtype] = {}
+        for module in self._built if self._dtype is not None and self._spec is not None else ():
+            if id(module) not in inner:
+                kept.update(self._keeps(module))
+        return kept
+
+    def _finish(self, module: nn.Module, kept: KeptTypes) -> None:
+        for param in module._parameters.values():
+            owner = find_unit(param) if param is not None else None
+            if owner is not None:
+                _finish_built(owner[0], kept.get(id(param), self._dtype))
 
     def _on_parameter(self, module: nn.Module, name: str, param: nn.Parameter | None) -> None:
         self._built.add(module)
         if param is not None and find_unit(param) is None:
+            self._open[id(module)] = module
+        elif param is not None:
+            self._divided.add(module)  # maybe the last that knows it
+
+    def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
+        if self.fills_meta and buffer is not None and buffer.is_meta:
             self._open[id(module)] = module
 
     def _on_module(self, parent: nn.Module, name: str, module: nn.Module | None) -> None:
@@ -133,14 +172,16 @@ class ModelInit:
                 # Constructors repeat a block by deep copies, which come with parameters that were never registered.
                 if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
+                for buffer_name, buffer in inner._buffers.items():
+                    self._on_buffer(inner, buffer_name, buffer)
                 if any(name in inner.__dict__ for name in _STAND_INS):
-                    self._unsharding.add(inner)
+                    self._divided.add(inner)
             if self._spec is not None:
                 parent.__dict__["smart_apply"] = MethodType(_smart_apply_unsharded, parent)
-                self._unsharding.add(parent)
+                self._divided.add(parent)
 
-    def shard(self, module: nn.Module) -> None:
-        """Shards the parameters that ``module`` itself registers; collective.
+    def shard(self, module: nn.Module, kept: KeptTypes | None = None) -> None:
+        """Shards the parameters that ``module`` itself registers; collective. ``kept``: types that some keep, by ``id``.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
         libraries that initialise weights do so on rank 0 alone.
@@ -150,24 +191,26 @@ class ModelInit:
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
                 param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will go
+            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
+                self._open[id(module)] = module
         if isinstance(module, ParametrizationList):
             return
         for name, param in module._parameters.items():
-            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
-                self._open[id(module)] = module
             if param is None or param.is_meta or not param.is_floating_point() or find_unit(param) is not None:
                 continue
             label = f"{type(module).__name__}.{name}"
-            self.divide(module, label, [NamedParam(label, param, FROZEN)], param.dtype)
+            built = Built(param.dtype, param.device, shown=self._building)
+            dtype = built.dtype if built.shown else (kept or {}).get(id(param), self._dtype or built.dtype)
+            self.divide(module, label, [NamedParam(label, param, FROZEN)], dtype).built = built
             module.__dict__["apply"] = MethodType(_apply_unsharded, module)  # a method: a deep copy has its own
-            self._unsharding.add(module)
+            self._divided.add(module)
 
     @property
     def saves_memory(self) -> bool:
         """Whether a rank holds less, or holds it elsewhere, for what is sharded: not on one rank without offload, nor switched off."""
         return self._spec is not None and (self._spec.collectives.world > 1 or self._spec.shard_storage.reshards)
 
-    def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> None:
+    def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> Unit:
         """Makes one unit of parameters of ``module``, resharded, with rank 0's values; collective.
 
         Args:
@@ -175,27 +218,22 @@ class ModelInit:
             label: Name of the unit.
             members: The parameters, and what lies beside them.
             dtype: Their type from now on.
+
+        Returns:
+            The unit.
         """
         assert self._spec is not None
-        build_unit(label, members, dtype, self._spec).reshard()
+        unit = build_unit(label, members, dtype, self._spec)
+        unit.reshard()
         guard_state_dict(module)
         guard_unprepared(module)
+        return unit
 
     def shard_all(self, module: nn.Module) -> None:
         """Shards every parameter of an existing module, and casts it; collective."""
+        kept = self._keeps(module) if self._dtype is not None else {}
         for inner in module.modules():
-            self.shard(inner)
-        self._cast(module)
-
-    def _cast(self, module: nn.Module) -> None:
-        """Cast the shards of a complete module that this context has made; local."""
-        if self._dtype is None or self._spec is None:
-            return
-        kept = self._keeps(module)
-        for param in module.parameters():
-            owner = find_unit(param)
-            if owner is not None and owner[0].collectives is self._spec.collectives and param.is_floating_point():
-                cast_sharded(param, kept.get(id(param), self._dtype))
+            self.shard(inner, kept)
 
 
 def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
@@ -206,9 +244,52 @@ def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
         return
     unit = owner[0]
     if unit.layout.dtype != dtype and not unit.trainable and unit.state is UnitState.SHARDED:
-        cast = cast_unit(unit, dtype)
-        register(cast)
-        cast.reshard()
+        _recast(unit, dtype).built = unit.built
+
+
+def _finish_built(unit: Unit, dtype: torch.dtype | None) -> None:
+    """Casts the shard of a unit of a model that is built: its parameters move to a unit of that type, resharded; local.
+
+    Args:
+        unit: A sharded unit.
+        dtype: The type from now on; None keeps the one it was built with.
+    """
+    built = unit.built
+    if built is None or not built.shown or unit.state is not UnitState.SHARDED:
+        return
+    made = unit if dtype is None or dtype == unit.layout.dtype else _recast(unit, dtype)
+    made.built = replace(built, shown=False)
+
+
+def _recast(unit: Unit, dtype: torch.dtype) -> Unit:
+    """Move the parameters of a sharded unit to one of another type, resharded; local. Returns that unit."""
+    unit.shard_storage.flush()
+    buffer = host_memory.empty(unit.layout.padded_numel, dtype, unit.collectives.topology.device)
+    buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
+    spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=unit.shard_storage, listener=unit.listener)
+    made = Unit(replace(unit.layout, dtype=dtype), unit.params, spec, buffer)
+    register(made)
+    made.reshard()
+    return made
+
+
+def _fill_meta(module: nn.Module, filled: dict[int, torch.Tensor]) -> None:
+    """Gives the module's own tensors that are on the meta device memory on the host, zeros.
+
+    Args:
+        module: The module.
+        filled: What has been made of a tensor, by its id, for those that several modules register.
+    """
+    for name, param in module._parameters.items():
+        if param is not None and param.is_meta:
+            if id(param) not in filled:
+                made = nn.Parameter(torch.zeros_like(param, device="cpu"), param.requires_grad)
+                vars(made).update(vars(param))
+                filled[id(param)] = made
+            module._parameters[name] = filled[id(param)]  # type: ignore[assignment]
+    for name, buffer in module._buffers.items():
+        if buffer is not None and buffer.is_meta:
+            module._buffers[name] = filled.setdefault(id(buffer), torch.zeros_like(buffer, device="cpu"))
 
 
 def _is_whole(param: nn.Parameter | None) -> bool:

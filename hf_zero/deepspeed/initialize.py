@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -98,6 +99,8 @@ def initialize(
     compiling = compile_options(resolved.config)
     if compiling is not None:
         engine.compile(**compiling)
+    if resolved.config.disable_python_gc:
+        gc.disable()
     for hook in hooks.on_build:
         hook(engine)
     log_rank0("%s", describe(engine.units, engine.stage_policy, engine.collectives.topology, builder.offload))

@@ -147,14 +147,14 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """As ``averaged_gradients``, in fp32, each by its place in the group."""
         return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
 
-    def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
+    def _own_state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, its masters, a loss scale that changes; checkpoints are written by ``engine.save_checkpoint``."""
-        state = super().state_dict()
+        state = super()._own_state_dict()
         if self.dynamic_loss_scale:
             state = {**state, "loss_scaler": self.scaler.state_dict()}
         return state if self.engine is None else add_masters(state, self, self.engine.zero_optimization_stage())
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
+    def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restores what ``state_dict`` of the same rank and world size returned; with the masters the weights change, which is collective.
 
         Raises:
@@ -162,7 +162,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """
         state = dict(state_dict)
         scale, masters = state.pop("loss_scaler", None), take_masters(state, self)
-        super().load_state_dict(state)
+        super()._load_own_state_dict(state)
         if scale is not None:
             self.scaler.load_state_dict(scale)
         if masters is not None:

@@ -93,6 +93,12 @@ PLUGIN = Method(
     "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
     around="hf_zero.integrations.parallelism:make_plugin",
 )
+FILL = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.fill_match",
+    'accelerate refuses "auto" where it has no value for it (pipeline.micro_batches)',
+    around="hf_zero.integrations.typed_values:fill_match",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -176,6 +182,20 @@ LOAD_WEIGHTS = Method(
     around="hf_zero.integrations.pretrained:load_weights",
     since=(5, 20),
 )
+BUILD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._from_config",
+    "from_config at stage 3 draws other weights than at stages 0 to 2 from the same seed",
+    around="hf_zero.integrations.loading:build",
+    since=(5,),
+)
+BUILD_FOR_LOAD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.get_init_context",
+    "from_pretrained at stage 3 leaves random generators in another state than at stages 0 to 2",
+    around="hf_zero.integrations.loading:contexts_of_load",
+    since=(5,),
+)
 SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
 TRAIN = Method(
     "transformers.trainer",
@@ -245,9 +265,9 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
-    LOG, EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
-    LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
+    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, FILL, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE,
+    TRAIN, LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
 from typing import Any
 
 from torch import nn
 
 from hf_zero.config.read import read_config
+from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule import gathered_parameters as gathered
 from hf_zero.core.units.unit import full_shape, is_sharded
+from hf_zero.core.units.values import show_as_built
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations import callers
@@ -78,7 +82,7 @@ class GatheredParameters(gathered.GatheredParameters):
     Training weights that are nearly all random is the most costly failure of stage 3, and the loader only warns. When
     more than half of the parameters, by number and by elements, were not in the checkpoint, the load stops here on every rank, before
     the missing ones are gathered. HF_ZERO_ALLOW_MISSING_WEIGHTS=1 lets such a load pass. What is missing is gathered in the order of
-    the model, which is the same on every rank.
+    the model, which is the same on every rank, and drawn on all of them ([Note: same seed, same model]).
 
     Raises:
         StateError: The load above.
@@ -90,7 +94,86 @@ class GatheredParameters(gathered.GatheredParameters):
             _require_most_weights(model)
             # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
+        self._missing = model is not None
+        self._around, self._access = ExitStack(), ConstructorAccess()  # the second for what is read of weights that are not missing
         super().__init__(params, *args, **kwargs)
+
+    def __enter__(self) -> GatheredParameters:
+        super().__enter__()
+        if self._missing:  # what is missing is drawn as in a model that is loaded whole
+            for unit in self.gathered:
+                show_as_built(unit)
+            self._around.enter_context(_configuration_hidden())
+            self._around.enter_context(self._access)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._around.close()
+        if error is not None:
+            self._access.abandon(error)
+        self._access.close()
+        super().__exit__(kind, error, trace)
+
+
+@contextmanager
+def _configuration_hidden() -> Iterator[None]:
+    """transformers works as without DeepSpeed inside: at stage 3 its models have code that rank 0 runs alone."""
+    from transformers.integrations import deepspeed
+
+    reference: Any = deepspeed._hf_deepspeed_config_weak_ref
+    shown = reference()
+    deepspeed.unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        deepspeed.set_hf_deepspeed_config(shown)
+
+
+def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
+    """``PreTrainedModel._from_config``; at stage 3 the model is built as any other, inside ``zero.Init``.
+
+    [Note: same seed, same model] transformers 5 would keep constructors from drawing random numbers and let rank 0 alone draw the weights
+    afterwards: other weights than without sharding, and generators that differ between ranks from then on. Models have code for stage 3
+    besides, which rank 0 runs alone. So the library is shown no configuration meanwhile, and builds as it does without stage 3.
+
+    Args:
+        method: The method itself.
+        model_class: Whose it is.
+        config: Configuration of the model.
+        *args: As the method's.
+        **kwargs: As the method's.
+    """
+    from transformers import modeling_utils
+    from transformers.integrations import deepspeed
+
+    quantized = getattr(config, "quantization_config", None) is not None
+    if not deepspeed.is_deepspeed_zero3_enabled() or modeling_utils._is_ds_init_called or quantized:
+        return method(model_class, config, *args, **kwargs)
+    with Init(config_dict_or_path=deepspeed.deepspeed_config()), _configuration_hidden():
+        return method(model_class, config, *args, **kwargs)
+
+
+def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
+    """``PreTrainedModel.get_init_context``, in which ``from_pretrained`` builds a model; at stage 3 as any other, and then divided.
+
+    transformers 5 builds a model that is to be loaded on the meta device, where nothing is drawn but what a constructor asks the host for;
+    at stage 3 it would build it with values instead. transformers 4 does so still.
+
+    Args:
+        method: The method itself.
+        *args: As the method's.
+        **kwargs: As the method's.
+    """
+    from transformers.integrations import deepspeed
+
+    given = inspect.signature(method).bind(*args, **kwargs).arguments
+    if not deepspeed.is_deepspeed_zero3_enabled() or given["is_quantized"] or given["_is_ds_init_called"] or "dtype" not in given:
+        return method(*args, **kwargs)  # type: ignore[no-any-return]
+    init = Init(config_dict_or_path=deepspeed.deepspeed_config())
+    init.inner.fills_meta = True
+    with _configuration_hidden():
+        contexts = method(*args, **kwargs)
+    return [init, _configuration_hidden(), *contexts]
 
 
 def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:

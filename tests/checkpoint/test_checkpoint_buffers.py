@@ -88,3 +88,45 @@ def test_whole_models_are_written_with_buffers_unrounded(tmp_path: Path) -> None
         assert found["weight"].dtype == weights
         assert {name: found[name].dtype for name in BUFFERS} == buffers
         assert all(torch.equal(found[name], torch.full((3,), 1 / 3, dtype=dtype).to(buffers[name])) for name, dtype in BUFFERS.items())
+
+
+class Statistics(nn.Module):
+    """Layers whose buffers belong together and differ between ranks: statistics, a queue and its pointer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.norms = nn.ModuleList(nn.BatchNorm1d(4) for _ in range(3))
+        self.queues = nn.ModuleList(Counted(length) for length in (3, 17))
+        for queue in self.queues:
+            queue.register_buffer("pointer", torch.zeros(1, dtype=torch.int16))
+        self.register_buffer("odd", torch.arange(3, dtype=torch.int32).to(torch.uint16))
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        for norm in self.norms:
+            inputs = norm(self.layer(inputs))
+        return inputs
+
+
+def _one_rank_for_a_module(stage: int, folder: str) -> None:
+    import hf_zero
+
+    config = {"train_micro_batch_size_per_gpu": 1, "optimizer": {"type": "AdamW"}, "zero_optimization": {"stage": stage}}
+    model = Statistics()
+    model.queues[0].pointer.fill_(300 + ranks.rank())
+    engine = hf_zero.initialize(model=model, config=config)[0]
+    assert int(model.queues[0].pointer) == 300, "rank 0's buffers, of every type"
+    for buffer in model.buffers():
+        buffer.copy_(torch.full_like(buffer, ranks.rank() + 1))
+    engine.save_checkpoint(folder, f"t{stage}")
+    engine.load_checkpoint(folder, f"t{stage}")
+    ones = {rank + 1 for rank in range(ranks.world())}
+    for name, module in model.named_modules():
+        values = {float(value) for buffer in module._buffers.values() for value in buffer.reshape(-1).float()}
+        assert len(values) <= 1 and values <= ones, f"{name}: buffers of several ranks {values}"
+    engine.destroy()
+
+
+def test_buffers_of_one_module_come_from_one_rank(tmp_path: Path) -> None:
+    for stage in (1, 3):
+        ranks.run_ranks(_one_rank_for_a_module, 3, stage, str(tmp_path))

@@ -12,6 +12,7 @@ import torch
 from hf_zero.comm.back_end import build_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import build_topology
+from hf_zero.core.step import grad_norm
 from hf_zero.core.step.grad_norm import ModelAxis, clip_factor, first_non_finite, global_norm
 from hf_zero.core.units.layout import Range, build_layout
 from hf_zero.errors import ConfigError
@@ -98,3 +99,14 @@ def test_the_first_parameter_that_is_not_finite_is_named() -> None:
     assert first_non_finite(units, shards, collectives, whole=True) == "y.b", "another rank's"
     shards[0][20], shards[1][3] = torch.inf, torch.nan
     assert first_non_finite(units, shards, collectives, whole=True) == "x.b"
+
+
+def test_copies_of_16_bit_gradients_are_made_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = [torch.randn(numel).bfloat16() for numel in (40, 40, 40, 300, 5, 5)]
+    wanted = torch._foreach_norm([piece.float() for piece in pieces])
+    monkeypatch.setattr(grad_norm, "_COPIED", 100)
+    seen: list[int] = []
+    whole = torch._foreach_norm
+    monkeypatch.setattr(torch, "_foreach_norm", lambda tensors: seen.append(sum(map(torch.Tensor.numel, tensors))) or whole(tensors))
+    assert torch.equal(torch.stack(grad_norm._norms(pieces)), torch.stack(wanted))
+    assert seen == [80, 40, 300, 10], "at most 100 elements, or one piece"

@@ -107,6 +107,7 @@ class ZeroConfig(Section):
     steps_per_print: Steps = used(None, "Progress line every N steps; null and infinity are silent")
     wall_clock_breakdown: Bool = used(False, "Time forward, backward and step")
     memory_breakdown: Bool = used(False, "Log memory use per phase")
+    disable_python_gc: Bool = used(False, "Switch Python's garbage collector off in initialize, for good")
     dump_state: Bool = used(False, "Print the parsed configuration")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], ANY_CASE] | None = used(
         None, "Level of the package logger"

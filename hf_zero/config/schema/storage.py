@@ -101,6 +101,11 @@ class Compile(Section, switch="deepcompile"):
     deepcompile: Bool = refused(
         False, "Use the DeepCompile passes", "not supported: call engine.compile() or torch.compile() on the blocks"
     )
+    autoep_non_moe: Bool = refused(
+        False,
+        "engine.compile() compiles what stands around layers of experts, and not those",
+        "not supported: call torch.compile() on the modules",
+    )
     free_activation: Bool = part(False, "Free activations early")
     free_activation_threshold: Int = part(10485760, "Smallest freed tensor")
     offload_activation: Bool = part(False, "Offload activations; needs a custom schedule")

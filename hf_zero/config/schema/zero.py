@@ -134,6 +134,12 @@ class ZeroOptimization(Section):
     round_robin_gradients: Bool = accepted(
         False, "Spread gradient copies to the host over ranks", "shards are dealt evenly over ranks already"
     )
+    compute_grad_norm: Bool = accepted(
+        True, "Compute the gradient norm of each step", "the norm is always computed, in one pass; updates do not depend on it"
+    )
+    parameter_alignment: Bool = accepted(
+        False, "Let each parameter start at a multiple of 16 bytes", "each parameter starts at a multiple of 16 elements already"
+    )
     cpu_offload: Bool | None = mapped(None, "Old form of offload_optimizer.device cpu", "zero_optimization.offload_optimizer.device: cpu")
     cpu_offload_param: Bool | None = mapped(None, "Old form of offload_param.device cpu", "zero_optimization.offload_param.device: cpu")
     cpu_offload_use_pin_memory: Bool | None = accepted(

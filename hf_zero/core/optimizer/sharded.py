@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -51,6 +52,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], state_store: StateStore | None = None) -> None:
         # Not super().__init__: groups and state are the inner optimizer's own, and must stay the same objects.
         self.inner = inner
+        self._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer_step_post_hooks = OrderedDict()
+        self._optimizer_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_state_dict_post_hooks = OrderedDict()
+        self._optimizer_load_state_dict_pre_hooks = OrderedDict()
+        self._optimizer_load_state_dict_post_hooks = OrderedDict()
         self.units = list(units)
         self.state_store = state_store or StateStore()
         self.memory: RankMemory | None = None
@@ -144,6 +151,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
         inner: Any = self.inner
         self._opt_called = inner._opt_called = True
 
+    def begin_step(self) -> None:
+        """Calls the script's hooks of before a step, when it is known that there is one: its gradients are finite, and complete.
+
+        Raises:
+            RuntimeError: A hook returns other arguments for ``step``, which takes none here.
+        """
+        for hook in (*self._optimizer_step_pre_hooks.values(),):
+            if hook(self, (self,), {}) not in (None, ((self,), {})):
+                raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
+
+    def end_step(self) -> None:
+        """Calls the script's hooks of after a step, when all parameters have their new values."""
+        for hook in (*self._optimizer_step_post_hooks.values(),):
+            hook(self, (self,), {})
+
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
         """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.
 
@@ -183,11 +205,29 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
         """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
+        for before in (*self._optimizer_state_dict_pre_hooks.values(),):
+            before(self)
+        state = self._own_state_dict()
+        for after in (*self._optimizer_state_dict_post_hooks.values(),):
+            changed = after(self, state)
+            state = state if changed is None else changed
+        return state
+
+    def _own_state_dict(self) -> dict[str, Any]:
         self.state_store.settle()
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
         """Restores what ``state_dict`` of the same rank and world size returned."""
+        state = dict(state_dict)
+        for before in (*self._optimizer_load_state_dict_pre_hooks.values(),):
+            changed = before(self, state)
+            state = state if changed is None else changed
+        self._load_own_state_dict(state)
+        for after in (*self._optimizer_load_state_dict_post_hooks.values(),):
+            after(self)
+
+    def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.state_store.settle()
         tensors = [group["params"] for group in self.inner.param_groups]
         self.inner.load_state_dict(state_dict)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
-from weakref import WeakMethod
+from weakref import WeakMethod, ref
 
 import torch
 from torch.utils.hooks import RemovableHandle
@@ -78,19 +78,25 @@ class BackwardPhase:
             handle.remove()
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
-        added = entry.in_place.indices
+        """The hook of a parameter.
+
+        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector does not look. A hook that held
+        its engine, and so the parameter that it is on, would keep a model for good that nobody has any more.
+        """
+        added, weak_self, weak_entry = entry.in_place.indices, ref(self), ref(entry)
 
         def collect(param: torch.Tensor) -> None:
-            if index in added:
+            phase, entry = weak_self(), weak_entry()
+            if index in added or phase is None or entry is None:
                 return
-            if not self._collects:
-                if self.reducer is not None:
-                    self.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
-                self._begin_collecting()
-            if not self.begun:
-                self._notice()
-            if self.reducer is not None:
-                self.reducer.collect(entry, index)
+            if not phase._collects:
+                if phase.reducer is not None:
+                    phase.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
+                phase._begin_collecting()
+            if not phase.begun:
+                phase._notice()
+            if phase.reducer is not None:
+                phase.reducer.collect(entry, index)
 
         return collect
 

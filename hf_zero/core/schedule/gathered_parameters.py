@@ -15,7 +15,7 @@ from hf_zero.core.schedule.external_parameters import register_external_paramete
 from hf_zero.core.units.registration import network_of_loose
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, broadcast_from
+from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
 from hf_zero.native.crc32 import crc32_chunks
 
@@ -69,10 +69,17 @@ class GatheredParameters:
             else:
                 was_whole = unit.pin(modifier_rank=self._modifier_rank)
                 self._entered.append((unit, was_whole))
-                if was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
+                if unit.built is not None and unit.built.shown:
+                    show_as_built(unit)
+                elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
                     self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
         return self
+
+    @property
+    def gathered(self) -> list[Unit]:
+        """The units that are pinned, while the context is entered."""
+        return [unit for unit, _ in self._entered]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         for unit in self._wanted:

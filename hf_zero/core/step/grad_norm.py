@@ -22,6 +22,7 @@ _EPSILON = 1e-6
 
 # torch's CPU norm adds up in fp32: over a flat unit of 6 million elements it is off by 1.7e-4, in pieces of this size by 2e-7.
 _CHUNK_NUMEL = 1 << 16
+_COPIED = 1 << 24  # elements that are copied to fp32 at a time, unless one shard has more
 
 
 @dataclass(frozen=True)
@@ -124,12 +125,27 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device, threa
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]
     if not pieces:
         return torch.zeros((), dtype=torch.float64, device=device)
-    return torch.stack(torch._foreach_norm(pieces)).double().square().sum()
+    return torch.stack(_norms(pieces)).double().square().sum()
 
 
 def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    values = shard if shard.dtype == torch.float32 else shard.float()
-    return values.split(_CHUNK_NUMEL) if values.device.type == "cpu" else (values,)
+    return shard.split(_CHUNK_NUMEL) if shard.device.type == "cpu" else (shard,)
+
+
+def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each piece, in fp32. Of what is not fp32 there are copies of about ``_COPIED`` elements at a time, never of all."""
+    if all(piece.dtype == torch.float32 for piece in pieces):
+        return list(torch._foreach_norm(list(pieces)))
+    norms: list[torch.Tensor] = []
+    waiting: list[torch.Tensor] = []
+    copied = 0
+    for piece in pieces:
+        if waiting and copied + piece.numel() > _COPIED:
+            norms += torch._foreach_norm([value.float() for value in waiting])
+            waiting, copied = [], 0
+        waiting.append(piece)
+        copied += piece.numel()
+    return norms + list(torch._foreach_norm([value.float() for value in waiting]))
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:

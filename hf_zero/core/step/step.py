@@ -243,6 +243,7 @@ class Stepper:
         if overflow:
             culprit = self.culprit_of(shards)
         else:
+            self.optimizer.begin_step()
             with span("clip"):
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
@@ -256,6 +257,8 @@ class Stepper:
                     if spread is not None:
                         spread.wait()
         self.optimizer.overflow, self.optimizer.norm = overflow, norm
+        if not overflow:
+            self.optimizer.end_step()
         self.reducer.clear()
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)

@@ -16,6 +16,7 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import all_gather_codes
 from hf_zero.core.units.alone import AloneParams
+from hf_zero.core.units.built import Built
 from hf_zero.core.units.layout import FROZEN, UnitLayout
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.own_part import OwnPart, require_memory
@@ -106,6 +107,7 @@ class Unit:
             compare them.
         rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
         trained_by: What trains it, weak; None where nothing does.
+        built: How ``zero.Init`` found the parameters; None of every other unit.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -134,6 +136,7 @@ class Unit:
         self.own.shard = spec.shard_storage.rest(self, shard)
         self.exact = True
         self.quantized = spec.quantized
+        self.built: Built | None = None
         self._pending: Pending | None = None
 
     @property

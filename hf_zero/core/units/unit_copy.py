@@ -24,15 +24,8 @@ def copy_unit(unit: Unit) -> Unit:
     params = [None if param is None else _param_like(param, empty) for param in unit.params]
     copied = _unit_of(unit, unit.layout.dtype, params)
     copied.reshard()
+    copied.built = unit.built
     return copied
-
-
-def cast_unit(unit: Unit, dtype: torch.dtype) -> Unit:
-    """Return a sharded unit of the parameters of ``unit``, cast to ``dtype``; local. The caller registers it, then reshards it.
-
-    ``unit`` is sharded, trained by nobody, and holds no packed weights.
-    """
-    return _unit_of(unit, dtype, unit.params)
 
 
 def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | None]) -> Unit:

@@ -9,6 +9,7 @@ import torch
 
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import coded
+from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 
@@ -110,3 +111,16 @@ def broadcast_from(unit: Unit, source: int) -> None:
     topology = unit.collectives.topology
     unit.collectives.data.broadcast(unit.full, source // topology.expert_places if topology.of_experts else source, unit.name)
     write_back(unit)
+
+
+def show_as_built(unit: Unit) -> None:
+    """Gives whole parameters the type and device that they were built with ([Note: as it was built]); local.
+
+    What is written to them reaches the unit as values of other memory do (``param.data = value``): with ``broadcast_from``.
+    """
+    for param, slot, view in zip(unit.params, unit.layout.slots, map(unit.whole.view, range(len(unit.params))), strict=True):
+        if unit.built is None or param is None or not slot.numel:
+            continue
+        shown = view.to(unit.built.device, unit.built.dtype)
+        if shown is not view and param.data_ptr() == view.data_ptr():  # else an outer holder shows it already
+            point(param, shown, empties=False)
