@@ -35,28 +35,25 @@ class Preemption:
         settings: The same.
         signal: Name of the signal that a rank has heard, the same on all ranks from the same step on; "" while there is none.
         asked: A script asks for it after its steps, so it saves and ends by itself.
+        listens: The signal is listened for, alike on all ranks: one whose engine is not in the main thread hears of it through the others.
     """
 
     def __init__(self, settings: PreemptionSettings) -> None:
         self.settings = settings
         self.signal = ""
         self.asked = False
+        self.listens = False
         self._stop: Callable[[bool], None] | None = None
 
-    @property
-    def listens(self) -> bool:
-        """Whether this rank notes the signal."""
-        return self._stop is not None
-
     def listen(self) -> None:
-        """Notes the signal from now on, until ``stop``; local. Only the first call does anything."""
-        if self._stop is None and self.settings.number:
-            # Not in the main thread: this rank hears nothing, and says so once.
-            self._stop = signals.listen(self.settings.number) or (lambda _deliver: None)
+        """Notes the signal from now on, until ``stop``; local."""
+        self.listens = bool(self.settings.number)
+        if self.listens and self._stop is None:
+            self._stop = signals.listen(self.settings.number)
 
     def stop(self, deliver: bool = True) -> None:
         """Puts the former handler back; ``deliver`` to it what was heard and came to no boundary any more."""
-        stop, self._stop = self._stop, None
+        stop, self._stop, self.listens = self._stop, None, False
         if stop is not None:
             stop(deliver)
 

@@ -9,6 +9,7 @@ its own; for our engines it means this.
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -118,6 +119,7 @@ def save_by_itself(engine: Engine) -> None:
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
+_at_work: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines of trainers that are asked to save just now
 _looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # the step after which Trainer was last asked to save
 
 
@@ -133,11 +135,16 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 def train(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.train``: signals are noted until it ends."""
+    own = type(trainer)._maybe_log_save_evaluate
+    if not hasattr(own, "hf_zero_method"):  # a trainer that has replaced it, and may not call what it replaces
+        trainer._maybe_log_save_evaluate = functools.partial(log_save_evaluate, own, trainer)
     try:
         result = function(trainer, *args, **kwargs)
     except BaseException:
         _stop(trainer, deliver=False)  # it ends already, by what was raised
         raise
+    finally:
+        vars(trainer).pop("_maybe_log_save_evaluate", None)
     _stop(trainer, deliver=True)
     return result
 
@@ -157,8 +164,16 @@ def log_save_evaluate(function: Callable[..., Any], trainer: Any, *args: Any, **
     many when it resumes from its last one.
     """
     engine = _engine_of(trainer)
-    if engine is None or not engine.preemption.listens:
+    if engine is None or not engine.preemption.listens or engine in _at_work:
         return function(trainer, *args, **kwargs)
+    _at_work.add(engine)
+    try:
+        return _save_where_agreed(function, trainer, engine, args, kwargs)
+    finally:
+        _at_work.discard(engine)
+
+
+def _save_where_agreed(function: Callable[..., Any], trainer: Any, engine: ConfiguredEngine, args: Any, kwargs: Any) -> Any:
     control, progress, preemption = trainer.control, engine.progress, engine.preemption
     again = _looked_at.get(engine) == progress.global_steps
     _looked_at[engine] = progress.global_steps

@@ -21,6 +21,7 @@ from typing import Any
 from hf_zero.errors import CollectiveError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.observe import global_rank, logger
 from hf_zero.system import own_files
+from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LATER_SECONDS = 10  # more than what lies between a rank's death and the moment at which its launcher looks
@@ -117,6 +118,6 @@ def _is_told_by_first(text: str) -> bool:
         time.sleep(0.02)
     time.sleep(_PRINTING_SECONDS)
     try:
-        return bool(json.loads(first.read_text(encoding="utf-8"))["message"]["message"] == text)
+        return bool(json.loads(read_text(first, SMALL_BYTES))["message"]["message"] == text)
     except (OSError, ValueError, LookupError, TypeError):
         return False  # another's file: of the launcher, or of a script that tells by itself

@@ -61,6 +61,7 @@ _ears: dict[int, _Ear] = {}
 _noted = _Noted()
 _newest: list[Callable[[], str]] = []  # says which checkpoint is the newest complete one
 _watches_forks = False
+_said_deaf = False
 
 
 def heard() -> int:
@@ -98,13 +99,15 @@ def listen(number: int) -> Callable[[bool], None] | None:
         What ends that, and puts the former handler back with the last listener. Its argument: deliver a signal again that was heard and
         that nobody has answered. None where no handler can be installed, because this is not the main thread.
     """
-    global _watches_forks
+    global _watches_forks, _said_deaf
     if threading.current_thread() is not threading.main_thread():
-        logger.warning(
-            "rank %d does not hear %s: handlers can be installed in the main thread of Python alone, and this is %r. The other ranks are "
-            "asked all the same",
-            global_rank(), signal.Signals(number).name, threading.current_thread().name,
-        )  # fmt: skip
+        if not _said_deaf:
+            _said_deaf = True
+            logger.warning(
+                "rank %d does not hear %s: handlers can be installed in the main thread of Python alone, and this is %r. It hears of "
+                "a signal to another rank",
+                global_rank(), signal.Signals(number).name, threading.current_thread().name,
+            )  # fmt: skip
         return None
     if not _watches_forks:
         os.register_at_fork(after_in_child=_forget)

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+from hf_zero.errors import ConfigError
 from hf_zero.utils import end_preempted
 from tests.support import parity, ranks, signalled
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
@@ -92,6 +96,23 @@ def _handlers(folder: str) -> None:
             signalled.send(1, number=signal.SIGUSR2)
             engine.destroy()  # without a step in between
             assert len(heard) == (1 if ranks.rank() == 0 else 2), heard
+        with signalled.new_process():
+            engine, terminate = start(1), signal.getsignal(signal.SIGTERM)
+            if ranks.rank() == 0:  # a thread cannot install a handler; the rank is told by the other
+                with ThreadPoolExecutor(1) as pool:
+                    assert not pool.submit(lambda: engine.preempted).result()
+                assert signal.getsignal(signal.SIGTERM) is terminate and engine.preemption.listens
+            assert not engine.preempted or ranks.rank() == 0
+            signalled.send(1)
+            steps(engine, 0, 1)
+            assert engine.preempted
+            engine.destroy()
+        with signalled.new_process():
+            settings = {"preemption_save_dir": f"{folder}/own"}
+            engine = start(1, hf_zero=settings)
+            with pytest.raises(ConfigError, match="preemption_save_dir"):
+                start(2, hf_zero=settings)
+            engine.destroy()
         with signalled.new_process():
             engine = start(1, hf_zero={"preemption_signal": "none"})
             assert not engine.preempted and signal.getsignal(signal.SIGUSR2) is own
