@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -92,8 +93,22 @@ def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
     return content
 
 
+def require_bounded_config(name: str) -> None:
+    """Refuses what transformers would read without bounds: a config.json that is no regular file, too large, or nested too deep.
+
+    Args:
+        name: As a user names a model; where there is no such file transformers says so.
+
+    Raises:
+        ConfigError: It is one of these.
+    """
+    path = Path(name).expanduser()
+    if os.path.lexists(path / "config.json" if path.is_dir() else path):
+        read_model_config(name)
+
+
 def _load(name: str) -> Any:
-    read_model_config(name)  # with bounds, which transformers has not
+    require_bounded_config(name)
     from transformers import AutoConfig  # heavy, and only needed here
 
     try:

@@ -15,7 +15,6 @@ from hf_zero.config.auto import AUTO_RULES
 from hf_zero.config.keys import Key, all_keys
 from hf_zero.config.problems import show
 from hf_zero.config.schema.fields import asks, is_on
-from hf_zero.system import own_files
 from hf_zero.system.secrets import MASK, hidden_under
 
 
@@ -196,6 +195,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", metavar="FILE", help="file to write instead of printing, for example docs/config.md")
     target = parser.parse_args(arguments).write
     if target:
+        from hf_zero.system import own_files  # which brings torch
+
         own_files.write_text(Path(target), reference_page())
     else:
         print(reference_page())

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.config.sources import read_model_config
+from hf_zero.config.sources import require_bounded_config
 from hf_zero.errors import ConfigError
 from hf_zero.system.reading import shown
 from hf_zero.tensor_parallel.plan import TpPlan
@@ -26,7 +26,7 @@ def plan_of_named_model(name: str, ranks: int) -> TpPlan:
 def _empty_model(name: str) -> nn.Module:
     import transformers
 
-    read_model_config(name)  # with bounds, which transformers has not
+    require_bounded_config(name)
     try:
         config = transformers.AutoConfig.from_pretrained(name)
     except Exception as error:  # whatever a broken config.json makes transformers raise
