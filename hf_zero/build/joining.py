@@ -67,8 +67,6 @@ class Joiner:
         entries = self._train(added)
         for entry in entries:
             self.runtime.backward.attach_to(entry)
-        if self.runtime.schedule is not None:
-            self.runtime.schedule.units_changed()
         return entries
 
     def _require_known(self, joining: Sequence[Joining]) -> None:

@@ -15,7 +15,7 @@ from hf_zero.core.optimizer.state_store import StateStore, scale_
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger, waiting
@@ -113,7 +113,7 @@ class OffloadedStateStore(StateStore):
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         self._update(grads, factor)
-        for unit in self.trained_units:
+        for unit in trained_of(self.units):
             if not self.holds(unit):
                 publish([unit])
             elif unit.state is UnitState.UNSHARDED:
@@ -122,7 +122,7 @@ class OffloadedStateStore(StateStore):
 
     def _update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
         self.settle()
-        by_unit = {id(unit): grad for unit, grad in zip(self.trained_units, grads, strict=True)}
+        by_unit = {id(unit): grad for unit, grad in zip(trained_of(self.units), grads, strict=True)}
         stepper, fresh = self._stepper(), not self.inner.state
         self._update_device(stepper, by_unit, factor)
         updates = self._updates(stepper, by_unit, float(factor))
@@ -144,7 +144,7 @@ class OffloadedStateStore(StateStore):
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
         """In the order of forward, but first those of unsharded units, for which ``step`` waits."""
         by_id = self._sub_groups_by_unit()
-        units = [unit for unit in self.trained_units if id(unit) in by_id]
+        units = [unit for unit in trained_of(self.units) if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
         sub_groups = [sub_group for unit in units for sub_group in by_id[id(unit)]]
         following = {id(sub_group): upcoming for sub_group, upcoming in zip_longest(sub_groups, sub_groups[1:])}
@@ -184,7 +184,7 @@ class OffloadedStateStore(StateStore):
     def _update_device(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         segments = [segment for segment in self.segments.trained if not self.holds(segment.unit)]
         if segments:
-            scale_([by_unit[id(unit)] for unit in self.trained_units if not self.holds(unit)], factor)
+            scale_([by_unit[id(unit)] for unit in trained_of(self.units) if not self.holds(unit)], factor)
             stepper.step(segments, [segment.gradient(by_unit[id(segment.unit)]) for segment in segments])
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:

@@ -82,11 +82,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
-    @property
-    def trained_units(self) -> list[Unit]:
-        """The units that a step reduces and updates, in the model's order."""
-        return [unit for unit in self.units if not unit.rests]
-
     def updated_tensors(self) -> set[int]:
         """Return the ids of what the inner optimizer holds in place of the model's parameters."""
         return {id(segment.tensor) for segment in self.segments}

@@ -10,7 +10,7 @@ from hf_zero.core.optimizer.segments import OwnedSegment, Segments
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish, shard_changed
 from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
@@ -57,7 +57,7 @@ class StateStore:
             updated: Called with each of these units in order, the same on every rank, when its shard has its new value. The update of a
                 sharded unit may still be under way then.
         """
-        by_unit = {id(unit): grad for unit, grad in zip(self.trained_units, grads, strict=True)}
+        by_unit = {id(unit): grad for unit, grad in zip(trained_of(self.units), grads, strict=True)}
         fresh = not self.inner.state
         if not fresh and self._pays_in_turn():
             self._update_in_turn(by_unit, factor, updated)
@@ -65,13 +65,8 @@ class StateStore:
         self._update_at_once(by_unit, factor)
         if fresh:
             self.move_to_huge_pages()
-        for unit in self.trained_units:
+        for unit in trained_of(self.units):
             updated(unit)
-
-    @property
-    def trained_units(self) -> list[Unit]:
-        """The units that are updated now."""
-        return [unit for unit in self.units if not unit.rests]
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
         """One step of the inner optimizer itself."""
@@ -84,11 +79,11 @@ class StateStore:
         if isinstance(self.inner, HostOptimizer) and writes_shards:
             lows = {segment.tensor: low for segment in segments if (low := segment.low) is not None}
             self.inner.step(grad_factor=float(factor), lows=lows)
-            for unit in self.trained_units:
+            for unit in trained_of(self.units):
                 shard_changed(unit)
         else:
             self.inner.step()
-            publish(self.trained_units)
+            publish(trained_of(self.units))
         for segment in segments:
             segment.tensor.grad = None
 
@@ -96,7 +91,7 @@ class StateStore:
         """Unit by unit, so that one is all-gathered while the next is updated."""
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = self._writes_shards()
-        for unit in self.trained_units:
+        for unit in trained_of(self.units):
             segments = self.segments.trained_of(unit)
             if segments:
                 grads = [segment.gradient(by_unit[id(unit)]) for segment in segments]

@@ -81,6 +81,7 @@ class Reducer:
         gradients: One entry per trainable unit, in the order of the model.
         exchange: How they become one over ranks.
         shown: Those that scripts see.
+        layouts: How often the units were others than before.
         pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
 
     Args:
@@ -104,6 +105,7 @@ class Reducer:
         self.shown = ShownGradients(self.gradients)
         self._reduces = True  # whether the backward that runs sends anything
         self._factor = 1.0
+        self.layouts = 0
         self.pieces = False
         self._overlap = overlap
         self._agree = agree
@@ -246,6 +248,7 @@ class Reducer:
     def train(self, gradients: Sequence[UnitGradients]) -> None:
         """Reduce the units of ``gradients``, in the model's order, from now on, but those that rest; local."""
         self.gradients[:] = gradients
+        self.layouts += 1
         self._positions = {}
         self._sort()
 

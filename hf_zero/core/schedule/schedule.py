@@ -42,6 +42,7 @@ class UnshardSchedule:
         self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._positions: dict[int, int] | None = None  # see `_place_reductions`; None until it is known
+        self._placed = 0  # the layout of the reducer's units that they are of
         self._votes = False  # whether passes of this phase end with a vote
         self._updating = False  # updates of the last step may still go on
         self._pass = UnshardPass((), 0, limits)
@@ -122,10 +123,6 @@ class UnshardSchedule:
         if not self._learned:
             self._learn(self._collectives.broadcast_object(list(self._observed), 0, "order of blocks"))
 
-    def units_changed(self) -> None:
-        """Blocks have got other units: backward's order of reductions is found anew."""
-        self._positions = None
-
     def break_off(self, inside: bool = True) -> None:
         """A forward of the whole model raised, ``inside`` of its pass or when that was over on this rank; local."""
         self._broke |= inside
@@ -194,8 +191,8 @@ class UnshardSchedule:
         order = [block for block in reversed(self.order) if block.read_in_backward]
         self._reducer = reducer
         if reducer is not None:
-            if self._positions is None:
-                self._positions = self._place_reductions()
+            if self._positions is None or self._placed != reducer.layouts:
+                self._positions, self._placed = self._place_reductions(), reducer.layouts
             sizes = [block.numel if block.sharded else 0 for block in order]
             reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
         self._foretold = {}

@@ -22,7 +22,7 @@ from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
 from hf_zero.core.step.written_values import WrittenValues
-from hf_zero.core.units.unit import Unit
+from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import all_gather_updated
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -96,7 +96,7 @@ class Stepper:
 
     def _look_at_units(self) -> None:
         """Note what the norm must know of the units that are trained; local."""
-        units, (model, experts) = self.optimizer.trained_units, self._networks
+        units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
         apart = experts or model  # the ranks with parts that this rank does not have
         tensor = model.world if model is not None else 1
@@ -126,7 +126,7 @@ class Stepper:
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
         """Name of the first parameter with a gradient that is not finite; collective."""
-        return first_non_finite(self.optimizer.trained_units, shards, self.collectives, self._model)
+        return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
 
     def _require_all(self) -> None:
         unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
@@ -213,7 +213,7 @@ class Stepper:
 
     def measure(self) -> torch.Tensor:
         """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
-        shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.trained_units]
+        shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
         return self.norm_of(shards) / self.scaler.scale
 
@@ -233,7 +233,7 @@ class Stepper:
         if self.settings.wants_all:
             self._require_all()
         with span("finish_reduce"):
-            shards = [self._gradients[id(unit)].reduced() for unit in self.optimizer.trained_units]
+            shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
         with span("norm"):
             scaled_norm = self.norm_of(shards)
@@ -248,7 +248,7 @@ class Stepper:
                 factor = clip_factor(norm, self.settings.max_norm) / self.scaler.scale
             with span("update"):
                 self.runtime.reshard_for_update()
-                for unit in self.optimizer.trained_units:
+                for unit in trained_of(self.optimizer.units):
                     unit.secondary.forget()  # an update that goes on after the step is not told of
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -344,6 +344,11 @@ _pinned: WeakSet[Unit] = WeakSet()
 def shares_unsharded_memory(tensor: torch.Tensor) -> bool:
     """Whether ``tensor``, not itself in a unit, is a view of a unit that somebody holds unsharded: resharding frees its memory."""
     return any(unit.reshards and unit.whole.holds(tensor) for unit in _pinned)
+
+
+def trained_of(units: Iterable[Unit]) -> list[Unit]:
+    """Return the units that a step reduces and updates, in the same order."""
+    return [unit for unit in units if not unit.rests]
 
 
 def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
