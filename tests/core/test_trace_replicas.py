@@ -17,7 +17,7 @@ _SENT = ["reduce_scatter (layers.1)", "reduce_scatter (layers.0)", "reduce_scatt
 _SPREAD = ["all_gather (root)", "all_gather (layers.0)", "all_gather (layers.1)", "spread"]
 _STEP = ["all_reduce (micro-steps)", "finish_reduce", "norm", "all_reduce (gradient norm)", "clip", "update"]
 # A unit goes to the replicas when the reducer waits for its sum: two reductions later, or at the end.
-_REPLICAS = ["all_reduce (layers.1)", "end_backward", "all_reduce (layers.0)", "all_reduce (root)"]
+_REPLICAS = ["all_reduce (layers.1)", "end_backward", "all_reduce (late gradients)", "all_reduce (layers.0)", "all_reduce (root)"]
 
 
 def _one_step(stage: int, accumulation: int, dtype: str) -> tuple[list[list[str]], dict[str, int], int, int]:
@@ -71,7 +71,7 @@ def test_sequence_of_stage_3() -> None:
     for labels, *_ in ranks.run_ranks(_one_step, 4, 3, 1, "fp32"):
         last = labels[-1]
         sent = [label for label in last if label.startswith(("reduce_scatter", "all_reduce (layers", "all_reduce (root"))]
-        assert sent == [*_SENT, *(label for label in _REPLICAS if label != "end_backward")]
+        assert sent == [*_SENT, *(label for label in _REPLICAS if label.startswith("all_reduce (l") and "late" not in label), _REPLICAS[-1]]
         assert last.index("all_gather (layers.0)") < last.index("reduce_scatter (layers.1)")
 
 
@@ -88,11 +88,11 @@ def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
     for _, sent, total, root in ranks.run_ranks(_one_step, 4, stage, accumulation, dtype):
         element = 4 if dtype == "fp32" else 2
         half = total * element // 2
-        norm, late, passes = 8, 4 * 3, 4
+        norm, late, passes = 8, 4 * (1 + 3), 4 * (3 + 1)
         assert sent["replicas"] == total // 2 * (element if accumulation == 1 else 4)
         if stage < 3:
             assert sent["reductions"] == accumulation * half + half + norm
-            assert sent["votes"] == 2 * STEP_VOTE_BYTES
+            assert sent["votes"] == 2 * (STEP_VOTE_BYTES + late)
         else:
             assert sent["reductions"] == accumulation * half
             assert sent["gathers"] == accumulation * (2 * half - root * element // 2) + norm

@@ -248,7 +248,7 @@ def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
     first hop; the second sends (M-1)/M P/H b; updates go to the one rank of every node that keeps them, P/N b each."""
     for number, (labels, sent, total, root) in enumerate(ranks.run_ranks(_sent, 4, accumulation, dtype)):
         element = 4 if dtype == "fp32" else 2
-        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * 3, 4
+        half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (1 + 3), 4 * (3 + 1)
         assert sent["node"] == accumulation * (2 * half - root * element // 2)
         assert sent["inside"] == accumulation * half
         assert sent["across"] == accumulation * half // 2

@@ -133,7 +133,7 @@ def _parameters_read_right_after_a_step(stage: int) -> None:
     import hf_zero
 
     run = Run(stage=stage, dtype="bf16", extra={"zero_optimization": {"overlap_comm": True}})
-    for way in ("parameters", "state_dict", "submodule", "gathered"):
+    for way in ("parameters", "state_dict", "submodule", "gathered") if stage < 3 else ("submodule", "gathered"):
         engine = initialize(CASE.build(), run)
         block = engine.module.transformer.h[1]
         hidden = torch.randn(1, 4, 16, dtype=torch.bfloat16)

@@ -118,7 +118,7 @@ def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
 def test_bytes_of_a_step(accumulation: int) -> None:
     """Over all ranks each parameter is gathered once per optimizer step; all else stays inside the node."""
     for everywhere, inside, whole, root in ranks.run_ranks(_bytes, 4, 2, accumulation):
-        votes = 2 * (STEP_VOTE_BYTES + accumulation * (4 + 4 * 3))  # two rounds each
+        votes = 2 * (STEP_VOTE_BYTES + accumulation * (4 * (3 + 1) + 4 * (1 + 3)))  # two rounds each
         assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes
         assert inside == (2 * accumulation - 1) * whole * 4 // 2 - accumulation * root * 4 // 2
 

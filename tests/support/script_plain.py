@@ -68,7 +68,8 @@ class Plain:
         self._add_group([name for name, _ in self.model.named_parameters()])
         self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
         self.losses: list[Tensor] = []
-        self.micro = self.steps = 0
+        self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
+        self.awaits = False  # a backward came after the last call of `step`
         self.norm: float | None = None
         self.saved: list[State] = []
         self.shadow: dict[str, Tensor] = {}
@@ -89,10 +90,15 @@ class Plain:
                     self.sums[name] = self.sums.get(name, 0) + parameter.grad.float()
                     parameter.grad = None
         self.micro += 1
+        self.awaits = True
         return {}
 
     def step(self) -> Seen:
-        if self.micro < self.cell.accumulation:
+        self.calls, self.awaits = self.calls + 1, False
+        if self.calls < self.cell.accumulation:
+            return {}
+        self.calls = 0
+        if not self.micro:
             return {}
         self.adopt()
         model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
@@ -179,7 +185,7 @@ class Plain:
                 loss.backward()
             except ScriptError:
                 self.model.zero_grad()
-        self.sums, self.micro = {}, 0
+        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
         return {}
 
     def bad_save(self, who: Any, what: str) -> Seen:
@@ -197,7 +203,7 @@ class Plain:
         model = dict(self.model.named_parameters())
         if found.weights.keys() != model.keys():
             raise KeyError(f"the checkpoint has other parameters: {sorted(found.weights.keys() ^ model.keys())}")
-        self.sums, self.micro = {}, 0
+        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
         held = {name for group in self.groups for name in group} & model.keys()
         for source in range(self.cell.ranks):  # [Note: buffers of a checkpoint] those of one rank, whichever
             state = deepcopy(found)
@@ -355,8 +361,8 @@ class Plain:
         return {}
 
     def zero_grad(self, how: str) -> Seen:
-        if self.micro == self.cell.accumulation:  # in the middle of an accumulation gradients are kept
-            self.sums, self.micro = {}, 0
+        if self.awaits and self.calls + 1 >= self.cell.accumulation:  # in the middle of an accumulation gradients are kept
+            self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
         return {}
 
     # -- states -----------------------------------------------------------------------------------------------------------------

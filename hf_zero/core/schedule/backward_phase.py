@@ -136,7 +136,8 @@ class BackwardPhase:
         self._look_ahead()
         if forward.backward != self._count:
             forward.backward = self._count
-            self._pre_backward(forward.block)
+            if forward.block is not None:
+                self._pre_backward(forward.block)
 
     def expect(self, loss: torch.Tensor) -> None:
         """The backward of ``loss`` is about to run."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
-from weakref import WeakSet, ref
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import nn
@@ -16,9 +16,9 @@ from hf_zero.core.schedule.torch_internals import next_node, number_of, outside_
 
 @dataclasses.dataclass
 class _Forward:
-    """One forward of a block whose outputs are watched."""
+    """One forward of a block whose outputs are watched; hooks hold it, so it holds no block ([Note: hooks of autograd hold nothing])."""
 
-    block: Block
+    block: ref[Block]
     node: Any  # of the output that was made last
     is_last: bool  # no node of the forward was made after it
 
@@ -40,21 +40,28 @@ class WatchedForward:
     """The hook of one forward's outputs.
 
     Attributes:
-        block: Whose forward.
+        block: Whose forward; None when nobody has the model any more, [Note: hooks of autograd hold nothing].
         below: The forward watched before; its node lies below, so nothing keeps itself alive.
         is_last: No node of the forward was made after those of the outputs.
         backward: The last backward that it told of: with retain_graph there are several. The caller's.
     """
 
     def __init__(self, block: Block, below: _Forward | None, is_last: bool, fired: Callable[[WatchedForward], None]) -> None:
-        self.block = block
+        self._block = ref(block)
         self.below = below
         self.is_last = is_last
         self.backward = 0
-        self._fired = fired
+        self._fired = WeakMethod(fired)
+
+    @property
+    def block(self) -> Block | None:
+        """As the attribute."""
+        return self._block()
 
     def __call__(self, _grad: torch.Tensor) -> None:
-        self._fired(self)
+        fired = self._fired()
+        if fired is not None and self.block is not None:
+            fired(self)
 
 
 class WatchedOutputs:
@@ -123,7 +130,7 @@ class WatchedOutputs:
         block.watched()
         self._hooks.add(told)
         if block is not self._root and self._root.open:
-            self._last, self._last_output, self._last_hook = _Forward(block, newest.grad_fn, is_last), ref(newest), hook
+            self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), hook
 
     def follow(self) -> None:
         """Puts the hook on the output of the last block again, if the caller has changed it in place meanwhile."""
@@ -142,7 +149,7 @@ class WatchedOutputs:
         for hook in self._hooks:
             alive.setdefault(id(hook.block), []).append(hook)
             if hook.below is not None:
-                nodes.setdefault(id(hook.below.block), []).append(hook.below)
+                nodes.setdefault(id(hook.below.block()), []).append(hook.below)
         found = []
         for block in blocks:
             if not block.pending or block is self._root:

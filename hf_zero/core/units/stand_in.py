@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from weakref import ref
 
 import torch
 
@@ -39,14 +40,14 @@ class StandIn(torch.Tensor):
 
     Attributes:
         parameter: Name of the parameter that it stands for.
-        source: The parameter itself, or None. Its owner is the model.
+        source: The parameter itself, or None; weak: a tensor that a script keeps holds no model.
         shown_device: The device that it shows.
     """
 
     parameter: str
-    source: Any
     shown_device: torch.device
     _own_storage: torch.UntypedStorage
+    _source: ref[Any] | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
@@ -54,10 +55,19 @@ class StandIn(torch.Tensor):
         """A stand-in of this class for parameter ``name``."""
         tensor: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META, dispatch_device=True)  # type: ignore[attr-defined]
         tensor.parameter = name
-        tensor.source = None
+        tensor._source = None
         tensor.shown_device = device
         tensor._own_storage = torch.UntypedStorage(1)  # so that no search takes two stand-ins for tied weights
         return tensor
+
+    @property
+    def source(self) -> Any:
+        """As the attribute."""
+        return self._source() if self._source is not None else None
+
+    @source.setter
+    def source(self, value: Any) -> None:
+        self._source = ref(value) if value is not None else None
 
     def like(self) -> Any:
         """Another stand-in for the same parameter."""
@@ -76,6 +86,8 @@ class StandIn(torch.Tensor):
         if func is torch.ops.prim.device.default:
             return first.shown_device
         if func in (torch.ops.aten.detach.default, torch.ops.aten.alias.default):
+            return first.like()
+        if func is torch.ops.aten.constant_pad_nd.default and not any(args[1]):  # libraries pad a bias to the size of its weight
             return first.like()
         raise first.refused(_attempt(func))
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.quantized import all_gather_codes
+from hf_zero.comm.quantized import all_gather_codes, coded
 from hf_zero.core.units.alone import AloneParams
 from hf_zero.core.units.built import Built
 from hf_zero.core.units.layout import FROZEN, UnitLayout
@@ -263,8 +263,13 @@ class Unit:
 
     def _adopt_written(self) -> None:
         """Keep this rank's part of what was written while the parameters were whole; local."""
-        for index, value in self.whole.written_values() if self.exact else ():
+        for index, value in self.whole.written_values():
             self.written[index] = 0  # in a forward the values may follow a rank's data
+            if not self.exact and self.whole.holds(value):  # beside codes: an element that still is as its code says was not written
+                own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, coded(self.shard))
+                part = self.layout.slots[index].range.intersect(self.owned).shift(-self.layout.slots[index].offset)
+                value = value.reshape(-1).clone()
+                value[part.start : part.stop] = torch.where(value[part.start : part.stop] == coded_own, own, value[part.start : part.stop])
             self.alone.adopt_value(index, value)
 
     def _wait(self) -> None:
