@@ -187,8 +187,10 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     """
     loads = (args[0] if args else kwargs.get("missing_keys")) is not None
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items() if loads else ()
-    named = dict(model.named_parameters(remove_duplicate=False)) if pairs else {}
-    params = [named[name] for pair in pairs for name in pair if name in named]
+    modules = dict(model.named_modules()) if pairs else {}
+    # The module's other parameters too: a bias is brought to the length of its weight.
+    holders = [modules[path] for pair in pairs for name in pair if (path := name.rpartition(".")[0]) in modules]
+    params = [param for module in holders for param in module.parameters(recurse=False)]
     with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
         return method(model, *args, **kwargs)
 
