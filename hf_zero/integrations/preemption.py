@@ -135,8 +135,8 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 def train(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
     """``Trainer.train``: signals are noted until it ends."""
-    own = type(trainer)._maybe_log_save_evaluate
-    if not hasattr(own, "hf_zero_method"):  # a trainer that has replaced it, and may not call what it replaces
+    own = getattr(type(trainer), "_maybe_log_save_evaluate", None)
+    if own is not None and not hasattr(own, "hf_zero_method"):  # a trainer that has replaced it, and may not call what it replaces
         trainer._maybe_log_save_evaluate = functools.partial(log_save_evaluate, own, trainer)
     try:
         result = function(trainer, *args, **kwargs)

@@ -53,7 +53,7 @@ def _widen_named(model: Any = None, dtype: Any = None, load_config: Any = None, 
     from hf_zero.core.model_init import cast_sharded
     from hf_zero.core.units.unit import find_unit
 
-    if model is None or all(find_unit(param) is None for param in model.parameters()):
+    if not hasattr(model, "parameters") or all(find_unit(param) is None for param in model.parameters()):
         return
     import torch
 

@@ -38,7 +38,7 @@ def _digest(given: Any) -> str:
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
             found.update(f"{leaf.dtype} {tuple(leaf.shape)}".encode())
-            if leaf.layout is torch.strided and not leaf.is_meta:
+            if type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta:
                 found.update(leaf.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
         else:
             found.update(repr(leaf).encode() if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf).__name__.encode())
