@@ -131,6 +131,24 @@ NORM = Method(
     around="hf_zero.integrations.accumulate:get_global_grad_norm",
     since=(1, 15),
 )
+CLIP = Method(
+    "accelerate.accelerator",
+    "Accelerator.clip_grad_norm_",
+    "gradients are clipped at the configuration's gradient_clipping, whatever a script gives to clip_grad_norm_",
+    around="hf_zero.integrations.accumulate:clip_grad_norm_",
+)
+FILL = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.fill_match",
+    "values of a script that contradict the configuration are ignored",
+    around="hf_zero.integrations.script_values:fill_match",
+)
+PROCESS = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.deepspeed_config_process",
+    "values of DummyOptim and DummyScheduler are ignored where the configuration lacks their keys",
+    around="hf_zero.integrations.script_values:process_config",
+)
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
 GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
 METRICS = Method(
@@ -248,6 +266,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS, STEP_END, JIT,
     LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
+    CLIP, FILL, PROCESS,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
