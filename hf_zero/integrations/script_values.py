@@ -24,7 +24,7 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.typed_values import put, same
-from hf_zero.observe import warn_once
+from hf_zero.observe import log_rank0, warn_once
 
 CLIPPING = "gradient_clipping"
 _OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
@@ -215,6 +215,8 @@ def _set(engine: Engine, max_norm: float, updated: bool) -> None:
             f"{max_norm:g} in the configuration"
         )
     set_gradient_clipping(engine, 0.0 if math.isinf(max_norm) else max_norm)
+    if before != max_norm:
+        log_rank0("clipping at %g, as the script asks of clip_grad_norm_ (%g before)", max_norm, before)
 
 
 def _written_clipping(engine: Engine, plugin: Any) -> float | None:
