@@ -23,6 +23,7 @@ class _PrintableFormatter(logging.Formatter):
 
 
 logger = logging.getLogger("hf_zero")
+_handler: logging.Handler | None = None
 if not logger.handlers and not logging.getLogger().handlers:
     _handler = logging.StreamHandler()
     _handler.setFormatter(_PrintableFormatter("[%(asctime)s] [%(levelname)s] [hf_zero] %(message)s"))
@@ -45,6 +46,7 @@ _level = (os.environ.get("HF_ZERO_LOG_LEVEL") or "INFO").upper()
 if _level not in _LEVELS:
     raise ConfigError(f"HF_ZERO_LOG_LEVEL is {os.environ['HF_ZERO_LOG_LEVEL']!r}; {', '.join(_LEVELS[:5])} are allowed")
 logger.setLevel(_level)
+_hushed = False  # nobody is to be told of engines: they are not the user's
 
 _RING_SIZE = 64
 _NOTHING = nullcontext()
@@ -168,6 +170,34 @@ def log_rank0(message: str, *args: object, level: int = logging.INFO) -> None:
     """Logs on rank 0 only; ``args`` are formatted lazily."""
     if logger.isEnabledFor(level) and global_rank() == 0:
         logger.log(level, message, *args)
+
+
+def announce(message: str) -> None:
+    """Writes a line on rank 0 whatever the level of the log is, as libraries set it too; HF_ZERO_LOG_LEVEL above INFO leaves it out."""
+    if _hushed or global_rank() != 0 or logging.getLevelName(_level) > logging.INFO:
+        return
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
+    if not logger.filter(record):
+        return
+    for handler in logger.handlers:
+        if handler is _handler or record.levelno >= handler.level:
+            handler.handle(record)
+    if logger.propagate and logger.parent is not None:
+        logger.parent.callHandlers(record)
+
+
+@contextmanager
+def hushed() -> Iterator[None]:
+    """Leaves out what engines announce and log below ERROR inside the ``with``: they are made for a measurement."""
+    global _hushed
+    before, level = _hushed, logger.level
+    _hushed = True
+    logger.setLevel("ERROR")
+    try:
+        yield
+    finally:
+        _hushed = before
+        logger.setLevel(level)
 
 
 def warn_once(message: str) -> None:

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
+from hf_zero import __version__
 from hf_zero.comm.comms_log import CommsLogSettings, start_log
 from hf_zero.comm.topology import Topology
 from hf_zero.config.batch import MICRO, TOTAL
@@ -31,15 +34,50 @@ def announce(resolved: ResolvedConfig) -> None:
         start_log(CommsLogSettings.of(section))
 
 
-def describe(units: Sequence[Unit], stage: StagePolicy, topology: Topology, offload: OffloadSettings) -> str:
-    """One line: stage, ranks, precision, units, bytes of model state on this rank. Logs are searched for its first two words."""
+def describe(
+    resolved: ResolvedConfig,
+    units: Sequence[Unit],
+    stage: StagePolicy,
+    topology: Topology,
+    offload: OffloadSettings,
+    optimizer: torch.optim.Optimizer | None,
+    answers: str,
+) -> str:
+    """One line that says that the engine is on, and with which settings. Logs are searched for its first two words.
+
+    Args:
+        resolved: The configuration.
+        units: What is sharded.
+        stage: The stage.
+        topology: Where the ranks stand.
+        offload: What rests elsewhere.
+        optimizer: The inner optimizer; None for an engine that only runs forward.
+        answers: Who answers ``import deepspeed``.
+    """
     states = sum(unit.shard.nbytes for unit in units)
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
     dtypes = sorted({str(unit.layout.dtype).removeprefix("torch.") for unit in units}) or ["no units"]
-    world = topology.data.world
     groups = f" in {topology.replicate.world} shard groups of {topology.world}" if topology.replicate is not None else ""
-    return (
-        f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero on {world} rank(s){groups}, {', '.join(dtypes)}, {len(units)} units, "
-        f"{sum(unit.layout.numel for unit in units):,} parameters, {(states + masters) / 2**20:.1f} MiB of shards and masters here"
-        f"{describe_offload(offload, stage)}"
+    training = [] if optimizer is None else [_batch(resolved), _clipping(resolved), type(optimizer).__name__]
+    return ", ".join(
+        [
+            f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({answers}) on {topology.data.world} rank(s){groups}",
+            *(training or ["no optimizer"]),
+            *dtypes,
+            describe_offload(offload, stage).removeprefix(", ") or "no offload",
+            f"{len(units)} units",
+            f"{sum(unit.layout.numel for unit in units):,} parameters",
+            f"{(states + masters) / 2**20:.1f} MiB of shards and masters on this rank",
+        ]
     )
+
+
+def _batch(resolved: ResolvedConfig) -> str:
+    batch = resolved.batch
+    return f"global batch {batch.total} = {batch.micro} per rank x {batch.accumulation} micro-steps x {batch.world_size} ranks with data"
+
+
+def _clipping(resolved: ResolvedConfig) -> str:
+    """The norm; where nobody has written it down, that as well."""
+    norm, origin = resolved.config.gradient_clipping, resolved.origin.get("gradient_clipping", "default")
+    return (f"clipping at {norm:g}" if norm else "no clipping") + (" (DeepSpeed's default)" if origin == "default" else "")

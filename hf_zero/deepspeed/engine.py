@@ -21,7 +21,6 @@ from hf_zero.deepspeed.optimizer import give_names
 from hf_zero.deepspeed.safe_values import Training, register_training
 from hf_zero.deepspeed.served.autocast import mark_lower_precision
 from hf_zero.errors import StateError
-from hf_zero.observe import log_rank0
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import ResolvedConfig
@@ -120,20 +119,14 @@ class Engine(ConfiguredEngine):
         (bytes, or text like "5GB") divides a larger model into numbered files with the index that ``from_pretrained`` reads.
 
         Returns:
-            False when ``stage3_gather_16bit_weights_on_model_save`` forbids it at stage 3.
+            True, also where ``stage3_gather_16bit_weights_on_model_save`` is false, which is warned of once.
 
         Raises:
             CheckpointError: On every rank, when a file cannot be written.
             ConfigError: ``max_shard_size`` is no size.
         """
         self.offloaded_states.require_none("save_16bit_model()")
-        if self.stage_policy.parameters_sharded and not self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save:
-            log_rank0(
-                "no model saved to %s: zero_optimization.stage3_gather_16bit_weights_on_model_save is false. Set it to true, or save a "
-                "checkpoint (save_checkpoint) and run the zero_to_fp32.py in its folder",
-                save_dir,
-            )
-            return False
+        held_weights.gathers(self)
         write_model_files(self.module, self.collectives, Path(save_dir), save_filename, exclude_frozen_parameters, max_shard_size)
         return True
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.engine_throughput import EngineThroughput
 from hf_zero.deepspeed.moe.layer import MoE
@@ -173,10 +174,7 @@ METHODS: dict[str, Getter] = {
     "zero_optimization_stage": lambda engine: engine.stage_policy.stage,
     "zero_optimization_partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
     "zero_optimization_partition_weights": lambda engine: engine.stage_policy.stage >= 3,
-    # Below stage 3 a whole model is at hand, or slices of it are, of which the key, off by default, says nothing.
-    "zero_gather_16bit_weights_on_model_save": lambda engine: (
-        not engine.stage_policy.parameters_sharded or engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
-    ),
+    "zero_gather_16bit_weights_on_model_save": lambda engine: held_weights.gathers(engine),
     "zero_offload_optimizer": lambda engine: engine.settings.zero_optimization.offload_optimizer,
     "zero_offload_param": lambda engine: engine.settings.zero_optimization.offload_param,
     "zero_cpu_offload": lambda engine: engine.settings.zero_optimization.offload_optimizer.device == "cpu",

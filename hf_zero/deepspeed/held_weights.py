@@ -14,6 +14,9 @@ import torch
 from torch import nn
 
 from hf_zero.deepspeed.configured import ConfiguredEngine
+from hf_zero.observe import warn_once
+
+_KEY = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
 
 _Held = WeakValueDictionary[str, torch.Tensor]
 
@@ -28,6 +31,21 @@ def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> Non
         state: None on a rank that was given none.
     """
     _held[engine] = _age(engine), _Held(state) if state is not None else None
+
+
+def gathers(engine: ConfiguredEngine) -> bool:
+    """Return True: whole weights are gathered whenever they are asked for, one unit at a time. Warns once where a key says false."""
+    says_so = engine.resolved.origin.get(_KEY, "default") != "default"
+    if (
+        engine.stage_policy.parameters_sharded
+        and says_so
+        and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
+    ):
+        warn_once(
+            f"{_KEY} is false (the default answer of `accelerate config`), and whole weights are asked for: they are gathered, one unit at "
+            "a time, on the host of rank 0. Set the key to true to go without this line; to save without gathering, use save_checkpoint"
+        )
+    return True
 
 
 def _age(engine: ConfiguredEngine) -> tuple[int, int]:

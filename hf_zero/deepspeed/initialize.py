@@ -23,6 +23,7 @@ from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of
 from hf_zero.core import hooks
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.deepspeed.alias.finder import answers_deepspeed
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.loss_scalers import EngineLossScaler
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
@@ -30,7 +31,7 @@ from hf_zero.deepspeed.pipe.engine import PipelineEngine
 from hf_zero.deepspeed.pipe.module import PipelineModule, require_undivided
 from hf_zero.deepspeed.tp_model_init import require_consistent
 from hf_zero.errors import ConfigError
-from hf_zero.observe import log_rank0
+from hf_zero.observe import announce as announce_line
 from hf_zero.pipeline.limits import require_served
 
 
@@ -103,7 +104,9 @@ def initialize(
         gc.disable()
     for hook in hooks.on_build:
         hook(engine)
-    log_rank0("%s", describe(engine.units, engine.stage_policy, engine.collectives.topology, builder.offload))
+    announce_line(
+        describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, builder.offload, inner, answers_deepspeed())
+    )
     if training_data is not None:
         engine.collate_fn = collate_fn
         engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)

@@ -159,6 +159,14 @@ def set_train_micro_batch_size(engine: ConfiguredEngine, micro_batch_size: int) 
     _set_batch(engine, micro=micro_batch_size, total=micro_batch_size * batch.accumulation * batch.world_size)
 
 
+def set_gradient_clipping(engine: ConfiguredEngine, max_norm: float) -> None:
+    """Clips the global norm to ``max_norm`` from the coming step on; 0 clips nothing. Every rank must call it with the same number."""
+    if engine.stepper is not None:
+        engine.stepper.settings = replace(engine.stepper.settings, max_norm=max_norm)
+    engine.settings = engine.settings.model_copy(update={"gradient_clipping": max_norm})
+    engine.resolved = replace(engine.resolved, config=engine.settings)
+
+
 def _set_batch(engine: ConfiguredEngine, **sizes: int) -> None:
     engine.resolved = replace(engine.resolved, batch=replace(engine.resolved.batch, **sizes))
     engine.accumulation.steps = engine.resolved.batch.accumulation

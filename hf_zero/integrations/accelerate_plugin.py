@@ -90,7 +90,7 @@ class ZeroPlugin(DeepSpeedPlugin):
     def _start_from_answers(self, values: dict[str, Any], options: dict[str, Any]) -> None:
         """Lets the stock plugin build its JSON from the launcher's answers, and writes the typed arguments over them."""
         if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
-            # Nobody was asked. False would make `accelerator.get_state_dict` fail at stage 3.
+            # Nobody was asked, so nobody is to be warned that weights are gathered all the same.
             options.setdefault("zero3_save_16bit_model", True)
         super().__init__(
             zero_stage=values["zero_optimization.stage"],

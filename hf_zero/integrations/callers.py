@@ -93,12 +93,6 @@ PLUGIN = Method(
     "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
     around="hf_zero.integrations.parallelism:make_plugin",
 )
-FILL = Method(
-    "accelerate.utils.dataclasses",
-    "DeepSpeedPlugin.fill_match",
-    'accelerate refuses "auto" where it has no value for it (pipeline.micro_batches)',
-    around="hf_zero.integrations.typed_values:fill_match",
-)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -136,6 +130,24 @@ NORM = Method(
     "clip_grad_norm_ gives the norm of the step before to a loop that accumulates outside of Accelerator.accumulate()",
     around="hf_zero.integrations.accumulate:get_global_grad_norm",
     since=(1, 15),
+)
+CLIP = Method(
+    "accelerate.accelerator",
+    "Accelerator.clip_grad_norm_",
+    "gradients are clipped at the configuration's gradient_clipping, whatever a script gives to clip_grad_norm_",
+    around="hf_zero.integrations.accumulate:clip_grad_norm_",
+)
+FILL = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.fill_match",
+    'values of a script that contradict the configuration are ignored, and accelerate refuses "auto" where it has no value for it',
+    around="hf_zero.integrations.script_values:fill_match",
+)
+PROCESS = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.deepspeed_config_process",
+    "values of DummyOptim and DummyScheduler are ignored where the configuration lacks their keys",
+    around="hf_zero.integrations.script_values:process_config",
 )
 PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
 GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
@@ -265,9 +277,10 @@ LIGHTNING_SIGNALS = (
     *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
 )
 METHODS = (
-    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, FILL, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE,
-    TRAIN, LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES,
-    TOKENS, STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM,
+    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
+    LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
+    FILL, PROCESS,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -102,7 +102,9 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
             f"a DeepSpeed plugin is made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer are going "
             "to train with DDP, without ZeRO. Unset the variable: where there is no accelerator ZeRO trains on the CPU"
         )
-    return method(plugin, *args, **kwargs)
+    from hf_zero.integrations import script_values  # imports the engine, which a program without a plugin does not need
+
+    return script_values.make_plugin(method, plugin, *args, **kwargs)
 
 
 def _say_if_left_out(state: Any, plugin: Any) -> None:

@@ -94,7 +94,7 @@ class ZeroTrainingArguments(TrainingArguments):
     pipeline_parallel_size: int | None = _option("Stages of a pipeline, which hold the layers of the model between them.")
     expert_parallel_size: int | None = _option("Ranks that hold all experts of a mixture between them.")
     gather_16bit_weights_on_model_save: bool | None = _option(
-        "At stage 3, write whole weights in save_model. Without a configuration: true. False leaves a checkpoint to convert instead."
+        "Whole weights are written in save_model at stage 3 whatever it says; false, in a configuration too, only warns of it once."
     )
     param_persistence_threshold: int | None = _option("Stage 3: units of at most this many elements stay whole.")
     prefetch_bucket_size: int | None = _option("Stage 3: elements gathered ahead of use.")

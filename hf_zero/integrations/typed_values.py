@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -58,17 +58,3 @@ def config_of_launcher() -> str | None:
     """The configuration file that `accelerate config` was told, if it was."""
     source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return None if source == "none" else source
-
-
-def fill_match(method: Callable[..., None], plugin: Any, ds_key_long: str, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedPlugin.fill_match`` of accelerate, which leaves an "auto" that accelerate has no value for to hf_zero's resolver.
-
-    Args:
-        method: The method itself.
-        plugin: Whose it is.
-        ds_key_long: Dotted key.
-        *args: As the method's.
-        **kwargs: As the method's; values by dotted key among them.
-    """
-    if ds_key_long in kwargs or plugin.get_value(ds_key_long) != "auto":
-        method(plugin, ds_key_long, *args, **kwargs)

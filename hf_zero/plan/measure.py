@@ -61,7 +61,11 @@ def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, f
 
 def _rank(dtype: str, on_host: bool) -> dict[str, float]:
     """What one rank measured."""
-    observe.logger.setLevel("ERROR")
+    with observe.hushed():
+        return _measured(dtype, on_host)
+
+
+def _measured(dtype: str, on_host: bool) -> dict[str, float]:
     count, place = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if on_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"

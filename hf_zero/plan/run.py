@@ -176,7 +176,7 @@ def observe_step(
     with pretended_world(cluster, rank, told) as device:
         books = Books(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
-        with books.kept(), masks_by_values(), kernels, _quiet(), torch.autograd.set_multithreading_enabled(False):
+        with books.kept(), masks_by_values(), kernels, observe.hushed(), torch.autograd.set_multithreading_enabled(False):
             try:
                 return _Run(model, dict(config), cluster, load, device, books).observation()
             except HfZeroError:
@@ -381,14 +381,3 @@ def _share_of_network(network: Collectives, ranks_per_node: int, direct: bool) -
     if near == len(ranks):
         return 0.0
     return (len(ranks) - near) / (len(ranks) - 1) if direct else 1.0 / near
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """The engine's own lines are not the plan's."""
-    level = observe.logger.level
-    observe.logger.setLevel("ERROR")
-    try:
-        yield
-    finally:
-        observe.logger.setLevel(level)

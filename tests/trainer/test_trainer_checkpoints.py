@@ -166,25 +166,38 @@ def test_saved_models_load(name: str, stage: int, precision: str, trainer_models
     assert (tmp_path / "final" / "model.safetensors").exists()
 
 
-def _save_without_gather(models: Path, folder: Path) -> dict[str, torch.Tensor]:
+def _save_without_gather(models: Path, folder: Path, says: bool | None) -> dict[str, torch.Tensor]:
+    """Saves by Trainer, by the engine and by accelerate where the key is false or absent."""
+    from hf_zero import observe
+
+    observe._warned.clear()
     config = trainers.zero_config(3)
-    del config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"]
+    key = "stage3_gather_16bit_weights_on_model_save"
+    del config["zero_optimization"][key]
+    config["zero_optimization"] |= {key: says} if says is not None else {}
     with trainers.clean_state():
         trainer = _trainer(models, folder, config, max_steps=1)
         trainer.train()
-        assert trainer.model_wrapped.save_16bit_model(str(folder / "by_engine")) is False
+        assert trainer.model_wrapped.save_16bit_model(str(folder / "by_engine")) is True
         trainer.save_model(str(folder / "final"))
+        trainer.accelerator.save_model(trainer.model_wrapped, str(folder / "by_accelerate"))
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        assert (state is not None) == (ranks.rank() == 0)
         torch.distributed.barrier()
+        told = [line for line in observe._warned if key in line and "whole weights are asked for" in line]
+        assert len(told) == (says is False), told
         return trainers.weights_of(trainer.model)
 
 
-def test_saving_without_a_gather_leaves_a_checkpoint(trainer_models: Path, tmp_path: Path) -> None:
-    """No weights file that is not one; the standalone script in the folder makes it."""
-    weights = ranks.run_ranks(_save_without_gather, 2, trainer_models, tmp_path)[0]
-    final = tmp_path / "final"
-    assert not list(final.glob("*.safetensors")) and not list((tmp_path / "by_engine").glob("*"))
-    trainers.run_zero_to_fp32(final)
-    _check_saved(final, weights, "gpt2", torch.float32)
+@pytest.mark.parametrize("says", [False, None])
+def test_weights_are_gathered_whatever_the_key_says(says: bool | None, trainer_models: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file
+
+    weights = ranks.run_ranks(_save_without_gather, 2, trainer_models, tmp_path, says)[0]
+    _check_saved(tmp_path / "final", weights, "gpt2", torch.float32)
+    for folder in ("by_engine", "by_accelerate"):
+        found = load_file(tmp_path / folder / "model.safetensors")
+        assert all(torch.equal(value, weights[name]) for name, value in found.items()) and len(found) >= len(weights) - 1
 
 
 def _save_only_model(models: Path, folder: Path, stage: int) -> None:

@@ -103,8 +103,7 @@ def _saved_before_training(models: Path, folder: Path, gathers: bool) -> None:
         trainer.evaluate()
         trainer.save_model(str(folder / "final"))
         torch.distributed.barrier()
-        assert (folder / "final" / "model.safetensors").exists() == gathers
-        assert (folder / "final" / "zero_to_fp32.py").exists() != gathers
+        assert (folder / "final" / "model.safetensors").exists() and not (folder / "final" / "zero_to_fp32.py").exists()
         weights = trainers.weights_of(trainer.model)
         plain = trainers.load_whole(models, "gpt2")
         assert all(torch.equal(value, weights[name]) for name, value in plain.named_parameters())
@@ -117,7 +116,5 @@ def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_pat
 
     ranks.run_ranks(_saved_before_training, 2, trainer_models, tmp_path, gathers)
     final = tmp_path / "final"
-    if not gathers:
-        trainers.run_zero_to_fp32(final)
     found, wanted = load_file(final / "model.safetensors"), dict(trainers.load(trainer_models).named_parameters())
     assert wanted.keys() <= found.keys() | {"lm_head.weight"} and all(torch.equal(value, wanted[name]) for name, value in found.items())

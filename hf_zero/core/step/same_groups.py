@@ -55,6 +55,16 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
     return Alike(numbers, refuse)
 
 
+def same_clipping(max_norm: float) -> Alike:
+    """The norm that gradients are clipped to, for the vote of a boundary. The error is a StateError that names all values."""
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        kinds = ranks_by_facts([fact("the norm that gradients are clipped to", max_norm)], collectives, "clipping")
+        raise StateError(f"{'; '.join(differing(kinds))} (0 is off): call clip_grad_norm_ with the same number on every rank")
+
+    return Alike([max_norm], refuse)
+
+
 def _numbers(value: Any) -> list[float]:
     """The numbers of a hyper-parameter: one, those of a list, or a stand-in for what holds others."""
     if isinstance(value, (tuple, list)):

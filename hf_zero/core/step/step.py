@@ -17,7 +17,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_groups import same_groups
+from hf_zero.core.step.same_groups import same_clipping, same_groups
 from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.step.written_gradients import have_written, take_written
@@ -157,7 +157,7 @@ class Stepper:
             alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
         told = [int(have_written(self.reducer)), signals.heard()]
         if self._everyone.world > 1:
-            told = agree(self._everyone, [*alike, same_groups(self.optimizer.inner)], told)
+            told = agree(self._everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
         return Agreed(bool(told[0]), told[1])
 

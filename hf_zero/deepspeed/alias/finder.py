@@ -182,6 +182,15 @@ def alias_is_active() -> bool:
     return not real_deepspeed_importable()
 
 
+def answers_deepspeed() -> str:
+    """Who answers `import deepspeed` in this process, as a clause."""
+    if alias_is_active():
+        return "answers `import deepspeed`"
+    switch = os.environ.get(SWITCH, "").strip()
+    why = f"{SWITCH}={switch}" if switch else f"DeepSpeed is installed, {SWITCH} is not set"
+    return f"does not answer `import deepspeed`: {why}"
+
+
 def real_deepspeed_importable() -> bool:
     """Whether any finder but ours has a `deepspeed` with code in it (a bare folder of that name has none)."""
     from _hf_zero_startup import DeepSpeedAliasFinder

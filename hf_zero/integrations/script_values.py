@@ -1,0 +1,239 @@
+"""Values that a script gives to accelerate and the configuration has as well: which of the two counts, and when both are an error.
+
+[Note: the script's value and the configuration's] accelerate lets the configuration's value win without a word, and fills "auto" for
+`gradient_clipping` with 1.0 whatever the script asks of ``clip_grad_norm_``. Here the script's value counts where the configuration has
+"auto" or nothing, and two values that are both written down and differ are an error that names both. An argument that has its default
+value counts as not written. The clipping norm and the batch size of the loader are known late: at the first ``clip_grad_norm_`` and at the
+first backward, both before the first update (`integrations/accumulate.py` has that update wait for ``optimizer.step()``).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from hf_zero.config.batch import ACCUMULATION, MICRO
+from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.deepspeed.engine import Engine
+from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.integrations.typed_values import put, same
+from hf_zero.observe import log_rank0, warn_once
+
+CLIPPING = "gradient_clipping"
+_OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
+# Arguments of DeepSpeedPlugin and their keys. What is left out has a key that does not bind (gathering) or is a folder.
+_PLUGIN = {
+    "gradient_accumulation_steps": ACCUMULATION,
+    "gradient_clipping": CLIPPING,
+    "zero_stage": "zero_optimization.stage",
+    "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
+    "offload_param_device": "zero_optimization.offload_param.device",
+}
+# Keys that accelerate fills from what a script gives: where it gives them, and the values that stand for "not given".
+_GIVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
+    ACCUMULATION: ("Accelerator(gradient_accumulation_steps)", (1,)),
+    "bf16.enabled": ('Accelerator(mixed_precision="bf16")', (False,)),
+    "fp16.enabled": ('Accelerator(mixed_precision="fp16")', (False,)),
+    f"{_OPTIMIZER}lr": ("DummyOptim(lr)", (0.001,)),
+    f"{_OPTIMIZER}weight_decay": ("DummyOptim(weight_decay)", (0,)),
+    f"{_SCHEDULER}warmup_max_lr": ("the lr of DummyScheduler's optimizer", (0.001,)),
+    f"{_SCHEDULER}warmup_num_steps": ("DummyScheduler(warmup_num_steps)", (0, 1)),
+    f"{_SCHEDULER}total_num_steps": ("DummyScheduler(total_num_steps), for one process", ()),
+}
+_TYPES_OF = {  # kinds of schedulers that have a key
+    f"{_SCHEDULER}warmup_max_lr": ("WarmupLR", "WarmupDecayLR"),
+    f"{_SCHEDULER}warmup_num_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
+    f"{_SCHEDULER}total_num_steps": ("WarmupDecayLR", "WarmupCosineLR"),
+}
+_IN_CODE = "_hf_zero_in_code"  # of a plugin that is being made: keys of the arguments that it was given
+_FILLED = "_hf_zero_filled"  # of a plugin: keys that were on "auto" until accelerate filled them
+
+_numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # what a script has asked clip_grad_norm_ for last
+
+
+def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
+    """``DeepSpeedPlugin.__post_init__``: its arguments must not contradict its configuration, and accumulation may be left out of that.
+
+    Raises:
+        ConfigError: They do.
+    """
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig
+
+    source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
+    if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
+        plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
+        # accelerate would say 1, and overrule the Accelerator's number with it.
+        plugin.hf_ds_config.config.setdefault(ACCUMULATION, "auto")
+    setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))
+    try:
+        return method(plugin, *args, **kwargs)
+    finally:
+        delattr(plugin, _IN_CODE)
+
+
+def fill_match(
+    method: Callable[..., None], plugin: Any, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
+) -> None:
+    """``DeepSpeedPlugin.fill_match``: a value of the script that contradicts a written one is an error.
+
+    An "auto" that accelerate has no value for (``pipeline.micro_batches``) is left to hf_zero's resolver.
+
+    Raises:
+        ConfigError: It does.
+    """
+    written = plugin.get_value(ds_key_long)
+    if ds_key_long not in kwargs and written == "auto":
+        return
+    method(plugin, ds_key_long, mismatches, must_match, **kwargs)
+    value = kwargs.get(ds_key_long)
+    if value is None or written is None or same(written, value):
+        return
+    in_code = getattr(plugin, _IN_CODE, None)  # None once the plugin is made
+    if written == "auto":
+        if in_code is None:
+            plugin.__dict__.setdefault(_FILLED, set()).add(ds_key_long)
+        return
+    if in_code is not None:
+        given = f"DeepSpeedPlugin({next(name for name, key in _PLUGIN.items() if key == ds_key_long)})" if ds_key_long in in_code else ""
+    else:
+        given, absent = _GIVEN.get(ds_key_long, ("", ()))
+        given = "" if value in absent else given
+    if given:
+        raise ConfigError(_contradiction(ds_key_long, written, given, value))
+
+
+def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *args: Any, **kwargs: Any) -> None:
+    """``DeepSpeedPlugin.deepspeed_config_process``: what the script gives fills keys that a section has not got, as it does "auto"."""
+    for key, (_, absent) in _GIVEN.items() if not prefix else ():
+        section, _, name = key.partition(".params.")
+        value = kwargs.get(key)
+        if not name or value is None or value in absent or section not in plugin.deepspeed_config:
+            continue
+        kind = plugin.get_value(f"{section}.type")
+        if plugin.get_value(key) is None and kind in _TYPES_OF.get(key, (kind,)):
+            put(plugin.deepspeed_config, key, value)
+    method(plugin, prefix, *args, **kwargs)
+
+
+def require_own_batch(engine: Engine) -> None:
+    """At the first backward of a loop: the loader's batch size is the configuration's, or takes its place there.
+
+    A loop of accelerate is meant. Where ``TrainingArguments`` have filled the configuration, a trainer divides batches as it likes.
+
+    Raises:
+        ConfigError: The configuration has another number.
+    """
+    from accelerate.state import AcceleratorState, GradientState
+    from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
+
+    plugin, loader = get_active_deepspeed_plugin(AcceleratorState()), GradientState().active_dataloader
+    if type(plugin.hf_ds_config) is not HfDeepSpeedConfig:
+        return
+    sampler = getattr(loader, "batch_sampler", None)
+    size = getattr(sampler, "batch_size", None) or getattr(loader, "batch_size", None)
+    if not isinstance(size, int) or isinstance(size, bool):
+        return
+    if getattr(sampler, "split_batches", False) or getattr(loader, "split_batches", False):
+        size //= getattr(sampler, "num_processes", None) or AcceleratorState().num_processes
+    written = engine.resolved.batch.micro
+    if size == written:
+        return
+    if MICRO in plugin.__dict__.get(_FILLED, ()) or plugin.get_value(MICRO) in (None, "auto"):
+        set_train_micro_batch_size(engine, size)
+        return
+    raise ConfigError(_contradiction(MICRO, written, "the DataLoader (batch_size, for one process)", size))
+
+
+def clip(
+    engine: Engine, plugin: Any, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float, updated: bool
+) -> None:
+    """Takes the number that a script gives to ``clip_grad_norm_`` for the engine's, or refuses it. Collective at the first call.
+
+    Args:
+        engine: The engine, which clips in its step.
+        plugin: The plugin of its configuration.
+        parameters: Those that the script names.
+        max_norm: The largest norm; infinity asks for the norm alone.
+        norm_type: Kind of the norm.
+        updated: The update that the call is about has been made already.
+
+    Raises:
+        ConfigError: The configuration has another number, or the number is none.
+        UnsupportedError: The norm is another than that of all trained parameters together.
+        StateError: Ranks give different numbers, or the update was made with another number, and this one would have changed it.
+    """
+    optimizer = engine.optimizer
+    assert optimizer is not None and engine.stepper is not None
+    max_norm = float(max_norm)
+    known = _numbers.get(optimizer)
+    if known == max_norm and norm_type == 2:
+        return
+    given = {id(param) for param in ([parameters] if isinstance(parameters, torch.Tensor) else parameters)}
+    trained = [(name, param) for name, param in engine.module.named_parameters() if param.requires_grad]
+    left_out = [name for name, param in trained if id(param) not in given]
+    if known is None and engine.collectives.topology.data.world > 1:
+        facts = [fact("max_norm", max_norm), fact("norm_type", norm_type), fact("number of parameters left out", len(left_out))]
+        kinds = ranks_by_facts(facts, engine.collectives.data, "arguments of clip_grad_norm_")
+        if len(kinds) > 1:
+            raise StateError(f"clip_grad_norm_ was called with other arguments on other ranks: {'; '.join(differing(kinds))}")
+    if norm_type != 2:
+        raise UnsupportedError(
+            f"clip_grad_norm_(norm_type={norm_type}) is not provided: the engine clips to the 2-norm. Leave norm_type out"
+        )
+    if not max_norm > 0:
+        raise ConfigError(
+            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Leave the call out to clip nothing"
+        )
+    some = (
+        f"clip_grad_norm_ was given {len(trained) - len(left_out)} of the {len(trained)} parameters that are trained (without "
+        f"{', '.join(left_out[:3])}), and the engine clips the norm of all together"
+    )
+    written = _written_clipping(engine, plugin)
+    if written is not None:
+        if max_norm not in (written, math.inf):
+            raise ConfigError(_contradiction(CLIPPING, written, "clip_grad_norm_(max_norm)", max_norm))
+        if left_out:
+            warn_once(some)
+    else:
+        if left_out:
+            raise UnsupportedError(f"{some}. Give it model.parameters() of the prepared model")
+        _set(engine, max_norm, updated)
+    _numbers[optimizer] = max_norm
+
+
+def _set(engine: Engine, max_norm: float, updated: bool) -> None:
+    """Has the engine clip to ``max_norm`` from now on; an update that was made already must be the one that it would have given."""
+    before = engine.stepper.settings.max_norm or math.inf  # type: ignore[union-attr]
+    norm = engine.progress.last_norm
+    if updated and before != max_norm and norm is not None and min(before, max_norm) < float(norm) < math.inf:
+        raise StateError(
+            f"clip_grad_norm_ was called with {max_norm:g} after an update whose gradients, of norm {float(norm):g}, were clipped at "
+            f'{before:g}: with DeepSpeed accelerate updates in backward(). Call it with one number in every step, or write "{CLIPPING}": '
+            f"{max_norm:g} in the configuration"
+        )
+    set_gradient_clipping(engine, 0.0 if math.isinf(max_norm) else max_norm)
+    if before != max_norm:
+        log_rank0("clipping at %g, as the script asks of clip_grad_norm_ (%g before)", max_norm, before)
+
+
+def _written_clipping(engine: Engine, plugin: Any) -> float | None:
+    """The number that the configuration, or an optimizer of it, has written down; None where that is "auto" or absent."""
+    own = getattr(engine.optimizer.inner, "max_grad_norm", None)  # type: ignore[union-attr]
+    if own:
+        return float(own)
+    written = None if CLIPPING in plugin.__dict__.get(_FILLED, ()) else plugin.get_value(CLIPPING)
+    return None if written in (None, "auto") else float(written)
+
+
+def _contradiction(key: str, written: Any, given: str, value: Any) -> str:
+    return (
+        f"{key} is {written!r} in the configuration, and {given} is {value!r}. Give one of the two: write "
+        f"\"auto\" for the key (or leave it out), and the script's value counts; or give the script the configuration's"
+    )

@@ -1,0 +1,220 @@
+"""Values that a script and its configuration both have: the script fills what the configuration leaves open, two that differ are errors."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+from tests.support import ranks, trainers
+
+WIDTH, BATCH, STEPS, LR = 6, 4, 3, 0.5
+STAGES = (0, 1, 2, 3)
+KEY = "gradient_clipping"
+
+
+def _build() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 8), nn.Tanh(), nn.Linear(8, 1)).to(ranks.device())
+
+
+def _rows() -> torch.Tensor:
+    return torch.randn(BATCH * STEPS * ranks.world(), WIDTH, generator=torch.Generator().manual_seed(1)) * 10
+
+
+@contextmanager
+def _prepared(stage: int = 2, accumulation: int = 1, batch: int = BATCH, **keys: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """An Accelerator with a prepared model, optimizer and loader; ``keys`` are those of the configuration, None leaves one out."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with trainers.clean_state():
+        config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": stage}, **keys}
+        config = {key: value for key, value in config.items() if value is not None}
+        accelerator = Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = _build()
+        engine, optimizer, loader = accelerator.prepare(
+            model, torch.optim.SGD(model.parameters(), lr=LR), DataLoader(_rows(), batch_size=batch)
+        )
+        yield accelerator, engine, optimizer, loader
+        engine.destroy()
+
+
+def _expected(max_norms: list[float]) -> tuple[list[torch.Tensor], list[float]]:
+    model = _build()
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    norms = []
+    for rows, max_norm in zip(_rows().split(BATCH * ranks.world()), max_norms, strict=True):
+        optimizer.zero_grad()
+        model(rows.to(ranks.device())).square().mean().backward()
+        norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), max_norm)))
+        optimizer.step()
+    return [param.detach() for param in model.parameters()], norms
+
+
+def _train(prepared: tuple[Any, ...], max_norm: float | None, steps: bool = True) -> list[float]:
+    accelerator, engine, optimizer, loader = prepared
+    norms = []
+    for rows in loader:
+        with accelerator.accumulate(engine):
+            accelerator.backward(engine(rows).square().mean())
+            if max_norm is not None:
+                norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), max_norm)))
+            if steps:
+                optimizer.step()
+                optimizer.zero_grad()
+    return norms
+
+
+def _weights(engine: Any) -> list[torch.Tensor]:
+    from hf_zero.zero import GatheredParameters
+
+    with GatheredParameters(list(engine.module.parameters())):
+        return [param.detach().clone() for param in engine.module.parameters()]
+
+
+def _clipping() -> None:
+    from hf_zero.errors import ConfigError, StateError, UnsupportedError
+
+    tried = [(stage, "auto", 0.01) for stage in STAGES] + [(stage, None, 0.01) for stage in STAGES]
+    tried += [(2, "auto", 5.0), (3, None, math.inf), (1, 0.3, 0.3), (2, 0.3, None), (2, None, None), (3, 0.3, math.inf)]
+    for stage, written, asked in tried:
+        with _prepared(stage, **{KEY: written}) as prepared:
+            norms = _train(prepared, asked)
+            effective = written if isinstance(written, float) else 1.0 if asked is None else asked
+            weights, expected = _expected([effective] * STEPS)
+            label = f"stage {stage}, {written} written, {asked} asked"
+            torch.testing.assert_close(_weights(prepared[1]), weights, rtol=1e-5, atol=1e-6, msg=lambda text, at=label: f"{at}: {text}")
+            assert prepared[1].global_steps == STEPS
+            if asked is not None:
+                torch.testing.assert_close(norms, expected, rtol=1e-5, atol=0)
+                if not math.isinf(asked):
+                    assert prepared[1].gradient_clipping() == prepared[2].optimizer.clip_grad == asked, label
+    for steps in (True, False):  # a loop that never calls optimizer.step() trains as under DeepSpeed
+        with _prepared(3, **{KEY: 0.3}) as prepared:
+            _train(prepared, None, steps)
+            torch.testing.assert_close(_weights(prepared[1]), _expected([0.3] * STEPS)[0], rtol=1e-5, atol=1e-6)
+    with _prepared(2, **{KEY: 1.0}) as prepared:
+        with pytest.raises(ConfigError, match=r"gradient_clipping is 1.0 in the configuration.*clip_grad_norm_\(max_norm\) is 0.01"):
+            _train(prepared, 0.01)
+        assert prepared[1].global_steps == 0, "the error comes before the first update"
+    with _prepared() as (accelerator, engine, _, loader):
+        rows = next(iter(loader))
+        accelerator.backward(engine(rows).square().mean())
+        with pytest.raises(UnsupportedError, match="2 of the 4 parameters that are trained"):
+            accelerator.clip_grad_norm_(engine.module[0].parameters(), 0.5)
+        with pytest.raises(UnsupportedError, match="norm_type=inf"):
+            accelerator.clip_grad_norm_(engine.parameters(), 0.5, norm_type=math.inf)
+        with pytest.raises(ConfigError, match="max_norm 0;"):
+            accelerator.clip_grad_norm_(engine.parameters(), 0)
+        if ranks.world() > 1:
+            with pytest.raises(StateError, match=r"max_norm is 0.5 on rank 0, 1.5 on rank 1"):
+                accelerator.clip_grad_norm_(engine.parameters(), 0.5 + ranks.rank())
+    with _prepared() as (accelerator, engine, optimizer, loader):
+        for step, rows in enumerate(loader):
+            accelerator.backward(engine(rows).square().mean())
+            if step == 0:
+                accelerator.clip_grad_norm_(engine.parameters(), 0.5)
+                optimizer.step()
+                continue
+            with pytest.raises(StateError, match=r"with 0.1 after an update whose gradients, of norm .*, were clipped at 0.5"):
+                accelerator.clip_grad_norm_(engine.parameters(), 0.1)
+            break
+    if ranks.world() > 1:
+        with _prepared() as (accelerator, engine, optimizer, loader):
+            first, second = [rows for _, rows in zip(range(2), loader, strict=False)]
+            accelerator.backward(engine(first).square().mean())
+            accelerator.clip_grad_norm_(engine.parameters(), 1e3)
+            optimizer.step()
+            engine.progress.last_norm = torch.zeros(())  # so small that the numbers make no difference to it
+            accelerator.clip_grad_norm_(engine.parameters(), 0.5 + ranks.rank())
+            with pytest.raises(StateError, match=r"clipped to is 0.5 on rank 0, 1.5 on rank 1"):
+                accelerator.backward(engine(second).square().mean())
+
+
+def _sizes() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    from hf_zero.errors import ConfigError
+
+    with _prepared(train_micro_batch_size_per_gpu=16) as prepared:
+        with pytest.raises(ConfigError, match="train_micro_batch_size_per_gpu is 16 in the configuration, and the DataLoader.* is 4"):
+            _train(prepared, None)
+        assert prepared[1].global_steps == 0
+    for written in (BATCH, "auto", None):
+        with _prepared(train_micro_batch_size_per_gpu=written, batch=BATCH) as prepared:
+            _train(prepared, None)
+            assert prepared[1].train_micro_batch_size_per_gpu() == BATCH
+            assert prepared[1].train_batch_size() == BATCH * ranks.world()
+    for written, asked, expected in ((None, 3, 3), ("auto", 3, 3), (3, 3, 3), (3, 1, 3)):
+        with _prepared(accumulation=asked, gradient_accumulation_steps=written) as prepared:
+            assert prepared[1].gradient_accumulation_steps() == prepared[0].gradient_accumulation_steps == expected
+    with pytest.raises(ConfigError, match=r"accumulation_steps is 4 in the configuration, and Accelerator\(gradient_.* is 2"):
+        with _prepared(accumulation=2, gradient_accumulation_steps=4):
+            pass
+    for argument, key, found, value in (
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", 4, 2),
+        ("gradient_clipping", KEY, 1.0, 0.5),
+        ("zero_stage", "zero_optimization.stage", 2, 3),
+    ):
+        config = {"gradient_accumulation_steps": 4, KEY: 1.0, "zero_optimization": {"stage": 2}}
+        with (
+            trainers.clean_state(),
+            pytest.raises(ConfigError, match=rf"{key} is {found} in .*, and DeepSpeedPlugin\({argument}\) is {value}"),
+        ):
+            DeepSpeedPlugin(hf_ds_config=config, **{argument: value})
+    with trainers.clean_state(), pytest.raises(ConfigError, match="bf16.enabled is False in the configuration"):
+        plugin = DeepSpeedPlugin(hf_ds_config={"bf16": {"enabled": False}, "zero_optimization": {"stage": 2}})
+        Accelerator(mixed_precision="bf16", deepspeed_plugin=plugin)
+
+
+def _stand_ins() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DummyOptim, DummyScheduler
+
+    from hf_zero.errors import ConfigError
+
+    def prepare(optimizer: dict[str, Any], scheduler: dict[str, Any], lr: float) -> Any:
+        config = {
+            "train_micro_batch_size_per_gpu": BATCH,
+            "zero_optimization": {"stage": 2},
+            "optimizer": {"type": "AdamW", **optimizer},
+            "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "warmup_max_lr": "auto", **scheduler}},
+        }
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
+        model = _build()
+        stand = DummyOptim(model.parameters(), lr=lr)
+        return accelerator.prepare(model, stand, DummyScheduler(stand, total_num_steps=10 * ranks.world(), warmup_num_steps=2))[0]
+
+    for total in ({}, {"total_num_steps": "auto"}, {"total_num_steps": 10}):
+        with trainers.clean_state():
+            engine = prepare({}, total, 0.25)
+            assert engine.optimizer.param_groups[0]["lr"] in (0.25, 0.0) and engine.optimizer.inner.defaults["lr"] == 0.25
+            assert engine.settings.scheduler.params["total_num_steps"] == 10
+            engine.destroy()
+    for optimizer, scheduler, message in (
+        ({"params": {"lr": 0.5}}, {}, r"optimizer.params.lr is 0.5 in .*DummyOptim\(lr\) is 0.25"),
+        (
+            {},
+            {"total_num_steps": 11},
+            r"scheduler.params.total_num_steps is 11 in .*DummyScheduler\(total_num_steps\), for one process is 10",
+        ),
+        ({}, {"warmup_num_steps": 3}, r"scheduler.params.warmup_num_steps is 3 in .* is 2"),
+    ):
+        with trainers.clean_state(), pytest.raises(ConfigError, match=message):
+            prepare(optimizer, scheduler, 0.25)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int) -> None:
+    ranks.run_ranks(_clipping, world)
+
+
+def test_sizes_and_schedules_of_a_script_that_contradict_the_configuration_are_errors() -> None:
+    ranks.run_ranks(_sizes, 2)
+    ranks.run_ranks(_stand_ins, 2)

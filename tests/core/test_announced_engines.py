@@ -1,0 +1,93 @@
+"""The line that each engine writes on rank 0: whatever sets the log's level, with what a user asks of a run first."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero import observe
+from tests.support import ranks
+from tests.support.processes import REPO
+
+_LINE = (
+    r"DeepSpeed info: ZeRO stage {stage} of hf_zero {version} \([^)]*`import deepspeed`[^)]*\) on 2 rank\(s\), {rest} "
+    "MiB of shards and masters"
+)
+
+
+def _lines(make: Any) -> list[str]:
+    """What ``make`` writes to a handler that lets warnings through alone, as a script may have set it, and to one that takes all."""
+    stream = io.StringIO()
+    handler = logging.StreamHandler(stream)
+    observe.logger.addHandler(handler)
+    level = observe.logger.level
+    observe.logger.setLevel(logging.ERROR)  # as Trainer does
+    try:
+        make()
+    finally:
+        observe.logger.setLevel(level)
+        observe.logger.removeHandler(handler)
+    return [line for line in stream.getvalue().splitlines() if "DeepSpeed info" in line]
+
+
+def _announced() -> None:
+    def make(config: dict[str, Any], trains: bool = True) -> None:
+        model = nn.Linear(4, 4).to(ranks.device())
+        hf_zero.initialize(model=model, config=config, optimizer=torch.optim.SGD(model.parameters(), lr=0.1) if trains else None)[
+            0
+        ].destroy()
+
+    batch = {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 3}
+    offload = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
+    tried = (
+        ({**batch, "zero_optimization": {"stage": 2}}, True, r"clipping at 1 \(DeepSpeed's default\), SGD, float32, no offload, 1 units.*"),
+        (
+            {**batch, "zero_optimization": offload, "gradient_clipping": 0.5, "bf16": {"enabled": True}},
+            True,
+            r"clipping at 0.5, SGD, bfloat16, optimizer states on cpu.*",
+        ),
+        ({**batch, "zero_optimization": {"stage": 1}, "gradient_clipping": 0}, True, "no clipping, SGD.*"),
+    )
+    for config, trains, rest in tried:
+        lines = _lines(lambda config=config, trains=trains: make(config, trains))
+        rest = rf"global batch 24 = 4 per rank x 3 micro-steps x 2 ranks with data, {rest}, [\d.]+"
+        pattern = _LINE.format(stage=config["zero_optimization"]["stage"], version=re.escape(hf_zero.__version__), rest=rest)
+        assert len(lines) == (ranks.rank() == 0), lines
+        assert all(re.search(pattern, line) for line in lines), (pattern, lines)
+    lines = _lines(lambda: make({**batch, "zero_optimization": {"stage": 3}}, False))
+    assert len(lines) == (ranks.rank() == 0) and all("on 2 rank(s), no optimizer, float32" in line for line in lines), lines
+    with observe.hushed():
+        assert not _lines(lambda: make({**batch, "zero_optimization": {"stage": 2}}))
+
+
+def test_each_engine_says_once_that_it_is_on() -> None:
+    ranks.run_ranks(_announced, 2)
+
+
+def test_the_variable_alone_leaves_the_line_out() -> None:
+    code = (
+        "from hf_zero import observe; observe.logger.setLevel('CRITICAL'); observe.logger.handlers[0].setLevel('ERROR'); "
+        "observe.announce('on')"
+    )
+    for level, expected in (("", True), ("INFO", True), ("DEBUG", True), ("WARNING", False)):
+        env = {**os.environ, "HF_ZERO_LOG_LEVEL": level, "RANK": "0", "PYTHONPATH": str(REPO)}
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env, timeout=120)
+        assert ("[hf_zero] on" in done.stderr) == expected, (level, done.stderr)
+
+
+def test_the_page_has_every_variable() -> None:
+    page = (REPO / "docs/environment.md").read_text(encoding="utf-8")
+    sources = [*Path(REPO, "hf_zero").rglob("*.py")]
+    names = {name for path in sources for name in re.findall(r"\"(HF_ZERO(?:_[A-Z]+)*)\"", path.read_text(encoding="utf-8"))}
+    names -= {"HF_ZERO_LAUNCHER"}  # the launcher sets it for its ranks
+    assert len(names) >= 7 and not [name for name in names if f"`{name}`" not in page]
