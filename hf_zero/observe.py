@@ -153,6 +153,12 @@ def recent_labels() -> list[str]:
     return [text for _, text in list(_ring)]
 
 
+def last_event() -> tuple[float, str]:
+    """The label that was noted last, and when, in seconds of the monotonic clock; 0 and "" where there is none."""
+    ring = list(_ring)
+    return ring[-1] if ring else (0.0, "")
+
+
 def recent_events(count: int = 8) -> str:
     """The last ``count`` labels with their age in seconds, newest last; part of every collective error."""
     now = time.monotonic()

@@ -26,6 +26,7 @@ from hf_zero.build.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.comm.hops import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
@@ -108,6 +109,7 @@ class PartsBuilder:
         self.axes = axes
         self.topology = axes.topology
         self.precision = policies.precision_policy(self.config, sequence_parallel=axes.sequence is not None)
+        self._long_waits = LongWaits(self.config.hf_zero.hang_report_s)
         self.networks = Networks(axes, self.config)
         self.collectives = self.networks.collectives
         self.stage = stage_policy(
@@ -241,6 +243,7 @@ class PartsBuilder:
             stepper=stepper,
             scheduler=scheduler,
             give_back=self.networks.give_back,
+            long_waits=self._long_waits,
             preemption=Preemption(policies.preemption_settings(config)),
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )

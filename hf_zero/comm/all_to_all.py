@@ -38,4 +38,4 @@ class AllToAllCollectives(GlooCollectives):
     def _swap(self, label: str, host: torch.Tensor, received: torch.Tensor, finish: Callable[[], torch.Tensor]) -> Pending:
         self.sent_bytes += host.nbytes // self.world * (self.world - 1)
         work = self.launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
-        return Pending(label, [work], finish, keep=(host, received))
+        return Pending(label, [work], finish, group=self.topology.group, keep=(host, received))

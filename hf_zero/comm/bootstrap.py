@@ -18,6 +18,7 @@ from hf_zero.launch.placement import export_placement, require_address
 from hf_zero.observe import log_rank0
 from hf_zero.system.last_words import tell_launcher
 
+MINUTES = 10.0
 _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -31,14 +32,18 @@ def default_backend() -> str:
 
 
 def default_timeout() -> timedelta:
-    """Time a collective may take. ``DEEPSPEED_TIMEOUT`` (minutes) is honoured; else torch.distributed's default."""
+    """Time a collective may take: DeepSpeed's, 10 minutes unless ``DEEPSPEED_TIMEOUT`` names another number of them.
+
+    Raises:
+        ConfigError: The variable is no number.
+    """
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if minutes is not None:
         try:
             return timedelta(minutes=float(minutes))
         except ValueError:
             raise ConfigError(f"environment variable DEEPSPEED_TIMEOUT is {minutes!r}, a number of minutes is allowed") from None
-    return dist.constants.default_pg_timeout
+    return timedelta(minutes=MINUTES)
 
 
 def init_distributed(

@@ -27,7 +27,7 @@ class Pending:
     """A collective in flight: its works, its label, what to do when it ends, and the buffers that must live until then.
 
     The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``;
-    ``before_finish`` is the issuer's own.
+    ``before_finish`` is the issuer's own. ``group``, which carries it, is told when a wait takes long.
     """
 
     label: str
@@ -37,6 +37,7 @@ class Pending:
     result: torch.Tensor | None = None
     done: bool = field(default=False)
     before_finish: Callable[[], None] | None = None
+    group: dist.ProcessGroup | None = None
 
     def __post_init__(self) -> None:
         observe.issued(self.label)
@@ -183,7 +184,7 @@ class Collectives(ABC):
             return Pending(label, [])
         self.sent_bytes += 2 * (self.world - 1) * tensor.numel() * tensor.element_size() // self.world
         work = self.launch(label, lambda: dist.all_reduce(tensor, op=op, group=self.topology.group, async_op=True))
-        return Pending(label, [work], keep=(tensor,))
+        return Pending(label, [work], group=self.topology.group, keep=(tensor,))
 
     def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
         """Copies ``tensor`` from rank ``source`` of the axis to all, in place, and waits."""
@@ -192,7 +193,7 @@ class Collectives(ABC):
             return
         self.sent_bytes += tensor.numel() * tensor.element_size() if self.rank == source else 0
         work = self.launch(label, lambda: dist.broadcast(tensor, group=self.topology.group, async_op=True, group_src=source))
-        Pending(label, [work], keep=(tensor,)).wait()
+        Pending(label, [work], group=self.topology.group, keep=(tensor,)).wait()
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
         """Returns rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
@@ -248,7 +249,7 @@ class Collectives(ABC):
                 receive = dist.irecv(heard, group=group, tag=_VOTE, group_src=source)
                 return [dist.isend(votes, group=group, tag=_VOTE, group_dst=target), receive]
 
-            Pending(label, self.launch(label, exchange)).wait()
+            Pending(label, self.launch(label, exchange), group=group).wait()
             torch.maximum(votes, heard, out=votes)
             distance *= 2
 

@@ -54,7 +54,13 @@ class GlooCollectives(Collectives):
             works = self._gather_over_nodes(label, parts)
         else:
             works = self._exchange(label, lambda peer: parts[self.rank], parts.__getitem__)
-        return Pending(label, works, None if host is full else lambda: copy_unless_same(full, host), keep=(full, host, shard))
+        return Pending(
+            label,
+            works,
+            None if host is full else lambda: copy_unless_same(full, host),
+            group=self.topology.group,
+            keep=(full, host, shard),
+        )
 
     def _gather_over_nodes(self, label: str, parts: torch.Tensor) -> list[Any]:
         """Brings every rank's row of ``parts`` (world, n) to all, each of them once over the links between two nodes."""
@@ -98,7 +104,9 @@ class GlooCollectives(Collectives):
             parts[peer] = host_memory.passing(numel, host.dtype, host.device)
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
         scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
-        return Pending(label, works, lambda: sum_in_order(parts, dtype, scratch).to(full.device), keep=(full, host, *parts))
+        return Pending(
+            label, works, lambda: sum_in_order(parts, dtype, scratch).to(full.device), group=self.topology.group, keep=(full, host, *parts)
+        )
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
         if self.world == 1 or tensor.device.type == "cpu":
@@ -134,10 +142,10 @@ class GlooCollectives(Collectives):
 
         def finish() -> None:
             own.copy_(sum_in_order(others, own.dtype))
-            Pending(label, self._exchange(label, lambda peer: own, lambda peer: parts[peer], tag)).wait()
+            Pending(label, self._exchange(label, lambda peer: own, lambda peer: parts[peer], tag), group=self.topology.group).wait()
             copy_unless_same(tensor, host)
 
-        return Pending(label, works, finish, keep=(tensor, host, *others))
+        return Pending(label, works, finish, group=self.topology.group, keep=(tensor, host, *others))
 
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         label = observe.note("exchange", unit)
@@ -147,7 +155,7 @@ class GlooCollectives(Collectives):
         received = torch.empty_like(host)
         received[self.rank] = host[self.rank]
         works = self._exchange(label, lambda peer: host[peer], lambda peer: received[peer])
-        return Pending(label, works, lambda: received.to(messages.device), keep=(host, received))
+        return Pending(label, works, lambda: received.to(messages.device), group=self.topology.group, keep=(host, received))
 
     def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
         label = observe.note("exchange_parts", unit)
@@ -161,7 +169,7 @@ class GlooCollectives(Collectives):
             for peer in self._peers():
                 copy_unless_same(incoming[peer], receive[peer])
 
-        return Pending(label, works, finish, keep=(*send, *receive))
+        return Pending(label, works, finish, group=self.topology.group, keep=(*send, *receive))
 
     def _peers(self) -> list[int]:
         # Start behind this rank, so that not all ranks send to rank 0 first.

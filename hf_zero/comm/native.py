@@ -27,7 +27,7 @@ class NativeCollectives(Collectives):
             return Pending(label, [], finish=lambda: copy_unless_same(full, shard))
         self.sent_bytes += (self.world - 1) * shard.numel() * shard.element_size()
         work = self.launch(label, lambda: all_gather_single(full, shard, group=self.topology.group, async_op=True))
-        return Pending(label, [work], keep=(full, shard))
+        return Pending(label, [work], group=self.topology.group, keep=(full, shard))
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)
@@ -36,7 +36,7 @@ class NativeCollectives(Collectives):
         part = torch.empty(full.numel() // self.world, dtype=full.dtype, device=full.device)
         self.sent_bytes += (self.world - 1) * part.numel() * full.element_size()
         work = self.launch(label, lambda: _reduce_scatter_single(part, full, group=self.topology.group, async_op=True))
-        return Pending(label, [work], lambda: part.to(dtype), keep=(full, part))
+        return Pending(label, [work], lambda: part.to(dtype), group=self.topology.group, keep=(full, part))
 
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
         label = observe.note("exchange", unit)
@@ -45,7 +45,7 @@ class NativeCollectives(Collectives):
         received = torch.empty_like(messages)
         self.sent_bytes += (self.world - 1) * messages[0].numel() * messages.element_size()
         work = self.launch(label, lambda: dist.all_to_all_single(received, messages, group=self.topology.group, async_op=True))
-        return Pending(label, [work], lambda: received, keep=(messages, received))
+        return Pending(label, [work], lambda: received, group=self.topology.group, keep=(messages, received))
 
     def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
         label = observe.note("exchange_parts", unit)
@@ -68,4 +68,4 @@ class NativeCollectives(Collectives):
                 if part.numel():
                     target.copy_(part)
 
-        return Pending(label, [work], finish, keep=(message, received))
+        return Pending(label, [work], finish, group=self.topology.group, keep=(message, received))

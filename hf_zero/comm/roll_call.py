@@ -87,11 +87,11 @@ def _places(store: dist.Store, ranks: list[int]) -> str:
     for rank in ranks[:_NAMED]:
         key = f"{_KEY}/host/{rank}"
         hosts.setdefault(bytes(store.get(key)).decode() if store.check([key]) else "an unknown host", []).append(rank)
-    named = ", ".join(f"{_numbers(there)} on {host}" for host, there in hosts.items())
+    named = ", ".join(f"{numbered(there)} on {host}" for host, there in hosts.items())
     return named if len(ranks) <= _NAMED else f"{named} and {len(ranks) - _NAMED} more ranks"
 
 
-def _numbers(ranks: list[int]) -> str:
+def numbered(ranks: list[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
     return f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

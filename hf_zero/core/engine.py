@@ -61,6 +61,7 @@ class Engine(nn.Module):
         self.stepper = parts.stepper
         self.lr_scheduler = parts.scheduler
         self._give_back = parts.give_back
+        self._long_waits = parts.long_waits
         self._explain = parts.explain
         self.averages, self.destroyed = AppliedAverages(), False
         self._run_again = RunAgain()
@@ -416,6 +417,7 @@ class Engine(nn.Module):
         self.optimizer = None
         self.lr_scheduler = None
         self.offloaded_states.close()
+        self._long_waits.stop()
 
     def _require_optimizer(self, what: str) -> None:
         if self.stepper is None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption, PreemptionSettings
 from hf_zero.core.schedule.runtime import Runtime
@@ -81,6 +82,7 @@ class EngineParts:
         scheduler: Stepped by the engine; None when the caller steps his own.
         give_back: Lets go of the process groups that only training needs; every rank calls it.
         preemption: Signals that ask the ranks to end.
+        long_waits: Reports waits of this rank that take long.
         explain: Called with the engine, an error and the phase that it broke off (forward, backward or step), while what was alive still
             is; may add to the error's message.
     """
@@ -101,5 +103,6 @@ class EngineParts:
     stepper: Stepper | None = None
     scheduler: Any = None
     give_back: Callable[[], None] | None = None
+    long_waits: LongWaits = field(default_factory=lambda: LongWaits(0))
     preemption: Preemption = field(default_factory=lambda: Preemption(PreemptionSettings(number=0)))
     explain: Callable[[Any, BaseException, str], None] = lambda _engine, _error, _phase: None

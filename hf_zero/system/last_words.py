@@ -21,13 +21,13 @@ from typing import Any
 from hf_zero.errors import CollectiveError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.observe import global_rank, logger
 from hf_zero.system import own_files
+from hf_zero.system.stacks import is_of_the_script
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LATER_SECONDS = 10  # more than what lies between a rank's death and the moment at which its launcher looks
 _PATIENCE_SECONDS = 2.0
 _PRINTING_SECONDS = 0.2  # a launcher ends all ranks as soon as one has ended
-_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), str(Path(__file__).parents[1]), "<frozen")
 _tells = False
 
 
@@ -70,7 +70,7 @@ class _Hook:
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
         """Leaves the reason, and prints it as far as it says anything new."""
         frames = traceback.extract_tb(trace)
-        own = next((frame for frame in reversed(frames) if _is_of_the_script(frame.filename)), None)
+        own = next((frame for frame in reversed(frames) if is_of_the_script(frame.filename)), None)
         if isinstance(error, KeyboardInterrupt):
             place = f" in {own.filename}, line {own.lineno}" if own is not None else ""
             print(f"[hf_zero] rank {global_rank()}: interrupted{place}", file=sys.stderr, flush=True)
@@ -90,10 +90,6 @@ class _Hook:
             print(f"{at}{kind.__module__}.{text}", file=sys.stderr, flush=True)
             return
         self._former(kind, error, trace)
-
-
-def _is_of_the_script(filename: str) -> bool:
-    return not filename.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in filename
 
 
 def _follows(error: BaseException | None) -> bool:

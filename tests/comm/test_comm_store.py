@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import TCPStore
 
 from hf_zero.comm import bootstrap, store
-from hf_zero.errors import CollectiveError
+from hf_zero.errors import CollectiveError, ConfigError
 from tests.support.processes import REPO, environment
 
 SCRIPT = """
@@ -114,3 +114,13 @@ def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str, monk
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"rank {rank} of 2 on {socket.gethostname()} {text.format(port=port)}")
     assert line.endswith("DEEPSPEED_TIMEOUT says how many minutes to wait")
+
+
+def test_the_time_out_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DEEPSPEED_TIMEOUT", raising=False)
+    assert bootstrap.default_timeout() == timedelta(minutes=10)
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "45")
+    assert bootstrap.default_timeout() == timedelta(minutes=45)
+    monkeypatch.setenv("DEEPSPEED_TIMEOUT", "long")
+    with pytest.raises(ConfigError, match="DEEPSPEED_TIMEOUT is 'long'"):
+        bootstrap.default_timeout()

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, Positive, Section, Size, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, NonNegative, Positive, Section, Size, used
 
 
 def _signal_name(value: Any) -> Any:
@@ -30,6 +30,11 @@ class OwnSettings(Section):
         "auto",
         "Stage 3: gather the whole model once around each generate(); auto does it where it fits into 60 % of the free memory of every "
         "rank, false gathers block by block for every token",
+    )
+    hang_report_s: NonNegative = used(
+        30.0,
+        "Seconds that a rank waits in one collective before it says in one line for which operation, unit and block, which ranks have "
+        "not come, and at which Python line those are; told again after 5 times as long. 0 is off",
     )
     offload_overlap: Annotated[Literal["auto", "none", "forward", "full"], ANY_CASE] = used(
         "auto",

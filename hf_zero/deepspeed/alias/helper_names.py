@@ -214,7 +214,7 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
     "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
-    "deepspeed.constants.default_pg_timeout": "torch.distributed.constants:default_pg_timeout",
+    "deepspeed.constants.default_pg_timeout": "hf_zero.deepspeed.served.settings:default_pg_timeout",
     **_rows("runtime.precision_config", "deepspeed.served.settings", ("get_bfloat16_config", "get_float16_config")),
     "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "hf_zero.config.schema.precision:Bf16",
     "deepspeed.runtime.precision_config.DeepSpeedFP16Config": "hf_zero.config.schema.precision:Fp16",

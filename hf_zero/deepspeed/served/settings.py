@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from hf_zero.comm.bootstrap import default_timeout
 from hf_zero.config.mesh import requested_slices
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import ResolvedConfig, resolve
@@ -19,6 +20,7 @@ LAMB_OPTIMIZER, MUON_OPTIMIZER = "lamb", "muon"
 ONEBIT_ADAM_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER, ZERO_ONE_ADAM_OPTIMIZER = "onebitadam", "onebitlamb", "zerooneadam"
 TORCH_ADAM_PARAM, ADAM_W_MODE = "torch_adam", "adam_w_mode"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
+default_pg_timeout = default_timeout()
 NO_COMMIT = "hf_zero"
 """Stands where DeepSpeed names the commit it was built from."""
 

@@ -1,0 +1,277 @@
+"""What a rank that has waited long says: for which collective, for whom, and where those are; asked by a thread beside the training.
+
+[Note: long waits] A collective for which a rank does not come says nothing until the time-out of its group. One daemon thread per rank
+looks every few seconds at where the other threads of its process are (``standing.py``): training pays nothing and notes nothing. Where a
+thread has waited in one collective for ``hf_zero.hang_report_s``, this one asks the others through the store in which the ranks met, over a
+connection of its own, because a client of a store serves one call at a time. Theirs look for such questions as often and answer with what
+their ranks do. A rank has come when it has issued as much in the group of the collective as the one that waits; the others are named. All
+that is kept in the store is a counter and one line per rank. Nothing here ends a run: the time-out does that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import platform
+import threading
+import time
+import weakref
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch.distributed as dist
+
+from hf_zero.comm.process_groups import FAKE, default_store
+from hf_zero.comm.roll_call import numbered
+from hf_zero.comm.standing import Standing, groups_of_this_rank, look, moment
+from hf_zero.observe import logger
+
+_KEY = "hf_zero_hang"
+_OFTEN = 5.0  # seconds between two looks, at most, in a small world
+_RANKS_PER_SECOND = 500  # that may look into the store of rank 0
+_ANSWERS = 0.2  # seconds between two looks for answers
+_AGAIN = 5  # the next report of a wait comes after so many times as long
+_STORE_SECONDS = 10.0
+_NAMED = 8  # places of ranks in a report
+
+_current: HangWatch | None = None  # of this process
+
+
+class LongWaits:
+    """Has long waits of this rank reported as long as this object lives, or until ``stop``; local.
+
+    Args:
+        seconds: How long a wait is reported after; 0 for never. Where several objects differ the shortest counts.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        global _current
+        store = default_store()
+        if not seconds or store is None or dist.get_world_size() == 1 or FAKE in str(dist.get_backend_config()):
+            return
+        if _current is not None and _current.serves(store):
+            _current.owners[self] = seconds
+            return
+        if _current is not None:
+            _current.end()
+        own = _own_connection(store)
+        if own is not None:
+            _current = HangWatch(store, own, dist.get_rank(), dist.get_world_size())
+            _current.owners[self] = seconds
+            _current.start()
+
+    def stop(self) -> None:
+        """Ends the reports, with the thread where no other object needs it."""
+        if _current is not None and _current.owners.pop(self, None) is not None and not _current.owners:
+            _current.end()
+
+
+@atexit.register
+def _end() -> None:
+    if _current is not None:
+        _current.end()
+
+
+def _own_connection(store: dist.Store) -> dist.Store | None:
+    """The same store for another thread; None where it cannot be had, or is not reached."""
+    try:
+        own = dist.PrefixStore(_KEY, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+        own.set_timeout(timedelta(seconds=_STORE_SECONDS))
+    except RuntimeError as error:
+        logger.debug("long waits are not reported: the store in which the ranks met cannot be asked by another thread: %s", error)
+        return None
+    return own
+
+
+@dataclass
+class _Question:
+    """What a rank that waits has asked, and who has not answered.
+
+    Attributes:
+        number: Of the question.
+        seconds: How long the wait has taken.
+        standing: Of the rank that asks.
+        missing: Ranks whose answers have not come.
+        deadline: When it goes on without them.
+        answers: By rank.
+    """
+
+    number: int
+    seconds: float
+    standing: Standing
+    missing: list[int]
+    deadline: float
+    answers: dict[int, Standing] = field(default_factory=dict)
+
+
+class HangWatch(threading.Thread):
+    """Looks for waits of this rank that are long, and answers other ranks.
+
+    Args:
+        store: In which the default group's ranks met; the thread ends with that group.
+        own: The same over a connection that nobody else uses.
+        rank: This one.
+        world: Number of ranks.
+
+    Attributes:
+        store: As given.
+        owners: Seconds after which waits are reported, by the object that wants it.
+    """
+
+    def __init__(self, store: dist.Store, own: dist.Store, rank: int, world: int) -> None:
+        super().__init__(name="hf_zero long waits", daemon=True)
+        self.store = store
+        self.owners: weakref.WeakKeyDictionary[LongWaits, float] = weakref.WeakKeyDictionary()
+        self._own, self._rank, self._world = own, rank, world
+        self._over = threading.Event()
+        self._answered = 0  # questions of others
+        self._moment: Any = None
+        self._since = self._due = 0.0
+        self._question: _Question | None = None
+
+    def serves(self, store: dist.Store) -> bool:
+        """Whether this thread runs and asks ``store``."""
+        return self.store is store and self.is_alive() and not self._over.is_set()
+
+    def end(self) -> None:
+        """Ends the thread and waits for it for a moment: the store may not answer."""
+        self._over.set()
+        if self is not threading.current_thread():
+            self.join(1.0)
+
+    def run(self) -> None:
+        """Looks again and again, until nobody wants it, the default group has gone, or the store does not answer."""
+        while not self._over.wait(_ANSWERS if self._question is not None else self._pause()):
+            if not self.owners or self._is_gone():
+                return
+            try:
+                self._look()
+            except (RuntimeError, LookupError, ValueError) as error:  # torch's errors of stores and networks are of the first kind
+                if self._over.is_set() or self._is_gone():
+                    return
+                if not isinstance(error, RuntimeError):
+                    raise
+                logger.debug("long waits are not reported any more: the store in which the ranks met does not answer: %s", error)
+                if self._question is not None or self._seconds_waited() >= self._limit():
+                    self._say_alone()
+                return
+
+    def _is_gone(self) -> bool:
+        """Whether the default group has been destroyed, maybe at this moment."""
+        try:
+            return default_store() is not self.store
+        except (LookupError, ValueError):
+            return True
+
+    def _pause(self) -> float:
+        return min(_OFTEN, self._limit() / 4) + self._world / _RANKS_PER_SECOND
+
+    def _limit(self) -> float:
+        return min(list(self.owners.values()), default=float("inf"))
+
+    def _seconds_waited(self) -> float:
+        return time.monotonic() - self._since if self._moment is not None else 0.0
+
+    def _look(self) -> None:
+        now, found = time.monotonic(), moment()
+        if found is None or found != self._moment:
+            self._moment, self._since, self._due, self._question = found, now, now + self._limit(), None
+        asked = self._own.add("asked", 0)
+        if asked > self._answered:
+            self._answer(asked, look(device=self._seconds_waited() >= self._limit()))
+        if self._question is not None:
+            self._collect(self._question)
+        elif found is not None and now >= self._due:
+            self._due = now + (now - self._since) * (_AGAIN - 1)
+            standing = look(device=True)
+            if standing.operation:
+                self._ask(standing)
+
+    def _answer(self, number: int, standing: Standing) -> None:
+        self._own.set(f"standing/{self._rank}", f"{number} {standing.as_text()}")
+        self._answered = number
+
+    def _ask(self, standing: Standing) -> None:
+        number = self._own.add("asked", 1)
+        self._answer(number, standing)
+        others = [rank for rank in self._members(standing.group) if rank != self._rank]
+        deadline = time.monotonic() + 2 * self._pause() + 3.0
+        self._question = _Question(number, self._seconds_waited(), standing, others, deadline)
+
+    def _members(self, name: str) -> list[int]:
+        """The ranks of the group of that name; all where it is not known."""
+        ranks = dict(dist.distributed_c10d._world.pg_group_ranks)
+        found = (list(ranks[group]) for group in groups_of_this_rank() if str(group.group_name) == name and group in ranks)
+        return next(found, list(range(self._world)))
+
+    def _collect(self, question: _Question) -> None:
+        for rank in list(question.missing):
+            if self._over.is_set():
+                return
+            if self._own.check([key := f"standing/{rank}"]):
+                number, _, text = bytes(self._own.get(key)).decode().partition(" ")
+                if int(number) >= question.number:
+                    question.answers[rank] = Standing.from_text(text)
+                    question.missing.remove(rank)
+        if not question.missing or time.monotonic() > question.deadline:
+            self._question = None
+            logger.warning("%s", report(self._rank, question.seconds, question.standing, question.answers, question.missing))
+
+    def _say_alone(self) -> None:
+        standing = self._question.standing if self._question is not None else look(device=True)
+        if standing.operation:
+            text = _own_part(self._rank, self._seconds_waited(), standing)
+            logger.warning("%s. The store in which the ranks met does not answer: the process that keeps it has ended or hangs", text)
+
+
+def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Standing], silent: list[int]) -> str:
+    """The line of a rank that waits.
+
+    Args:
+        rank: That rank.
+        seconds: How long it has waited.
+        standing: In what.
+        answers: What the others do, by rank.
+        silent: Ranks that have not answered.
+    """
+    behind = {other: its for other, its in sorted(answers.items()) if its.behind(standing)}
+    # In a vote a rank may wait for one that itself waits for another, in the same vote.
+    late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
+    told = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
+    parts = [_own_part(rank, seconds, standing)]
+    if late:
+        parts.append(f"Not come: {_places(late)}")
+    if silent:
+        more = f" and {len(silent) - _NAMED} more" if len(silent) > _NAMED else ""
+        parts.append(
+            f"No answer from {numbered(silent[:_NAMED])}{more}: ended, stopped (SIGSTOP, a debugger), or in a call that holds Python's lock"
+        )
+    if not late and not silent:
+        parts.append("All its ranks have come, so they run different sequences of steps, or the network between them is slow or gone")
+    if told and not late:
+        parts.append(f"Elsewhere: {_places(told)}")
+    return ". ".join(parts)
+
+
+def _own_part(rank: int, seconds: float, standing: Standing) -> str:
+    return f"rank {rank} on {standing.host or platform.node()} has waited {seconds:.0f} s for {_wait(standing)}"
+
+
+def _wait(standing: Standing) -> str:
+    phase = f", in {standing.phase}" if standing.phase else ""
+    block = f", block {standing.block}" if standing.phase and standing.block else ""
+    return f"{standing.operation}{phase}{block}, at {standing.place}"
+
+
+def _places(standings: dict[int, Standing]) -> str:
+    """``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
+    named = [f"rank {rank} on {its.host} {_doing(its)}" for rank, its in list(standings.items())[:_NAMED]]
+    return "; ".join(named + [f"and {len(standings) - _NAMED} more ranks"] * (len(standings) > _NAMED))
+
+
+def _doing(standing: Standing) -> str:
+    if standing.operation:
+        return f"waits for {_wait(standing)}"
+    after = f", {standing.age:.0f} s after {standing.last}" if standing.last else ""
+    phase = f", in {standing.phase}" if standing.phase else ""
+    return f"is at {standing.place}{phase}{after}"

@@ -1,0 +1,173 @@
+"""What this rank does at this moment, seen from another thread: in which collective it waits, where it is, how far its groups have come."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import time
+from dataclasses import asdict, dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from hf_zero import observe
+from hf_zero.comm.device import default_device
+from hf_zero.system import stacks
+
+_TORCH = os.path.join("torch", "distributed", "distributed_c10d.py")
+_OWN = os.path.join("hf_zero", "comm", "collectives.py")
+_OWN_NAMES = ("wait", "launch")  # of ``Pending`` and ``Collectives``, which have a label
+_WAITING_CALLS = (".wait(", "wait_tensor(")  # of works of a script's
+_BLOCKS = ("hf_zero::pre_forward", "hf_zero::pre_backward")
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What one rank does, as ranks tell each other.
+
+    Attributes:
+        operation: The collective that it waits for, a label of the engine or the name of torch's function; "" when it waits for none.
+        group: Name of the process group of the operation, as torch has it; "" where that is not known.
+        place: Its Python line.
+        phase: Phase of the engine; "" outside of all.
+        block: The block whose forward or backward began last; "" for none.
+        last: The label that was noted last; "" for none.
+        age: Seconds since.
+        issued: How many operations it has issued, by name of the process group.
+        host: Its host's name.
+    """
+
+    operation: str = ""
+    group: str = ""
+    place: str = ""
+    phase: str = ""
+    block: str = ""
+    last: str = ""
+    age: float = 0.0
+    issued: dict[str, int] = field(default_factory=dict)
+    host: str = ""
+
+    def as_text(self) -> str:
+        """The standing as it travels."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_text(cls, text: str) -> Standing:
+        """The reverse of ``as_text``."""
+        return cls(**json.loads(text))
+
+    def behind(self, other: Standing) -> bool:
+        """Whether this rank has issued less than ``other``, whose operation it is about, in the group of that, or in any they share."""
+        shared = self.issued.keys() & other.issued.keys()
+        return any(self.issued[name] < other.issued[name] for name in (shared & {other.group} if other.group in shared else shared))
+
+
+def moment() -> tuple[Any, ...] | None:
+    """Changes whenever this rank goes on; None when no thread of it waits for a collective, or might for its device."""
+    waits = _waiting_thread()
+    frame = waits[0] if waits is not None else _blocked_by_device()
+    return None if frame is None else (stacks.moment(frame), observe.last_event(), tuple(issued().values()))
+
+
+def look(device: bool = False) -> Standing:
+    """What this rank does now.
+
+    Args:
+        device: The host has not moved for so long that it may wait for its device: ask that.
+    """
+    found = _waiting_thread()
+    if found is not None:
+        frame, operation, group = found
+    else:
+        frame, operation, group = next(stacks.threads_of_others()), "", None
+        if device and _blocked_by_device() is not None and _device_is_busy():
+            operation = "work of its device, which waits for a collective or computes"
+    seconds, last = observe.last_event()
+    return Standing(
+        operation,
+        str(group.group_name) if group is not None else "",
+        stacks.place(frame),
+        observe.current_phase(),
+        _block(),
+        last,
+        time.monotonic() - seconds,
+        issued(),
+        platform.node(),
+    )
+
+
+def issued() -> dict[str, int]:
+    """How many operations this rank has issued in each of its process groups that tells, by name."""
+    counts: dict[str, int] = {}
+    for group in groups_of_this_rank():
+        try:
+            backends = {id(one): one for one in (group._get_backend(device) for device in group._device_types)}
+            counts[str(group.group_name)] = sum(one._get_sequence_number_for_group() for one in backends.values())
+        except RuntimeError:
+            continue  # a back end that does not count
+    return counts
+
+
+def groups_of_this_rank() -> list[Any]:
+    """The process groups that this rank is in, the default one first."""
+    known = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
+    return [group for group in known if isinstance(group, dist.ProcessGroup)]  # a number stands for groups of others
+
+
+def _waiting_thread() -> tuple[FrameType, str, Any] | None:
+    """The innermost frame of a thread that waits for a collective, the operation and its group; the main thread's first."""
+    for number, frame in enumerate(stacks.threads_of_others()):
+        found = _operation(frame, main=number == 0)
+        if found is not None:
+            return frame, *found
+    return None
+
+
+def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
+    """The operation that a thread is in, and its group, None where that is not known; None for a thread that is in none."""
+    callers = list(stacks.outwards(frame))
+    own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
+    in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]
+    group = _group_of(in_torch)
+    if own is not None:
+        values = stacks.values_of(own)
+        if own.f_code.co_name == "launch":
+            return values["label"], group
+        return values["self"].label, values["self"].group
+    if in_torch:
+        return in_torch[-1].f_code.co_name, group
+    if main and any(call in stacks.line_of(frame) for call in _WAITING_CALLS):
+        return "a wait of the script's", group
+    return None
+
+
+def _group_of(frames: list[FrameType]) -> Any:
+    """The group that functions of torch.distributed have been given, which is the default one where it is None; None for no function."""
+    given = [values["group"] for values in map(stacks.values_of, frames) if "group" in values]
+    named = next((group for group in given if isinstance(group, dist.ProcessGroup)), None)
+    if named is None and given and dist.is_initialized():
+        return dist.distributed_c10d._get_default_group()
+    return named
+
+
+def _blocked_by_device() -> FrameType | None:
+    """The main thread's innermost frame where it might wait for a device whose collectives do not block the host; else None."""
+    if default_device().type == "cpu" or not any(device.type != "cpu" for group in groups_of_this_rank() for device in group._device_types):
+        return None
+    return next(stacks.threads_of_others())
+
+
+def _device_is_busy() -> bool:
+    """Whether what this process has issued on its device is under way."""
+    device = default_device()
+    return not torch.accelerator.current_stream(device).query()
+
+
+def _block() -> str:
+    for label in reversed(observe.recent_labels()):
+        if label.startswith(_BLOCKS):
+            return label.partition(" (")[2].removesuffix(")")
+    return ""

@@ -1,0 +1,63 @@
+"""Where the threads of this process are, in words: file, line and function, never a value."""
+
+from __future__ import annotations
+
+import linecache
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OWN = str(Path(__file__).parents[1])
+_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen")
+
+
+def is_of_the_script(filename: str) -> bool:
+    """Whether ``filename`` belongs neither to Python, nor to an installed library, nor to this package."""
+    return not filename.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in filename
+
+
+def threads_of_others() -> Iterator[FrameType]:
+    """The innermost frame of each thread but the caller's, the main thread's first."""
+    frames, main = sys._current_frames(), threading.main_thread().ident
+    frames.pop(threading.get_ident(), None)
+    for ident in sorted(frames, key=lambda ident: ident != main):
+        yield frames[ident]
+
+
+def outwards(frame: FrameType | None) -> Iterator[FrameType]:
+    """``frame`` and its callers."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def moment(frame: FrameType) -> tuple[tuple[int, int], ...]:
+    """A thread's place to the instruction, callers included: equal at two times if the thread has not moved, or came back."""
+    return tuple((id(one.f_code), one.f_lasti) for one in outwards(frame))
+
+
+def values_of(frame: FrameType) -> dict[str, Any]:
+    """The variables of ``frame``, by name."""
+    return dict(frame.f_locals)
+
+
+def line_of(frame: FrameType) -> str:
+    """The text of the line at which ``frame`` is; "" where its file cannot be read."""
+    return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
+
+
+def place(frame: FrameType) -> str:
+    """Where a thread is: its innermost line, and the script's where that is another; ``train/data.py:12 in read``."""
+    own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
+    if own is None or own is frame:
+        return _words(frame)
+    return f"{_words(own)} (in {_words(frame)})"
+
+
+def _words(frame: FrameType) -> str:
+    name = os.sep.join(frame.f_code.co_filename.split(os.sep)[-2:])
+    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"

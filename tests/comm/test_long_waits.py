@@ -1,0 +1,255 @@
+"""What ranks say of a wait that takes long: for what, for whom, and where those are; and that no thread stays."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import hf_zero
+from hf_zero.comm import hang_watch, standing
+from hf_zero.comm.hang_watch import HangWatch, LongWaits, report
+from hf_zero.comm.standing import Standing
+from hf_zero.system import stacks
+from tests.support import ranks
+
+SECONDS = 0.3
+MOST_SECONDS = 60.0  # that anything here waits for
+
+
+class _Reports(logging.Handler):
+    """Keeps what this rank's thread says, and marks in a folder that it has."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        super().__init__()
+        self.lines: list[str] = []
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.threadName == "hf_zero long waits":
+            self.lines.append(record.getMessage())
+            self._told()
+
+
+@contextmanager
+def _reports(told: Callable[[], None]) -> Iterator[list[str]]:
+    handler = _Reports(told)
+    logging.getLogger("hf_zero").addHandler(handler)
+    try:
+        yield handler.lines
+    finally:
+        logging.getLogger("hf_zero").removeHandler(handler)
+
+
+def until(*marks: Path) -> None:
+    """Where the late rank is."""
+    deadline = time.monotonic() + MOST_SECONDS
+    while not all(mark.exists() for mark in marks):
+        assert time.monotonic() < deadline, marks
+        time.sleep(0.01)
+
+
+def _engine(stage: int = 3, seconds: float = SECONDS) -> Any:
+    net = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU()) for _ in range(3)])
+    config = {
+        "train_micro_batch_size_per_gpu": 2,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "zero_optimization": {"stage": stage},
+        "hf_zero": {"hang_report_s": seconds},
+    }
+    return hf_zero.initialize(model=net, model_parameters=net.parameters(), config=config)[0]
+
+
+def _step(engine: Any, late: Callable[[], None] | None = None) -> None:
+    loss = engine(torch.ones(2, 8)).sum()
+    if late is not None:
+        loss.register_hook(lambda _: late())
+    engine.backward(loss)
+    engine.step()
+
+
+def _threads() -> list[str]:
+    return [thread.name for thread in threading.enumerate() if thread.name == "hf_zero long waits"]
+
+
+def _all_kinds(folder: Path) -> dict[str, list[str]]:
+    me, found = dist.get_rank(), {}
+    pair, other_pair = dist.new_group([0, 1]), dist.new_group([1, 2])
+    engine, second = _engine(), _engine(0)
+    assert len(_threads()) == 1
+    _step(engine)
+
+    def run(kind: str, body: Callable[[], None]) -> None:
+        with _reports((folder / f"{kind}-{me}").touch) as lines:
+            body()
+            dist.barrier()
+        found[kind] = lines
+
+    def marks(kind: str, *others: int) -> list[Path]:
+        return [folder / f"{kind}-{rank}" for rank in others]
+
+    def backward() -> None:
+        _step(engine, (lambda: until(*marks("backward", 0, 2))) if me == 1 else None)
+
+    def alone() -> None:
+        if me == 1:
+            until(*marks("alone", 0, 2))
+        with hf_zero.zero.Init(config_dict_or_path={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3}}):
+            torch.nn.Linear(8, 8)
+
+    def chain() -> None:
+        if me == 0:
+            until(*marks("chain", 1, 2))
+        if me < 2:
+            dist.barrier(pair)
+        if me > 0:
+            dist.barrier(other_pair)
+
+    def stopped() -> None:
+        if me == 0:
+            (folder / "pid").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+
+    run("backward", backward)
+    run("alone", alone)
+    run("chain", chain)
+    if me == 1:  # wakes the rank that has been stopped
+        with _reports(lambda: os.kill(int((folder / "pid").read_text()), signal.SIGCONT)) as found["stopped"]:
+            stopped()
+    else:
+        stopped()
+    second.destroy()
+    assert len(_threads()) == 1
+    _step(engine)
+    engine.destroy()
+    assert not _threads()
+    return found
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="stops a process")
+def test_each_kind_of_long_wait_is_told_by_those_that_wait(tmp_path: Path) -> None:
+    first, second, third = ranks.run_ranks(_all_kinds, 3, tmp_path, timeout=4 * MOST_SECONDS, ordered=False)  # ranks are apart on purpose
+    late = r"rank 1 on \S+ is at \S*test_long_waits.py:\d+ in until"
+    for rank, found in ((0, first), (2, third)):
+        assert _matches(
+            found["backward"][0], rf"rank {rank} on \S+ has waited \d+ s for hf_zero::\w+ \(\S+\), in backward, block \S+, at .*"
+        )
+        assert _matches(found["backward"][0], rf".* Not come: {late}, in backward, \d+ s after hf_zero::.*")
+        assert _matches(found["alone"][0], rf".* for hf_zero::all_reduce \(.*\), at .* Not come: {late}.*")
+    assert not second["backward"] and not second["alone"], "a rank that does not wait says nothing"
+    waits = r"rank 1 on \S+ waits for barrier, at .*"
+    assert _matches(third["chain"][0], rf"rank 2 on \S+ has waited .* s for barrier, at .* Not come: {waits}")
+    assert _matches(second["chain"][0], r".* Not come: rank 0 on \S+ is at \S*test_long_waits.py:\d+ in until.*")
+    assert _matches(second["stopped"][0], r".* for barrier, .* No answer from rank 0: ended, stopped .*")
+
+
+def _matches(line: str, pattern: str) -> bool:
+    assert re.fullmatch(pattern, line), line
+    return "\n" not in line
+
+
+def _off() -> list[str]:
+    engine = _engine(1, seconds=0)
+    threads = _threads()
+    engine.destroy()
+    left = _engine(1)
+    assert len(_threads()) == 1
+    del left  # never destroyed
+    return threads
+
+
+def test_no_thread_where_it_is_off_and_none_after_the_group() -> None:
+    assert ranks.run_ranks(_off, 2) == [[], []]
+    assert not any(ranks.run_ranks(_threads_after_a_while, 2)), "the group of the call before has gone"
+
+
+def _threads_after_a_while() -> list[str]:
+    deadline = time.monotonic() + MOST_SECONDS
+    while _threads() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return _threads()
+
+
+WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7}, host="node-0")
+
+
+@pytest.mark.parametrize(
+    ("answers", "silent", "end"),
+    [
+        ({1: Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"1": 7})}, [], "All its ranks have come, so they run different "),
+        ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
+        # It has issued its part and computes; and more elsewhere.
+        ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")}, [], "is slow or gone. Elsewhere: rank 1 on h is at b.py:2"),
+        # Rank 1 waits for rank 2, in the same vote.
+        (
+            {1: Standing("hf_zero::vote (x)", "1", issued={"1": 6}), 2: Standing(place="b.py:2 in g", issued={"1": 5}, host="h")},
+            [],
+            "f. Not come: rank 2 on h is at b.py:2 in g",
+        ),
+        ({1: Standing("hf_zero::vote (x)", "1", issued={"1": 6})}, [2, 3], "f. No answer from ranks 2 and 3: ended, stopped"),
+        ({}, list(range(1, 12)), "f. No answer from ranks 1, 2, 3, 4, 5, 6, 7 and 8 and 3 more: ended"),
+        ({rank: Standing(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
+    ],
+)
+def test_who_is_named(answers: dict[int, Standing], silent: list[int], end: str) -> None:
+    line = report(0, 31.4, WAITS, answers, silent)
+    assert line.startswith("rank 0 on node-0 has waited 31 s for hf_zero::vote (x), at a.py:1 in f. ")
+    assert end in line
+
+
+def test_a_standing_travels_as_it_is() -> None:
+    assert Standing.from_text(WAITS.as_text()) == WAITS
+
+
+def _waits_by_itself(future: torch.futures.Future[int]) -> None:
+    future.wait()
+
+
+def test_a_wait_of_a_script_for_its_own_work_is_seen() -> None:
+    future: torch.futures.Future[int] = torch.futures.Future()
+    waiting = threading.Thread(target=_waits_by_itself, args=(future,))
+    waiting.start()
+    found, deadline = None, time.monotonic() + MOST_SECONDS
+    while found is None and time.monotonic() < deadline:
+        frame = sys._current_frames()[waiting.ident or 0]
+        found, beside = standing._operation(frame, main=True), standing._operation(frame, main=False)
+        place = stacks.place(frame)
+    future.set_result(0)
+    waiting.join()
+    assert found == ("a wait of the script's", None) and beside is None
+    assert re.fullmatch(r"comm/test_long_waits.py:\d+ in _waits_by_itself .*", place)
+
+
+class _Gone(dist.HashStore):
+    """As a store whose process has ended."""
+
+    def add(self, key: str, amount: int) -> int:  # type: ignore[override]
+        raise dist.DistNetworkError("Connection reset by peer")
+
+
+def test_a_store_that_has_gone_is_no_error_and_ends_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    store = dist.HashStore()
+    monkeypatch.setattr(hang_watch, "default_store", lambda: store)
+    monkeypatch.setattr(hang_watch, "moment", lambda: ("at the same place",))
+    monkeypatch.setattr(hang_watch, "look", lambda device: WAITS)
+    owner = LongWaits(0)
+    watch = HangWatch(store, _Gone(), 0, 2)
+    watch.owners[owner] = 0.01
+    with _reports(lambda: None) as lines:
+        watch.start()
+        watch.join(MOST_SECONDS)
+    assert not watch.is_alive()
+    assert len(lines) <= 1 and all(line.endswith("the process that keeps it has ended or hangs") for line in lines)
