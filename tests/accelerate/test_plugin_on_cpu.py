@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
 from hf_zero.integrations import callers, parallelism
@@ -15,8 +17,9 @@ def test_a_plugin_beside_accelerate_use_cpu(value: str | None, said: int, monkey
     if value is not None:
         monkeypatch.setenv("ACCELERATE_USE_CPU", value)
     made: list[object] = []
-    parallelism.make_plugin(lambda plugin: made.append(plugin), "plugin")
-    assert made == ["plugin"] and len(heard) == said
+    plugin = mock.MagicMock(hf_ds_config="none")
+    parallelism.make_plugin(lambda plugin: made.append(plugin), plugin)
+    assert made == [plugin] and len(heard) == said
     assert not said or f"ACCELERATE_USE_CPU is {value}" in heard[0] and "train with DDP, without ZeRO" in heard[0]
 
 
