@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 
-from hf_zero.integrations import callers, parallelism
+from hf_zero.integrations import callers, parallelism, script_values
 
 
 @pytest.mark.parametrize(("value", "said"), [("true", 1), ("1", 1), ("Yes", 1), ("false", 0), ("0", 0), ("", 0), (None, 0)])
@@ -14,9 +16,11 @@ def test_a_plugin_beside_accelerate_use_cpu(value: str | None, said: int, monkey
     monkeypatch.delenv("ACCELERATE_USE_CPU", raising=False)
     if value is not None:
         monkeypatch.setenv("ACCELERATE_USE_CPU", value)
+    monkeypatch.setattr(script_values, "make_plugin", lambda method, plugin: method(plugin))
     made: list[object] = []
-    parallelism.make_plugin(lambda plugin: made.append(plugin), "plugin")
-    assert made == ["plugin"] and len(heard) == said
+    plugin = mock.MagicMock(hf_ds_config="none")
+    parallelism.make_plugin(lambda plugin: made.append(plugin), plugin)
+    assert made == [plugin] and len(heard) == said
     assert not said or f"ACCELERATE_USE_CPU is {value}" in heard[0] and "train with DDP, without ZeRO" in heard[0]
 
 

@@ -118,3 +118,19 @@ def test_saving_after_an_evaluation(gathers: bool, trainer_models: Path, tmp_pat
     final = tmp_path / "final"
     found, wanted = load_file(final / "model.safetensors"), dict(trainers.load(trainer_models).named_parameters())
     assert wanted.keys() <= found.keys() | {"lm_head.weight"} and all(torch.equal(value, wanted[name]) for name, value in found.items())
+
+
+def _arguments_count(models: Path, folder: Path) -> None:
+    """A configuration that says nothing of clipping and accumulation gets the training arguments'; the defaults would be 1.0 and 1."""
+    for max_grad_norm, steps in ((0.3, 2), (0.0, 1)):
+        config = {"train_micro_batch_size_per_gpu": "auto", "zero_optimization": {"stage": 2}}
+        with trainers.clean_state():
+            trainer = _trainer(models, folder, config, max_steps=2, max_grad_norm=max_grad_norm, gradient_accumulation_steps=steps)
+            trainer.train()
+            engine = trainer.model_wrapped
+            assert engine.gradient_clipping() == max_grad_norm and engine.stepper.settings.max_norm == max_grad_norm
+            assert engine.gradient_accumulation_steps() == steps and engine.global_steps == 2
+
+
+def test_what_the_configuration_leaves_open_are_the_arguments(trainer_models: Path, tmp_path: Path) -> None:
+    ranks.run_ranks(_arguments_count, 1, trainer_models, tmp_path, group=False)

@@ -153,10 +153,9 @@ class ZeroOptimization(Section):
     stage3_model_persistence_threshold: Size = used(9223372036854775807, "Most elements that may stay gathered in total")
     stage3_max_live_parameters: Size = used(1000000000, "Most gathered elements per rank")
     stage3_max_reuse_distance: Size = used(1000000000, "Keep a parameter gathered when reused within this many elements")
-    stage3_gather_16bit_weights_on_model_save: Bool = accepted(
+    stage3_gather_16bit_weights_on_model_save: Bool = used(
         False,
-        "Allow a consolidated 16-bit state dict at save time",
-        "whole weights are gathered, one unit at a time, whenever they are asked for; a save warns once where the key says false",
+        "Whole weights are wanted when a model is saved. They are gathered, unit by unit, in any case; a save warns once where this is false",
         also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_gather_fp16_weights_on_model_save: Bool = mapped(
