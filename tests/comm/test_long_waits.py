@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -193,6 +194,12 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
         ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
         # It has issued its part and computes; and more elsewhere.
         ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")}, [], "is slow or gone. Elsewhere: rank 1 on h is at b.py:2"),
+        # Rank 1 has come to another place than the making of a group, which no back end counts.
+        (
+            {1: Standing(place="b.py:2 in g", issued={"1": 7}, host="h")},
+            None,
+            "new_group, at a.py:1 in f. Not come: rank 1 on h is at b.py:2",
+        ),
         # Rank 1 waits for rank 2, in the same vote.
         (
             {1: Standing("hf_zero::vote (x)", "1", issued={"1": 6}), 2: Standing(place="b.py:2 in g", issued={"1": 5}, host="h")},
@@ -204,9 +211,10 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
         ({rank: Standing(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
     ],
 )
-def test_who_is_named(answers: dict[int, Standing], silent: list[int], end: str) -> None:
-    line = report(0, 31.4, WAITS, answers, silent)
-    assert line.startswith("rank 0 on node-0 has waited 31 s for hf_zero::vote (x), at a.py:1 in f. ")
+def test_who_is_named(answers: dict[int, Standing], silent: list[int] | None, end: str) -> None:
+    waits = WAITS if silent is not None else replace(WAITS, operation="new_group", group="")
+    line = report(0, 31.4, waits, answers, silent or [])
+    assert line.startswith(f"rank 0 on node-0 has waited 31 s for {waits.operation}, at a.py:1 in f. ")
     assert end in line
 
 
