@@ -261,3 +261,20 @@ def test_a_store_that_has_gone_is_no_error_and_ends_the_thread(monkeypatch: pyte
         watch.join(MOST_SECONDS)
     assert not watch.is_alive()
     assert len(lines) <= 1 and all(line.endswith("the process that keeps it has ended or hangs") for line in lines)
+
+
+def test_a_store_nobody_listens_for_is_noticed_without_asking_it() -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = hang_watch._own_connection(dist.PrefixStore("group", kept), 2)
+    hang_watch._require_listener(own)
+    assert own is not None and own.add("asked", 1) == 1, "the server goes on"
+    del kept
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+: .*refused"):
+        hang_watch._require_listener(own)
+
+
+def test_a_large_world_opens_no_further_connections() -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for world, shared in ((2, False), (5000, True)):
+        own = hang_watch._own_connection(kept, world)
+        assert isinstance(own, dist.PrefixStore) and (own.underlying_store is kept) == shared
