@@ -163,8 +163,10 @@ def _blocked_by_device() -> FrameType | None:
 
 def _device_is_busy() -> bool:
     """Whether what this process has issued on its device is under way."""
-    device = default_device()
-    return not torch.accelerator.current_stream(device).query()
+    try:
+        return not torch.accelerator.current_stream(default_device()).query()
+    except RuntimeError:  # of a device that has failed, which the main thread will raise
+        return False
 
 
 def _block() -> str:

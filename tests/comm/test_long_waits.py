@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -278,3 +279,21 @@ def test_a_large_world_opens_no_further_connections() -> None:
     for world, shared in ((2, False), (5000, True)):
         own = hang_watch._own_connection(kept, world)
         assert isinstance(own, dist.PrefixStore) and (own.underlying_store is kept) == shared
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_host_that_stands_still_waits_where_its_device_has_not_finished(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uncounted(_device: torch.device) -> None:
+        raise RuntimeError("no back end")
+
+    group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=uncounted)
+    monkeypatch.setattr(standing, "default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(standing, "groups_of_this_rank", lambda: [group])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: SimpleNamespace(query=lambda: finished))
+    found: list[Any] = []
+    looking = threading.Thread(target=lambda: found.extend([standing.look(device=True), standing.look(), standing.moment()]))
+    looking.start()
+    looking.join()
+    asked, unasked, moment = found
+    assert asked.operation.startswith("work of its device") != finished and unasked.operation == ""
+    assert moment is not None, "it may wait"
