@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import atexit
 import platform
+import socket
 import threading
 import time
 import weakref
@@ -23,7 +24,7 @@ import torch.distributed as dist
 
 from hf_zero.comm.process_groups import FAKE, default_store
 from hf_zero.comm.roll_call import numbered
-from hf_zero.comm.standing import Standing, groups_of_this_rank, look, moment
+from hf_zero.comm.standing import OF_THE_SCRIPT, Standing, groups_of_this_rank, look, moment
 from hf_zero.observe import logger
 
 _KEY = "hf_zero_hang"
@@ -32,6 +33,7 @@ _RANKS_PER_SECOND = 500  # that may look into the store of rank 0
 _ANSWERS = 0.2  # seconds between two looks for answers
 _AGAIN = 5  # the next report of a wait comes after so many times as long
 _STORE_SECONDS = 10.0
+_MOST_CONNECTIONS = 400  # ranks up to which each has a connection more
 _NAMED = 8  # places of ranks in a report
 
 _current: HangWatch | None = None  # of this process
@@ -54,7 +56,7 @@ class LongWaits:
             return
         if _current is not None:
             _current.end()
-        own = _own_connection(store)
+        own = _own_connection(store, dist.get_world_size())
         if own is not None:
             _current = HangWatch(store, own, dist.get_rank(), dist.get_world_size())
             _current.owners[self] = seconds
@@ -72,8 +74,15 @@ def _end() -> None:
         _current.end()
 
 
-def _own_connection(store: dist.Store) -> dist.Store | None:
-    """The same store for another thread; None where it cannot be had, or is not reached."""
+def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
+    """The same store for another thread; None where it cannot be had, or is not reached.
+
+    [Note: connections of the store] The process that keeps the store holds a connection per rank, and 1024 open files are a common limit.
+    In a large world the thread takes the main thread's, which serves one call at a time: a wait inside the making of a group, which itself
+    asks the store, is then not told.
+    """
+    if world > _MOST_CONNECTIONS:
+        return dist.PrefixStore(_KEY, store)
     try:
         own = dist.PrefixStore(_KEY, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
@@ -81,6 +90,17 @@ def _own_connection(store: dist.Store) -> dist.Store | None:
         logger.debug("long waits are not reported: the store in which the ranks met cannot be asked by another thread: %s", error)
         return None
     return own
+
+
+def _require_listener(store: Any) -> None:
+    """Raises a RuntimeError where nobody listens for a store over the network: its own calls would print a trace before they fail."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if isinstance(store, dist.TCPStore):
+        try:
+            socket.create_connection((store.host, store.port), timeout=_STORE_SECONDS).close()
+        except OSError as error:
+            raise dist.DistNetworkError(f"{store.host}:{store.port}: {error}") from None
 
 
 @dataclass
@@ -176,6 +196,7 @@ class HangWatch(threading.Thread):
         now, found = time.monotonic(), moment()
         if found is None or found != self._moment:
             self._moment, self._since, self._due, self._question = found, now, now + self._limit(), None
+        _require_listener(self._own)
         asked = self._own.add("asked", 0)
         if asked > self._answered:
             self._answer(asked, look(device=self._seconds_waited() >= self._limit()))
@@ -238,6 +259,8 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
     # In a vote a rank may wait for one that itself waits for another, in the same vote.
     late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
     told = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
+    if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the making of a group is not counted
+        late, told = told, {}
     parts = [_own_part(rank, seconds, standing)]
     if late:
         parts.append(f"Not come: {_places(late)}")

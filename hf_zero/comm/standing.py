@@ -20,6 +20,7 @@ from hf_zero.system import stacks
 _TORCH = os.path.join("torch", "distributed", "distributed_c10d.py")
 _OWN = os.path.join("hf_zero", "comm", "collectives.py")
 _OWN_NAMES = ("wait", "launch")  # of ``Pending`` and ``Collectives``, which have a label
+OF_THE_SCRIPT = "a wait of the script's"
 _WAITING_CALLS = (".wait(", "wait_tensor(")  # of works of a script's
 _BLOCKS = ("hf_zero::pre_forward", "hf_zero::pre_backward")
 
@@ -140,7 +141,7 @@ def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
     if in_torch:
         return in_torch[-1].f_code.co_name, group
     if main and any(call in stacks.line_of(frame) for call in _WAITING_CALLS):
-        return "a wait of the script's", group
+        return OF_THE_SCRIPT, group
     return None
 
 
@@ -162,8 +163,10 @@ def _blocked_by_device() -> FrameType | None:
 
 def _device_is_busy() -> bool:
     """Whether what this process has issued on its device is under way."""
-    device = default_device()
-    return not torch.accelerator.current_stream(device).query()
+    try:
+        return not torch.accelerator.current_stream(default_device()).query()
+    except RuntimeError:  # of a device that has failed, which the main thread will raise
+        return False
 
 
 def _block() -> str:

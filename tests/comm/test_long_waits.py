@@ -11,7 +11,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -194,6 +196,12 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
         ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
         # It has issued its part and computes; and more elsewhere.
         ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")}, [], "is slow or gone. Elsewhere: rank 1 on h is at b.py:2"),
+        # Rank 1 has come to another place than the making of a group, which no back end counts.
+        (
+            {1: Standing(place="b.py:2 in g", issued={"1": 7}, host="h")},
+            None,
+            "new_group, at a.py:1 in f. Not come: rank 1 on h is at b.py:2",
+        ),
         # Rank 1 waits for rank 2, in the same vote.
         (
             {1: Standing("hf_zero::vote (x)", "1", issued={"1": 6}), 2: Standing(place="b.py:2 in g", issued={"1": 5}, host="h")},
@@ -205,9 +213,10 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
         ({rank: Standing(place="b", host="h", issued={"1": 0}) for rank in range(1, 11)}, [], "rank 8 on h is at b; and 2 more ranks"),
     ],
 )
-def test_who_is_named(answers: dict[int, Standing], silent: list[int], end: str) -> None:
-    line = report(0, 31.4, WAITS, answers, silent)
-    assert line.startswith("rank 0 on node-0 has waited 31 s for hf_zero::vote (x), at a.py:1 in f. ")
+def test_who_is_named(answers: dict[int, Standing], silent: list[int] | None, end: str) -> None:
+    waits = WAITS if silent is not None else replace(WAITS, operation="new_group", group="")
+    line = report(0, 31.4, waits, answers, silent or [])
+    assert line.startswith(f"rank 0 on node-0 has waited 31 s for {waits.operation}, at a.py:1 in f. ")
     assert end in line
 
 
@@ -254,3 +263,38 @@ def test_a_store_that_has_gone_is_no_error_and_ends_the_thread(monkeypatch: pyte
         watch.join(MOST_SECONDS)
     assert not watch.is_alive()
     assert len(lines) <= 1 and all(line.endswith("the process that keeps it has ended or hangs") for line in lines)
+
+
+def test_a_store_nobody_listens_for_is_noticed_without_asking_it() -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    own = hang_watch._own_connection(dist.PrefixStore("group", kept), 2)
+    hang_watch._require_listener(own)
+    assert own is not None and own.add("asked", 1) == 1, "the server goes on"
+    del kept
+    with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:\d+: .*refused"):
+        hang_watch._require_listener(own)
+
+
+def test_a_large_world_opens_no_further_connections() -> None:
+    kept = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for world, shared in ((2, False), (5000, True)):
+        own = hang_watch._own_connection(kept, world)
+        assert isinstance(own, dist.PrefixStore) and (own.underlying_store is kept) == shared
+
+
+@pytest.mark.parametrize("finished", [False, True])
+def test_a_host_that_stands_still_waits_where_its_device_has_not_finished(finished: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def uncounted(_device: torch.device) -> None:
+        raise RuntimeError("no back end")
+
+    group = SimpleNamespace(_device_types=[torch.device("cuda")], _get_backend=uncounted)
+    monkeypatch.setattr(standing, "default_device", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(standing, "groups_of_this_rank", lambda: [group])
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda _device: SimpleNamespace(query=lambda: finished))
+    found: list[Any] = []
+    looking = threading.Thread(target=lambda: found.extend([standing.look(device=True), standing.look(), standing.moment()]))
+    looking.start()
+    looking.join()
+    asked, unasked, moment = found
+    assert asked.operation.startswith("work of its device") != finished and unasked.operation == ""
+    assert moment is not None, "it may wait"
