@@ -155,7 +155,7 @@ class ZeroOptimization(Section):
     stage3_max_reuse_distance: Size = used(1000000000, "Keep a parameter gathered when reused within this many elements")
     stage3_gather_16bit_weights_on_model_save: Bool = used(
         False,
-        "Whole weights are wanted when a model is saved. They are gathered, unit by unit, in any case; a save warns once where this is false",
+        "Whole weights are wanted when a model is saved. They are gathered in any case, unit by unit; a save warns where this is false",
         also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_gather_fp16_weights_on_model_save: Bool = mapped(
