@@ -83,9 +83,11 @@ def adopt_writes(unit: Unit) -> None:
     assigned = unit.whole.adopt()
     if unit.reshards and unit.exact:
         _adopt_own(unit)
-    if assigned or unit.trainable and _is_beside(unit) or unit.whole.written():
+    written = unit.whole.written()
+    if assigned or written or (unit.trainable and _is_beside(unit)):
         unit.own.refresh_master()
-    unit.whole.note_versions()
+    if written:
+        unit.whole.note_versions()
 
 
 def _is_beside(unit: Unit) -> bool:
