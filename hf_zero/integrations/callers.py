@@ -217,6 +217,12 @@ TRAIN = Method(
     seen=True,
 )
 _UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
+OPTIMIZERS = Method(
+    "transformers.integrations.deepspeed",
+    "deepspeed_init",
+    "Trainer trains with an optimizer of its arguments in place of the one that it was given as optimizers=",
+    around="hf_zero.integrations.script_values:with_own_optimizer",
+)
 STEP_END = Method(
     "transformers.trainer",
     "Trainer._maybe_log_save_evaluate",
@@ -280,7 +286,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
-    FILL, PROCESS,
+    FILL, PROCESS, OPTIMIZERS,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

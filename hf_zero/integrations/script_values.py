@@ -241,3 +241,39 @@ def _contradiction(key: str, written: Any, given: str, value: Any) -> str:
         f"{key} is {written!r} in the configuration, and {given} is {value!r}. Give one of the two: write "
         f"\"auto\" for the key (or leave it out), and the script's value counts; or give the script the configuration's"
     )
+
+
+_OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # of a Trainer that was given one
+
+
+def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
+    """``deepspeed_init`` of transformers, which drops the optimizer that a Trainer was given (``Trainer(optimizers=(optimizer, None))``).
+
+    Raises:
+        ConfigError: The configuration has an optimizer too; or the Trainer trains again, and its optimizer has trained before.
+    """
+    given, accelerated = trainer.optimizer, hasattr(trainer.optimizer, "step_was_skipped")  # accelerate's wrapper, of a training before
+    if inference or given is None or (accelerated and not getattr(trainer, _OWN_OPTIMIZER, False)):
+        return method(trainer, num_training_steps, inference)
+    if accelerated:
+        raise ConfigError(
+            "this Trainer was given optimizers=(optimizer, ...) and trains a second time: its optimizer belongs to the first training. Set "
+            "trainer.optimizer to a new one over the model's parameters before train(), or make a new Trainer"
+        )
+    config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
+    if config.get("optimizer"):
+        raise ConfigError(
+            f"Trainer was given optimizers=({type(given).__name__}, ...) and the configuration has an optimizer section too "
+            f"({config['optimizer'].get('type')}): leave one of them out"
+        )
+    setattr(trainer, _OWN_OPTIMIZER, True)
+    trainer.create_optimizer = lambda *_args, **_kwargs: _keep_optimizer(trainer, given)
+    try:
+        return method(trainer, num_training_steps, inference)
+    finally:
+        vars(trainer).pop("create_optimizer", None)
+
+
+def _keep_optimizer(trainer: Any, optimizer: Any) -> Any:
+    trainer.optimizer = optimizer
+    return optimizer
