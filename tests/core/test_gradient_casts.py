@@ -46,7 +46,7 @@ def _train(stage: int, kind: str, limit: int, way: str, hook: bool) -> tuple[dic
 
 def _compare(stage: int, kind: str, way: str) -> None:
     torch.set_num_threads(1)
-    limit = 1500
+    limit = 64
     # A world of one gathers nothing, so that the update of all at once is taken.
     whole, at_once, _ = _train(stage, kind, 1 << 25, way, False)
     runs, sizes, _ = _train(stage, kind, limit, way, False)
