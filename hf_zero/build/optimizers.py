@@ -9,8 +9,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.build.policies import moment_type
 from hf_zero.comm.collectives import Collectives
 from hf_zero.config.resolve import ResolvedConfig
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.optimizer.state_store import StateStore
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
@@ -41,6 +44,7 @@ def inner_optimizer(
 
     Raises:
         ConfigError: ``client`` is neither, or refused by the configuration, or the configuration's optimizer cannot be made.
+        UnsupportedError: The configuration asks for fp32 moments beside masters in bf16, and the optimizer keeps others.
     """
     trainable = [param for param in module.parameters() if param.requires_grad]
     params = list(model_parameters) if model_parameters is not None else trainable
@@ -49,6 +53,7 @@ def inner_optimizer(
         client = client(params)
     if isinstance(client, torch.optim.Optimizer):
         _require_host_optimizer(client, resolved)
+        _require_fp32_moments(client, resolved.config)
         return client
     if client is not None:
         raise ConfigError(f"optimizer is a {type(client).__name__}; a torch.optim.Optimizer or a function that makes one is allowed")
@@ -57,7 +62,12 @@ def inner_optimizer(
     arguments = (resolved.resolved.get("optimizer") or {}).get("params")
     offloaded = resolved.config.zero_optimization.offload_optimizer.device != "none"
     matrices = partial(muon_parameters, module)
-    return build_optimizer(section.type, arguments, params, device_type=device.type, offloaded=offloaded, matrices=matrices)
+    moments = moment_type(resolved.config)
+    built = build_optimizer(
+        section.type, arguments, params, device_type=device.type, offloaded=offloaded, moment_dtype=moments, matrices=matrices
+    )
+    _require_fp32_moments(built, resolved.config)
+    return built
 
 
 def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedConfig) -> None:
@@ -72,6 +82,25 @@ def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedCon
         raise ConfigError(
             f"optimizer {type(client).__name__} with zero_optimization.offload_optimizer, and zero_force_ds_cpu_optimizer is true: leave "
             "that key out or set it to false, and the optimizer is offloaded as it is; or use deepspeed.ops.adam.DeepSpeedCPUAdam"
+        )
+
+
+def _require_fp32_moments(inner: torch.optim.Optimizer, config: ZeroConfig) -> None:
+    """Holds an optimizer to fp32 moments beside masters in bf16, where the configuration asks for them.
+
+    Raises:
+        UnsupportedError: It makes its states in the type of what it updates, as the classes of ``torch.optim`` do.
+    """
+    if moment_type(config) != torch.float32:
+        return
+    types = state_types(inner, torch.bfloat16, torch.device("cpu"))
+    narrow = sorted(name for name, dtype in types.items() if dtype.is_floating_point and dtype.itemsize < 4)
+    if narrow:
+        raise UnsupportedError(
+            "bf16.bf16_master_weights_and_grads is true and bf16.bf16_optimizer_states is false, and optimizer "
+            f"{type(inner).__name__} keeps {', '.join(narrow)} in {types[narrow[0]]} beside masters in bf16: leave the optimizer to the "
+            "configuration (`optimizer.type` Adam or AdamW, without `torch_adam`), pass deepspeed.ops.adam.DeepSpeedCPUAdam, or set both "
+            "keys to true"
         )
 
 

@@ -317,7 +317,7 @@ class PartsBuilder:
         entries = [gradients_of(unit) for unit in units]
         data = self.collectives.data
         tell = partial(data.gather_objects, unit="a backward that broke off")
-        return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell)
+        return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell, self.topology.device)
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
         """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""

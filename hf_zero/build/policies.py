@@ -22,7 +22,6 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import StepSettings
-from hf_zero.errors import UnsupportedError
 from hf_zero.offload.files import IoSettings
 from hf_zero.offload.settings import OffloadSettings, OptimizerOffload, ParamOffload
 from hf_zero.profiling.report import ReportOptions
@@ -44,11 +43,6 @@ def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> Pre
     types = config.data_types
     param_dtype = low or (_DTYPES[types.param_dtype] if types.param_dtype else None)
     low_masters = config.fp16.fp16_master_weights_and_grads if config.fp16.enabled else config.bf16.bf16_master_weights_and_grads
-    if config.bf16.enabled and low_masters != config.bf16.bf16_optimizer_states:
-        raise UnsupportedError(
-            f"bf16.bf16_master_weights_and_grads is {low_masters} and bf16.bf16_optimizer_states is {config.bf16.bf16_optimizer_states}: "
-            "masters and moments have one element type here; set both to the same value"
-        )
     autocast = config.torch_autocast
     autocast_dtype = _DTYPES[autocast.dtype or "bf16"] if autocast.enabled else None
     reduced = param_dtype in (torch.float16, torch.bfloat16)
@@ -65,6 +59,13 @@ def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> Pre
         casts_inputs=config.fp16.enabled and config.fp16.auto_cast,
         skips_overflow=config.fp16.enabled or (config.bf16.enabled and config.bf16.check_grad_overflow) or autocast_dtype == torch.float16,
     )
+
+
+def moment_type(config: ZeroConfig) -> torch.dtype | None:
+    """Return the type that `bf16.bf16_optimizer_states` asks for beside masters in bf16; None where moments follow the masters."""
+    if not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads):
+        return None
+    return torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
 
 
 def kept_patterns(config: ZeroConfig) -> list[str] | None:

@@ -108,9 +108,14 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.error("fp16.enabled", "and `bf16.enabled` are both true; they exclude each other, set one to false")
     _check_patterns(data.get("data_types", {}).get("keep_in_fp32_modules"), problems)
     masters, states = bf16.get("bf16_master_weights_and_grads", False), bf16.get("bf16_optimizer_states", False)
-    if masters != states:
+    offload = data.get("zero_optimization", {}).get("offload_optimizer") or {}
+    if masters != states and (states or offload.get("device", "none") == "none"):
         text = f"is {show(states)} but `bf16.bf16_master_weights_and_grads` is {show(masters)}"
-        problems.error("bf16.bf16_optimizer_states", f"{text}; masters and moments have one element type, set both")
+        remedy = "moments are in bf16 only beside masters in bf16, set both to true or both to false"
+        if masters:
+            remedy = "fp32 moments beside masters in bf16 are kept by the optimizers of `zero_optimization.offload_optimizer` alone, and "
+            remedy += "its `device` is none: set both to true, or offload the optimizer"
+        problems.error("bf16.bf16_optimizer_states", f"{text}; {remedy}")
     if fp16.get("enabled") and not fp16.get("loss_scale") and fp16.get("min_loss_scale", 1) <= 0:
         text = f"is {show(fp16['min_loss_scale'])}; with a dynamic scale (`fp16.loss_scale` 0) it must be above 0"
         problems.error("fp16.min_loss_scale", text)

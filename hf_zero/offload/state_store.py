@@ -11,7 +11,7 @@ from itertools import zip_longest
 import torch
 
 from hf_zero.core.optimizer.segments import OwnedSegment, Segments
-from hf_zero.core.optimizer.state_store import StateStore, scale_
+from hf_zero.core.optimizer.state_store import StateStore, cast_runs, scale_
 from hf_zero.core.optimizer.sub_groups import SubGroupStepper
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.state import UnitState
@@ -185,7 +185,8 @@ class OffloadedStateStore(StateStore):
         segments = [segment for segment in self.segments.trained if not self.holds(segment.unit)]
         if segments:
             scale_([by_unit[id(unit)] for unit in trained_of(self.units) if not self.holds(unit)], factor)
-            stepper.step(segments, [segment.gradient(by_unit[id(segment.unit)]) for segment in segments])
+            for run in cast_runs(segments, by_unit):
+                stepper.step(run, [segment.gradient(by_unit[id(segment.unit)]) for segment in run])
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:
         """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.native.adagrad import adagrad_update
 from hf_zero.native.library import announce
 from hf_zero.ops.foreach import require_hyperparameters
-from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copies
 
 
 class HostAdagrad(HostOptimizer):
@@ -59,14 +59,16 @@ class HostAdagrad(HostOptimizer):
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
         total = self._state_of(param, "sum", dtype, group["initial_accumulator_value"])
-        adagrad_update(
-            tensors.master,
-            tensors.grad,
-            total,
-            tensors.low,
-            lr=float(group["lr"]) / (1 + (self._count_step(param) - 1) * group["lr_decay"]),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            grad_factor=tensors.grad_factor,
-            threads=tensors.threads,
-        )
+        lr = float(group["lr"]) / (1 + (self._count_step(param) - 1) * group["lr_decay"])
+        for piece in working_copies(tensors):
+            adagrad_update(
+                piece.master,
+                piece.grad,
+                piece.part(total),
+                piece.low,
+                lr=lr,
+                eps=group["eps"],
+                weight_decay=group["weight_decay"],
+                grad_factor=piece.grad_factor,
+                threads=piece.threads,
+            )

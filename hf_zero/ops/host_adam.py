@@ -12,7 +12,7 @@ from hf_zero.native.adam import adam_update
 from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.library import announce
 from hf_zero.ops.foreach import require_hyperparameters
-from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copies
 
 
 class HostAdam(HostOptimizer):
@@ -81,7 +81,8 @@ class HostAdam(HostOptimizer):
             step=self._count_step(param),
             grad_factor=tensors.grad_factor,
         )
-        adam_update(tensors.master, tensors.grad, exp_avg, exp_avg_sq, tensors.low, rule, tensors.threads)
+        for piece in working_copies(tensors):
+            adam_update(piece.master, piece.grad, piece.part(exp_avg), piece.part(exp_avg_sq), piece.low, rule, piece.threads)
 
     def _moment_dtype_of(self, param: Tensor) -> torch.dtype:
         return param.dtype if param.dtype == torch.float64 else self.moment_dtype

@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.native.library import announce
 from hf_zero.native.lion import lion_update
 from hf_zero.ops.foreach import require_hyperparameters
-from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copies
 
 
 class HostLion(HostOptimizer):
@@ -35,14 +35,16 @@ class HostLion(HostOptimizer):
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        lion_update(
-            tensors.master,
-            tensors.grad,
-            self._state_of(param, "exp_avg", dtype),
-            tensors.low,
-            lr=float(group["lr"]),
-            betas=group["betas"],
-            weight_decay=group["weight_decay"],
-            grad_factor=tensors.grad_factor,
-            threads=tensors.threads,
-        )
+        exp_avg = self._state_of(param, "exp_avg", dtype)
+        for piece in working_copies(tensors):
+            lion_update(
+                piece.master,
+                piece.grad,
+                piece.part(exp_avg),
+                piece.low,
+                lr=float(group["lr"]),
+                betas=group["betas"],
+                weight_decay=group["weight_decay"],
+                grad_factor=piece.grad_factor,
+                threads=piece.threads,
+            )

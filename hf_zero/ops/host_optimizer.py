@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -11,16 +10,20 @@ from torch import Tensor
 
 from hf_zero.errors import HfZeroError, UnsupportedError
 
+# Elements of a 16-bit parameter that are widened to fp32 at a time: 16 MiB, whatever the size of the parameter.
+_PIECE = 1 << 22
+
 
 class PassTensors(NamedTuple):
-    """What one pass over one parameter works on.
+    """What one pass over one parameter, or over a piece of it, works on.
 
     Attributes:
-        master: The parameter itself, or its fp32 working copy; contiguous.
+        master: The parameter itself, or a working copy.
         grad: Its gradient, contiguous.
         low: Takes a 16-bit copy of the new value; None for none.
         grad_factor: Multiplies the gradient first; negative in groups that maximise.
         threads: The most threads to use.
+        elements: Which of the parameter's elements these are; None is all of them.
     """
 
     master: Tensor
@@ -28,13 +31,19 @@ class PassTensors(NamedTuple):
     low: Tensor | None
     grad_factor: float
     threads: int
+    elements: slice | None = None
+
+    def part(self, state: Tensor) -> Tensor:
+        """Return the elements of ``state``, a contiguous tensor of the parameter's shape, that belong to ``master``; a view."""
+        return state if self.elements is None else state.view(-1)[self.elements]
 
 
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is one native pass per parameter; subclasses say what the pass is.
 
     Parameters may have any shape. fp32 ones in host memory are updated in place; 16-bit, not contiguous ones and those on a
-    device are updated too, through an fp32 copy or by torch's kernels, with the same arithmetic.
+    device are updated too, through an fp32 copy or by torch's kernels, with the same arithmetic: a 16-bit parameter is widened,
+    updated in fp32 and rounded once, to nearest even, a piece at a time; its states are fp32 unless a subclass says otherwise.
 
     Passes use up to ``torch.get_num_threads()`` threads; the result does not depend on how many.
     """
@@ -109,10 +118,9 @@ class HostOptimizer(torch.optim.Optimizer):
         if grad.is_sparse:
             grad = self._dense(group, param, grad)
         sign = -1.0 if group.get("maximize") else 1.0
-        with working_copy(param) as master:
-            wide = grad.to(master.dtype) if master.dtype == torch.float64 else grad
-            tensors = PassTensors(master, wide.detach().contiguous(), low, sign * grad_factor, threads or torch.get_num_threads())
-            self._pass(group, param, tensors)
+        wide = grad.to(param.dtype) if param.dtype == torch.float64 else grad
+        whole = PassTensors(param.detach(), wide.detach().contiguous(), low, sign * grad_factor, threads or torch.get_num_threads())
+        self._pass(group, param, whole)
 
     def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
         """The sparse gradient ``grad`` with its zeros, for optimizers that update nothing where a gradient is zero.
@@ -126,7 +134,7 @@ class HostOptimizer(torch.optim.Optimizer):
         )
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
-        """Updates ``tensors.master``, which stands for ``param``."""
+        """Updates ``tensors.master``, which is ``param`` without its gradient, by way of ``working_copies``."""
         raise NotImplementedError
 
     def _state_of(self, param: Tensor, name: str, dtype: torch.dtype, start: float = 0.0) -> Tensor:
@@ -137,6 +145,21 @@ class HostOptimizer(torch.optim.Optimizer):
         found: Tensor = state[name]
         return found
 
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """As torch's, but states keep the types they have in ``state_dict``: torch rounds the states of a 16-bit parameter to its type."""
+        given: list[dict[str, Any]] = []  # as the hooks of others leave it
+        handle = self.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+        for group, saved in zip(self.param_groups, given[0]["param_groups"], strict=True):
+            for param, key in zip(group["params"], saved["params"], strict=True):
+                for name, value in given[0]["state"].get(key, {}).items():
+                    held = self.state[param][name]
+                    if isinstance(value, Tensor) and isinstance(held, Tensor) and held.dtype != value.dtype:
+                        self.state[param][name] = value.to(held.device, copy=True)
+
     def _count_step(self, param: Tensor) -> int:
         """Counts and returns the step of ``param``, from 1; kept as torch's Adam keeps it."""
         state = self.state[param]
@@ -144,16 +167,34 @@ class HostOptimizer(torch.optim.Optimizer):
         return int(state["step"])
 
 
-@contextmanager
-def working_copy(param: Tensor) -> Iterator[Tensor]:
-    """``param`` itself where a kernel can update it in place, else a contiguous copy that is written back at the end.
+def working_copies(whole: PassTensors) -> Iterator[PassTensors]:
+    """Yield ``whole`` itself where a kernel can update its master in place, else contiguous copies that are written back one by one.
+
+    Args:
+        whole: Of one parameter, of any strides and floating type.
 
     Yields:
-        fp32 (fp64 for fp64), contiguous, of the parameter's shape and device.
+        Masters are fp32 (fp64 for fp64), contiguous, on the parameter's device: all of it in its shape, or, of one in 16 bit, flat pieces
+        of ``_PIECE`` elements.
     """
-    value = param.detach()
-    wide = value if value.dtype in (torch.float32, torch.float64) else value.float()
-    wide = wide.contiguous()
-    yield wide
-    if wide.data_ptr() != value.data_ptr():
-        value.copy_(wide)
+    value, grad, low = whole.master, whole.grad, whole.low
+    if value.dtype in (torch.float32, torch.float64) and value.is_contiguous():
+        yield whole
+        return
+    flat = (
+        value.is_contiguous() and grad.numel() == value.numel() and (low is None or (low.is_contiguous() and low.numel() == value.numel()))
+    )
+    if value.numel() <= _PIECE or not flat:
+        yield from _written_back(whole, value)
+        return
+    for start in range(0, value.numel(), _PIECE):
+        elements = slice(start, min(start + _PIECE, value.numel()))
+        piece = whole._replace(grad=grad.view(-1)[elements], low=None if low is None else low.view(-1)[elements], elements=elements)
+        yield from _written_back(piece, value.view(-1)[elements])
+
+
+def _written_back(tensors: PassTensors, value: Tensor) -> Iterator[PassTensors]:
+    """Yield ``tensors`` with a contiguous fp32 or fp64 copy of ``value`` as their master; what becomes of it is written to ``value``."""
+    wide = (value if value.dtype == torch.float64 else value.float()).contiguous()
+    yield tensors._replace(master=wide)
+    value.copy_(wide)

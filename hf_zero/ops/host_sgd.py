@@ -10,7 +10,7 @@ from torch import Tensor
 from hf_zero.native.library import announce
 from hf_zero.native.sgd import sgd_update
 from hf_zero.ops.foreach import require_hyperparameters
-from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors
+from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copies
 
 
 class HostSGD(HostOptimizer):
@@ -49,17 +49,19 @@ class HostSGD(HostOptimizer):
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         first = "momentum_buffer" not in self.state[param]
         dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        sgd_update(
-            tensors.master,
-            tensors.grad,
-            self._state_of(param, "momentum_buffer", dtype),
-            tensors.low,
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=group["weight_decay"],
-            nesterov=group["nesterov"],
-            first=first,
-            grad_factor=tensors.grad_factor,
-            threads=tensors.threads,
-        )
+        momentum_buffer = self._state_of(param, "momentum_buffer", dtype)
+        for piece in working_copies(tensors):
+            sgd_update(
+                piece.master,
+                piece.grad,
+                piece.part(momentum_buffer),
+                piece.low,
+                lr=float(group["lr"]),
+                momentum=group["momentum"],
+                dampening=group["dampening"],
+                weight_decay=group["weight_decay"],
+                nesterov=group["nesterov"],
+                first=first,
+                grad_factor=piece.grad_factor,
+                threads=piece.threads,
+            )

@@ -63,6 +63,7 @@ def build_optimizer(
     *,
     device_type: str = "cpu",
     offloaded: bool = False,
+    moment_dtype: torch.dtype | None = None,
     matrices: Callable[[], set[int]] = set,
 ) -> torch.optim.Optimizer:
     """Builds the optimizer that the ``optimizer`` section asks for.
@@ -78,6 +79,8 @@ def build_optimizer(
         device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
             foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
         offloaded: it will run in host memory, wherever the parameters are now.
+        moment_dtype: fp32 or bf16, for the moments of Adam over masters in bf16 where it runs in host memory; torch's classes, which keep
+            moments in the type of the masters, are not chosen where that is another. None is fp32 for ``hf_zero.ops``.
         matrices: gives the ids of the parameters that Muon trains; asked for that type only.
 
     Returns:
@@ -102,7 +105,7 @@ def build_optimizer(
         if key not in allowed:
             raise unknown_key(_SECTION, key, _allowed_names(name, allowed), str(type))
     if (offloaded or device_type == "cpu") and not chosen_torch:
-        kind, values = _native_kind(kind, values, groups, anywhere=offloaded)
+        kind, values = _native_kind(kind, values, groups, moment_dtype, anywhere=offloaded)
     return _construct(kind, values | _fast_path(kind, values, groups, device_type), groups)
 
 
@@ -245,11 +248,12 @@ def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence
 
 
 def _native_kind(
-    kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any], anywhere: bool
+    kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any], moment_dtype: torch.dtype | None, anywhere: bool
 ) -> tuple[OptimizerClass, dict[str, Any]]:
     """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for.
 
-    ``anywhere``: it does not matter where the parameters are now.
+    ``anywhere``: it does not matter where the parameters are now. With ``moment_dtype`` fp32 the kernels need not be there: their
+    reference keeps such moments beside 16-bit masters, which torch's classes do not.
     """
     added_values: dict[Any, dict[str, bool]] = {
         torch.optim.Adam: {"decoupled_weight_decay": False},
@@ -263,10 +267,13 @@ def _native_kind(
     asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)
     tensors = [tensor for group in groups for tensor in _tensors(group)]
     fits = all(t.is_floating_point() and (anywhere or t.device.type == "cpu") for t in tensors)
-    if added is None or asks_for_more or not fits or (library() is None and not planning()):
+    there = library() is not None or planning() or moment_dtype == torch.float32
+    if added is None or asks_for_more or not fits or not there:
         return kind, values
     rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}
-    return (HostLion if kind is Lion else HostAdam), rest | added
+    if kind is Lion:
+        return HostLion, rest | added
+    return HostAdam, rest | added | ({} if moment_dtype is None else {"moment_dtype": moment_dtype})
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:

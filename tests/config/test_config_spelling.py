@@ -392,6 +392,17 @@ def test_contradictions(config: dict[str, Any], words: list[str]) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
+@pytest.mark.parametrize("device", ["cpu", "nvme"])
+def test_masters_in_bf16_with_moments_in_fp32_go_with_offload(device: str) -> None:
+    offload = {"device": device, "nvme_path": "swap"}
+    bf16 = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": False}
+    resolve({"bf16": bf16, "zero_optimization": {"stage": 1, "offload_optimizer": offload}})
+    with pytest.raises(ConfigError, match=r"bf16_optimizer_states.*only beside masters in bf16"):
+        resolve({"bf16": {"enabled": True, "bf16_optimizer_states": True}, "zero_optimization": {"stage": 1, "offload_optimizer": offload}})
+    with pytest.raises(ConfigError, match=r"bf16_optimizer_states.*offload the optimizer"):
+        resolve({"bf16": bf16, "zero_optimization": {"stage": 1}})
+
+
 def test_scheduler_without_optimizer_is_fine() -> None:
     resolved: ResolvedConfig = resolve({"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": "auto"}}})
     assert resolved.config.optimizer is None

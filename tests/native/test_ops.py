@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD
+from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD, host_optimizer
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.lion import Lion
 from tests.support.native import ISAS, TORCH_ADAM_ROUNDS_ALIKE, same_bits
@@ -103,3 +103,37 @@ def test_adagrad_takes_sparse_gradients_as_torchs_does() -> None:
             optimizer.step()
     torch.testing.assert_close(first.weight, second.weight)
     torch.testing.assert_close(one.state[first.weight]["sum"], other.state[second.weight]["sum"])
+
+
+# --- parameters in 16 bit ---
+
+
+@pytest.mark.parametrize("kind", [HostAdam, HostLion, HostSGD, HostAdagrad])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_parameter_in_16_bit_is_widened_a_piece_at_a_time(kind: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    start, grads = torch.randn(7, 30).to(dtype), torch.randn(3, 7, 30).to(dtype)
+    found = []
+    for piece in (1 << 22, 64):
+        monkeypatch.setattr(host_optimizer, "_PIECE", piece)
+        param = torch.nn.Parameter(start.clone())
+        low = torch.zeros(start.shape, dtype=torch.bfloat16)
+        optimizer = kind([param], lr=0.1)
+        for grad in grads:
+            optimizer.update([param], [grad], [low], grad_factor=0.5)
+        assert all(value.dtype == torch.float32 for value in optimizer.state[param].values())
+        found.append([param.detach(), low, *optimizer.state[param].values()])
+    assert all(torch.equal(whole, pieces) for whole, pieces in zip(*found, strict=True))
+    assert not torch.equal(found[0][0], start)
+
+
+def test_states_keep_their_types_in_a_state_dict() -> None:
+    param = torch.nn.Parameter(torch.zeros(9, dtype=torch.bfloat16))
+    param.grad = torch.full_like(param, 1 / 3)
+    first, second = HostAdam([param]), HostAdam([param])
+    first.step()
+    second.load_state_dict(first.state_dict())
+    for name, value in first.state[param].items():
+        loaded = second.state[param][name]
+        assert loaded.dtype == value.dtype and torch.equal(loaded, value), name
+    first.step()
+    assert float(second.state[param]["step"]) == 1 and not torch.equal(second.state[param]["exp_avg"], first.state[param]["exp_avg"])

@@ -137,6 +137,17 @@ def test_groups_keep_their_own_options() -> None:
 # --- kernels ---
 
 
+def test_moments_of_another_type_than_the_masters_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_ZERO_NATIVE", "0")
+    mixed = build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.float32)
+    assert isinstance(mixed, HostAdam) and mixed.moment_dtype == torch.float32
+    assert type(build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)) is torch.optim.AdamW
+    monkeypatch.delenv("HF_ZERO_NATIVE")
+    if library() is not None:
+        low = build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)
+        assert isinstance(low, HostAdam) and low.moment_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize(("name", "kind"), [("AdamW", HostAdam), ("Adam", HostAdam), ("Lion", HostLion)])
 def test_native_kernels_are_used_where_they_are_there(name: str, kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     native_here = library() is not None

@@ -34,7 +34,9 @@ class Bf16(Section, switch="enabled"):
     )
     check_grad_overflow: Bool = used(True, "Skip an update whose gradients are not finite")
     bf16_master_weights_and_grads: Bool = used(False, "Keep master weights and gradients in bf16")
-    bf16_optimizer_states: Bool = used(False, "Keep moments in bf16; needs bf16_master_weights_and_grads")
+    bf16_optimizer_states: Bool = used(
+        False, "Keep moments in bf16; needs bf16_master_weights_and_grads. False beside it keeps them in fp32, and needs offload_optimizer"
+    )
 
 
 class TorchAutocast(Section, switch="enabled"):

@@ -57,7 +57,7 @@ class SegmentStates:
             known = flat is not None and bool(self._segments.of(unit))
             if not unit.collectives.any_rank(known, f"{unit.name}: {key}"):
                 return None
-            flat = flat if flat is not None else torch.zeros_like(master_of(unit))
+            flat = flat if flat is not None else _row(unit)
         return gather_param(unit, index, flat, key) if flat is not None else None
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
@@ -99,10 +99,16 @@ class SegmentStates:
         parts = self._parts(unit, key)
         if parts is None:
             return None
-        flat = torch.zeros_like(master_of(unit))
+        flat = _row(unit)
         for segment, value in parts:
             segment.within(flat).copy_(value)
         return flat
+
+
+def _row(unit: Unit) -> torch.Tensor:
+    """Return zeros like the unit's master, in fp32 at least: states may be wider than it, and a rank that has none cannot tell."""
+    master = master_of(unit)
+    return torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
 
 
 def no_state(key: str) -> StateError:

@@ -16,6 +16,9 @@ from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
 
+# Elements of gradients that are cast to the masters' type at a time, a segment at least: 128 MiB in fp32.
+_CAST_NUMEL = 1 << 25
+
 
 class StateStore:
     """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
@@ -69,11 +72,15 @@ class StateStore:
             updated(unit)
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
-        """One step of the inner optimizer itself."""
+        """One step of the inner optimizer itself, or, where gradients need a copy in the masters' type, several over runs of segments."""
         writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
         segments = self.segments.trained
+        runs = cast_runs(segments, by_unit)
+        if len(runs) > 1 and not self._has_hooks():
+            self._update_runs(runs, by_unit, factor, writes_shards)
+            return
         for segment in segments:
             segment.tensor.grad = segment.gradient(by_unit[id(segment.unit)])
         if isinstance(self.inner, HostOptimizer) and writes_shards:
@@ -86,6 +93,23 @@ class StateStore:
             publish(trained_of(self.units))
         for segment in segments:
             segment.tensor.grad = None
+
+    def _update_runs(
+        self, runs: Sequence[Sequence[OwnedSegment]], by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, writes_shards: bool
+    ) -> None:
+        """Run by run, so that there is a second copy of the gradients of one run only; those that no pass scales are scaled already."""
+        stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
+        scale = float(factor) if writes_shards else 1.0  # a pass runs on the host, where reading the factor is free
+        for run in runs:
+            grads = [segment.gradient(by_unit[id(segment.unit)]) for segment in run]
+            stepper.step(run, grads, scale, [segment.low for segment in run] if writes_shards else None)
+            del grads  # else they last until those of the next run are made
+        stepper.finish()
+        if writes_shards:
+            for unit in trained_of(self.units):
+                shard_changed(unit)
+        else:
+            publish(trained_of(self.units))
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Unit by unit, so that one is all-gathered while the next is updated."""
@@ -111,9 +135,12 @@ class StateStore:
 
     def _pays_in_turn(self) -> bool:
         """Whether the all-gather of updated parameters needs the host, and can overlap with updates; else one launch for all is faster."""
-        hooks = self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks  # these expect one step of all
         gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
-        return gathers and not hooks and self._on_host()
+        return gathers and not self._has_hooks() and self._on_host()
+
+    def _has_hooks(self) -> bool:
+        """Whether hooks of the inner optimizer expect one step of all."""
+        return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])
@@ -148,6 +175,25 @@ class StateStore:
     def close(self) -> None:
         """Frees files and buffers, and forgets what ``bind`` gave."""
         self.units, self.segments = (), Segments()
+
+
+def cast_runs(segments: Sequence[OwnedSegment], by_unit: Mapping[int, torch.Tensor]) -> list[list[OwnedSegment]]:
+    """Return ``segments`` in order, cut into runs whose gradients are cast at a time; one run where they fit or nothing is cast.
+
+    Args:
+        segments: What is updated.
+        by_unit: The gradient of each unit, (shard_numel,), by the unit's id.
+    """
+    runs: list[list[OwnedSegment]] = [[]]
+    total = 0
+    for segment in segments:
+        numel = segment.range.numel if by_unit[id(segment.unit)].dtype != segment.tensor.dtype else 0
+        if total and total + numel > _CAST_NUMEL:
+            runs.append([])
+            total = 0
+        runs[-1].append(segment)
+        total += numel
+    return runs
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:

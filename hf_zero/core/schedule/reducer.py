@@ -10,10 +10,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 import torch
 
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
+from hf_zero.core.schedule.home_stream import HomeStream
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 
 # Reductions in flight at once. Two keep one on the wire while the next fills; more only hold more flat buffers alive.
 _IN_FLIGHT = 2
+_HOST = torch.device("cpu")
 AT_THE_END = sys.maxsize  # position of what is sent when backward is over
 
 
@@ -90,6 +92,7 @@ class Reducer:
         overlap: Reductions run while backward goes on.
         agree: Collective; for each flag, whether it is True on any rank.
         tell: Collective; the texts of all ranks.
+        device: Where gradients are computed.
     """
 
     def __init__(
@@ -99,6 +102,7 @@ class Reducer:
         overlap: bool,
         agree: Callable[[list[bool]], list[bool]],
         tell: Callable[[str], list[str]],
+        device: torch.device = _HOST,
     ) -> None:
         self.gradients = list(gradients)
         self.exchange = exchange
@@ -107,6 +111,7 @@ class Reducer:
         self._factor = 1.0
         self.layouts = 0
         self.pieces = False
+        self._home = HomeStream(device)
         self._overlap = overlap
         self._agree = agree
         self._tell = tell
@@ -135,6 +140,7 @@ class Reducer:
             factor: What they are multiplied with.
             completes: They complete an optimizer step.
         """
+        self._home.begin()
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
         _tell([self.exchange, *(entry.exchange for entry in self.gradients)], completes)
 
@@ -156,8 +162,10 @@ class Reducer:
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
         entry.piecemeal |= self.pieces
-        # The gradient of a unit that rested until now stays here until the step.
-        entry.collect(index, not self._reduces or self.pieces or entry.unit.rests, self._factor, several=self.pieces)
+        param = entry.unit.params[index]
+        with self._home.entered(None if param is None else param.grad):
+            # The gradient of a unit that rested until now stays here until the step.
+            entry.collect(index, not self._reduces or self.pieces or entry.unit.rests, self._factor, several=self.pieces)
         if self._reduces and entry.complete:
             self.proceed()
 
@@ -196,9 +204,12 @@ class Reducer:
 
     def _send_up_to(self, count: int) -> None:
         """Sends off the first ``count`` of the queue, complete or not, if this backward reduces."""
-        while self._reduces and self._sent < count:
-            self._sent += 1
-            self._send(self._queue[self._sent - 1])
+        if not self._reduces or self._sent >= count:
+            return
+        with self._home.entered():
+            while self._sent < count:
+                self._sent += 1
+                self._send(self._queue[self._sent - 1])
 
     def _send(self, entry: UnitGradients, late: bool = False) -> None:
         if late:
@@ -226,11 +237,13 @@ class Reducer:
             Errors of other ranks, where the ranks have voted.
         """
         self.send_all()
-        errors = self._send_late(error) if self._reduces else ""
-        self._finish()
-        for entry in self.gradients:
-            entry.begin_backward()
-            entry.pool.clear()
+        with self._home.entered():
+            errors = self._send_late(error) if self._reduces else ""
+            self._finish()
+            for entry in self.gradients:
+                entry.begin_backward()
+                entry.pool.clear()
+        self._home.end()
         if self._reduces and self.exchange.completes:
             self.shown.begin()
         self._reset()
@@ -300,6 +313,7 @@ class Reducer:
 
     def clear(self) -> None:
         """Forgets all gradients."""
+        self._home.end()
         self.shown.end()
         for entry in self.gradients:
             entry.clear()
