@@ -11,9 +11,9 @@ from torch import nn
 from hf_zero import __version__
 from hf_zero.build.axes import count_samples
 from hf_zero.build.mesh import mesh_of
+from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import axis_over, build_topology
 from hf_zero.config.alike import default_text, settings_of

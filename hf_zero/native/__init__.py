@@ -1,8 +1,7 @@
 """Kernels over host memory: a native library with a plain C ABI, and a torch reference that serves where it is not there."""
 
 from hf_zero.native.adagrad import adagrad_reference, adagrad_update
-from hf_zero.native.adam import adam_reference, adam_update
-from hf_zero.native.adam_rule import AdamRule
+from hf_zero.native.adam import AdamRule, adam_reference, adam_update
 from hf_zero.native.convert import convert
 from hf_zero.native.library import Status, status
 from hf_zero.native.lion import lion_reference, lion_update

@@ -23,10 +23,10 @@ from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.overrides import overrides_of
+from hf_zero.tensor_parallel.own_layers import require_whole
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.planner import UnknownFlowError, make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
-from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 from hf_zero.tensor_parallel.trace import Inputs
 
 

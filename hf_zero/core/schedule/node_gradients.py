@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.hops import TwoHops
+from hf_zero.comm.nodes import TwoHops
 from hf_zero.core.schedule.gradients import GradientExchange, GradientPolicy
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.hops import TwoHops
+from hf_zero.comm.nodes import TwoHops
 from hf_zero.comm.quantized import reduce_scatter_codes
 from hf_zero.core.schedule.gradients import GradientExchange, GradientPolicy
 from hf_zero.native.block_codes import KeptError, message_bytes, scales_of
