@@ -1,4 +1,10 @@
-"""Rows of tokens on their way to the ranks that hold their experts, and back: one all-to-all each way, its gradient the reverse one."""
+"""Send rows of tokens to the ranks that hold their experts, and back: one all-to-all each way, its gradient the reverse one.
+
+[Note: who sends a token] The ranks of a model axis are given the same tokens and route them alike; if all sent theirs, experts would
+compute them several times. So each rank sends a part of them, and the results are joined: between the two, data flows as under data
+parallelism; around them tensors are whole, with whole gradients, as the split layers expect (``tensor_parallel/solve.py``, [Note: states]).
+Each token of a batch reaches its experts once, and their gradients need no correction.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Finds the flow of a model's forward: it is run on tensors without values, and every tensor knows what glue has made it of."""
+"""Trace the flow of a model's forward on tensors without values.
+
+An item is a module that one stage runs as a whole ([Note: items] in ``plan.py``). Every tensor records how glue code made it: from
+results of earlier calls, parameters and random numbers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Decides which stage of a pipeline runs which calls of a model's items."""
+"""Decide which stage of a pipeline runs which calls of a model's items, so that the heaviest stage is as light as possible."""
 
 from __future__ import annotations
 

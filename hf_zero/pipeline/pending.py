@@ -1,4 +1,4 @@
-"""Tensors that come when somebody looks: what the last stage has and training mostly does not read, as logits."""
+"""Return results of the last stage on every rank: their shapes at once, their values when a script reads them (logits mostly are not)."""
 
 from __future__ import annotations
 
