@@ -1,4 +1,4 @@
-"""Which parameters and buffers of a model keep their types where it trains in 16 bit."""
+"""Tell which parameters and buffers keep their types in 16-bit training, and explain errors of torch about element types."""
 
 from __future__ import annotations
 

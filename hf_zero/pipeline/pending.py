@@ -1,4 +1,4 @@
-"""Return results of the last stage on every rank: their shapes at once, their values when a script reads them (logits mostly are not)."""
+"""Return results of the last stage on every rank: shapes at once, values when a script reads them (logits mostly are not)."""
 
 from __future__ import annotations
 

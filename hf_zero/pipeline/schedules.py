@@ -1,4 +1,4 @@
-"""The schedules of ``torch.distributed.pipelining`` over the stages of this rank: in which order forwards and backwards run."""
+"""Run ``torch.distributed.pipelining``'s schedules over the stages of this rank: the order of passes, and each stage's work."""
 
 from __future__ import annotations
 

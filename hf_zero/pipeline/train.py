@@ -1,4 +1,4 @@
-"""One optimizer step's gradients of several micro-batches, in the order of the pipeline's schedule."""
+"""Compute one optimizer step's gradients from several micro-batches, in the order of the pipeline's schedule."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The trade of attention: all heads of a slice of each sequence for some heads of whole sequences, and back.
+"""Trade all heads of a slice of each sequence for some heads of whole sequences, and back.
 
 Source of the scheme: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509. Each trade is one all-to-all; its gradient is the same
-trade of the gradients.
+trade of the gradients. Which heads a rank computes is arithmetic.
 """
 
 from __future__ import annotations

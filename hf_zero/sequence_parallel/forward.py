@@ -1,4 +1,4 @@
-"""Forwards of a transformers model over slices: when they are, and what they need."""
+"""Run forwards of a transformers model over slices of sequences: when they are sliced, their inputs and random numbers."""
 
 from __future__ import annotations
 
