@@ -12,12 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.core import hooks
-from hf_zero.core.applied_averages import AppliedAverages
-from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.run_again import RunAgain
-from hf_zero.core.step.learning_rate import step_schedule
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 

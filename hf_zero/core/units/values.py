@@ -9,8 +9,8 @@ import torch
 
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import coded
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.sharded_parameter import point
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.system.planning import planning
 

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.memory_uses import ordinary_tensors, other_uses
-from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.core.units.packed import bytes_as
+from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
