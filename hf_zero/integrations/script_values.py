@@ -18,8 +18,8 @@ from weakref import WeakKeyDictionary
 import torch
 
 from hf_zero.config.batch import ACCUMULATION, MICRO
-from hf_zero.core.agreement import differing, fact, ranks_by_facts
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
 from hf_zero.errors import ConfigError, StateError, UnsupportedError

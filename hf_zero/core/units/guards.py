@@ -1,6 +1,6 @@
 """Refuse calls of modules whose parameters have no values yet.
 
-Such a module has sharded parameters that no engine unshards, or was loaded with this rank's part alone and waits for an engine to divide the
+Such a module has sharded parameters that no engine unshards, or holds only the part of this rank and waits for an engine to divide the
 model. The part is noted on the module itself: the engine may get it inside of another one (an adapter, a class of the script), or a copy of
 it, whose parameters have no marks.
 """
