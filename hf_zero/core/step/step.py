@@ -91,7 +91,7 @@ class Stepper:
         self.on_joined: WeakMethod[Callable[[Sequence[UnitGradients]], None]] | None = None  # gets the gradients of new units
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
-        self._everyone = everyone or collectives.data  # the ranks that have to agree before a step
+        self.everyone = everyone or collectives.data  # the ranks that have to agree before a step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -151,19 +151,19 @@ class Stepper:
         """
         look = WrittenValues(self.runtime.units())
         alike = [same_pace(self.runtime.micro_steps)]
-        if self._everyone is self.collectives.data:  # stages of a pipeline have units of their own
+        if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         if self.trained is not None:
             alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
         told = [int(have_written(self.reducer)), signals.heard(), int(self._waits())]
-        if self._everyone.world > 1:
-            told = agree(self._everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
+        if self.everyone.world > 1:
+            told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
         return Agreed(bool(told[0]), told[1], bool(told[2]))
 
     def signal_of_any(self) -> int:
         """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
-        return int(self._everyone.largest_of([signals.heard()], "signals")[0])
+        return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def waiting(self) -> frozenset[int]:
         """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
@@ -198,7 +198,7 @@ class Stepper:
         """
         trained.require_own()
         entries = list(self.reducer.gradients)
-        joining = trained.agree_on_joining(self._everyone) if waits else []
+        joining = trained.agree_on_joining(self.everyone) if waits else []
         idle = [(entry, trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
         used = [entry.used(index) for entry, indices in idle for index in indices]
         anywhere = iter(self.collectives.data.any_of(used, "frozen parameters") if used else ())
