@@ -103,18 +103,17 @@ class Plain:
         self.adopt()
         model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
         grouped = {name for group in self.groups for name in group}
-        # [Note: choices of a step] In PyTorch a gradient that a parameter had before it was frozen is still used; one without a gradient is
-        # left alone, where the package documents a gradient of zero; what was added to the model and no optimizer may join the first group.
-        late = [name for name in sums if name in grouped and not model[name].requires_grad]
+        # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
+        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward.
         idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before = self.state()
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (late, idle, bare)]):
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, bare)]):
             self.restore(before)
-            used = {name: value for name, value in sums.items() if not (choice[0] and name in late)}
-            if choice[1]:
+            used = dict(sums)
+            if choice[0]:
                 used.update({name: torch.zeros_like(self.masters[name]) for name in idle})
-            if choice[2]:
+            if choice[1]:
                 self._join(bare)
                 used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
             self._update(used)

@@ -69,7 +69,10 @@ class BackwardPhase:
         """Put hooks on the parameters of one unit."""
         for index, param in enumerate(entry.unit.params):
             if param is not None:
+                requires = param.requires_grad
+                param.requires_grad_(True)  # torch takes hooks of no other; a parameter that was frozen behind its gradient may train again
                 self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
+                param.requires_grad_(requires)
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Takes the hook of one parameter out: another engine trains it."""

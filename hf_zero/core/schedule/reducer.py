@@ -293,9 +293,15 @@ class Reducer:
         self._reset()
         return errors
 
-    def reduce_deferred(self) -> None:
-        """Reduces what earlier backwards have left where it was; collective."""
-        if not self.exchange.keeps_whole:
+    def complete(self, defers: bool) -> None:
+        """Reduce what earlier backwards have left on this rank, where no backward completes the optimizer step; collective.
+
+        Args:
+            defers: Backwards may have reduced nothing; else only what arrived behind its place in the order is left.
+        """
+        if not defers:
+            self.reduce_late()
+        elif not self.exchange.keeps_whole:
             self._reduces = True
             _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
             self.flush()
