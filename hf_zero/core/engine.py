@@ -219,6 +219,7 @@ class Engine(nn.Module):
                 result = self.stepper.take()  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
+                self.accumulation.refused()
                 raise
         self.accumulation.stepped()
         progress = self.progress

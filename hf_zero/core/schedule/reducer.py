@@ -129,6 +129,7 @@ class Reducer:
         shown: Those that scripts see.
         layouts: How often the units were others than before.
         pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
+        added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
 
     Args:
         gradients: As the attribute.
@@ -155,6 +156,7 @@ class Reducer:
         self._factor = 1.0
         self.layouts = 0
         self.pieces = False
+        self.added_to: dict[str, None] = {}
         self._home = HomeStream(device)
         self._overlap = overlap
         self._agree = agree
@@ -364,6 +366,7 @@ class Reducer:
     def clear(self) -> None:
         """Forgets all gradients."""
         self._home.end()
+        self.added_to.clear()
         self.shown.end()
         for entry in self.gradients:
             entry.clear()

@@ -167,7 +167,7 @@ class Unit:
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
-        self.whole = WholeBuffer(layout, buffer, self.params)
+        self.whole = WholeBuffer(layout, buffer, self.params, self.alone)
         own = buffer[self.owned.start : self.owned.stop]
         self.shard_storage = spec.shard_storage
         shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.reshards else own
@@ -225,7 +225,6 @@ class Unit:
         """
         if self.state is not UnitState.SHARDED:
             return
-        self.whole.refuse_assigned(self.alone)
         self.alone.take_assigned()
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
@@ -249,7 +248,14 @@ class Unit:
         return pending
 
     def unshard(self, exact: bool = False) -> None:
-        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective. ``exact`` as in ``start_unshard``."""
+        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective.
+
+        Args:
+            exact: As in ``start_unshard``.
+
+        Raises:
+            StateError: One was given data while it had no values; all are whole nevertheless.
+        """
         if self.state is UnitState.UNSHARDED:
             self.whole.require_shown(f"unit {self.name}")
         else:
@@ -262,6 +268,7 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
+        self.whole.refuse_assigned()
 
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.

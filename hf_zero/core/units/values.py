@@ -76,8 +76,8 @@ def adopt_writes(unit: Unit) -> None:
     """
     if unit.own.offloaded:
         return  # the holder of ``offload_states`` has carried it over before
+    unit.whole.refuse_assigned()
     if unit.state is not UnitState.UNSHARDED:
-        unit.whole.refuse_assigned(unit.alone)
         unit.alone.adopt()
         return
     assigned = unit.whole.adopt()
