@@ -195,6 +195,41 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
         return method(model, *args, **kwargs)
 
 
+def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
+
+    [Note: values that a module adds as it loads] Rank 0 alone loads a module, and afterwards all ranks broadcast the buffers that the
+    state dict has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would broadcast
+    alone. They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is missing.
+
+    Args:
+        method: The function itself.
+        model: The model.
+        *args: As the function's.
+        **kwargs: As the function's.
+    """
+    adding = [module for module in model.modules() if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict]
+    for module in adding:
+        _without_additions(module)
+    try:
+        return method(model, *args, **kwargs)
+    finally:
+        for module in adding:
+            del module.__dict__["_load_from_state_dict"]
+
+
+def _without_additions(module: nn.Module) -> None:
+    load = module._load_from_state_dict
+
+    def loads(state_dict: dict[str, Any], *args: Any) -> None:
+        before = len(state_dict)
+        load(state_dict, *args)
+        while len(state_dict) > before:
+            state_dict.popitem()  # the last that came
+
+    module.__dict__["_load_from_state_dict"] = loads
+
+
 @contextmanager
 def zero3_init_context_manager(method: Any, plugin: Any, enable: bool = False) -> Iterator[None]:
     """`DeepSpeedPlugin.zero3_init_context_manager` of accelerate, whose ``enable=False`` means it.

@@ -173,6 +173,8 @@ class OutsideReads:
         def after(output: Any) -> None:
             if by_itself and by_itself.pop():
                 leave(block, output)
+            elif output is not RAISED:
+                self._backward.watch_part(output)
 
         self._handles += hook_forward(module, before, after)
 
