@@ -103,7 +103,7 @@ class GatheredParameters(gathered.GatheredParameters):
         if self._missing:  # what is missing is drawn as in a model that is loaded whole
             for unit in self.gathered:
                 show_as_built(unit)
-            self._around.enter_context(_configuration_hidden())
+            self._around.enter_context(configuration_hidden())
             self._around.enter_context(self._access)
         return self
 
@@ -116,7 +116,7 @@ class GatheredParameters(gathered.GatheredParameters):
 
 
 @contextmanager
-def _configuration_hidden() -> Iterator[None]:
+def configuration_hidden() -> Iterator[None]:
     """transformers works as without DeepSpeed inside: at stage 3 its models have code that rank 0 runs alone."""
     from transformers.integrations import deepspeed
 
@@ -149,7 +149,7 @@ def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any)
     quantized = getattr(config, "quantization_config", None) is not None
     if not deepspeed.is_deepspeed_zero3_enabled() or modeling_utils._is_ds_init_called or quantized:
         return method(model_class, config, *args, **kwargs)
-    with Init(config_dict_or_path=deepspeed.deepspeed_config()), _configuration_hidden():
+    with Init(config_dict_or_path=deepspeed.deepspeed_config()), configuration_hidden():
         return method(model_class, config, *args, **kwargs)
 
 
@@ -171,9 +171,9 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         return method(*args, **kwargs)  # type: ignore[no-any-return]
     init = Init(config_dict_or_path=deepspeed.deepspeed_config())
     init.inner.fills_meta = True
-    with _configuration_hidden():
+    with configuration_hidden():
         contexts = method(*args, **kwargs)
-    return [init, _configuration_hidden(), *contexts]
+    return [init, configuration_hidden(), *contexts]
 
 
 def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
