@@ -7,9 +7,11 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 READY_DEV := $(VENV)/.ready-dev
 READY_AUDIT := $(VENV)/.ready-audit
+DOCS_VENV ?= .venv-docs
+READY_DOCS := $(DOCS_VENV)/.ready
 INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*)
 
-SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests docs kernels Makefile pyproject.toml README.md
+SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests tools docs kernels Makefile pyproject.toml README.md
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -23,7 +25,7 @@ GPU_PYTHON ?=
 # TEST_WORKERS=0: one process, as a debugger wants it.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: help demo test test-quick test-all lint format audit advisories bench gpu venv kernels clean
+.PHONY: help demo test test-quick test-all lint format audit advisories bench gpu docs venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
@@ -36,6 +38,7 @@ help:
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
 	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS); taken as it is and without"
 	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu_bundle.sh: what it lacks)"
+	@echo "make docs      build the site of docs/ into build/site, strictly; needs no PyTorch ($(DOCS_VENV))"
 	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
@@ -66,7 +69,7 @@ format: $(READY_DEV)
 
 # Each part fails where it finds something. The fuzzers come last: they take a quarter of an hour.
 audit: $(READY_AUDIT)
-	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py examples benchmarks
+	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py examples benchmarks tools
 	files="$$(git ls-files 2>/dev/null || find $(SCANNED) -type f)" && test -n "$$files" && \
 		$(BIN)/detect-secrets-hook --exclude-files '^tests/golden/native_bits.json$$|/__pycache__/' $$files
 	$(BIN)/python -m pip check
@@ -84,6 +87,10 @@ gpu:
 	if [ -z "$$python" ] && $(PYTHON) -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then python=$(PYTHON); fi; \
 	if [ -z "$$python" ]; then $(MAKE) --no-print-directory venv && python=$(BIN)/python || exit 1; fi; \
 	exec "$$python" -m benchmarks.gpu $(GPU_ARGS)
+
+# A venv of its own: the site is made from the sources, and neither they nor PyTorch are installed for it.
+docs: $(READY_DOCS)
+	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 
 venv: $(READY)
 
@@ -106,5 +113,13 @@ $(READY_AUDIT): $(READY)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[audit]"
 	@touch $@
 
+$(READY_DOCS): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("the pinned versions need Python 3.11; run make docs PYTHON=python3.11")'
+	test -x $(DOCS_VENV)/bin/python || $(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["docs"], sep="\n")' \
+		> $(DOCS_VENV)/wanted.txt
+	$(DOCS_VENV)/bin/python -m pip install -c constraints.txt -r $(DOCS_VENV)/wanted.txt
+	@touch $@
+
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

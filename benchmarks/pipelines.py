@@ -290,9 +290,12 @@ def draw(shown: dict[str, list[list[Event]]], path: Path) -> None:
         axis.set_title(f"{title}: {100 * waiting(ranks):.0f} % waiting", fontsize=9, loc="left", pad=2)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("seconds")
-    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
-    figure.legend(handles=handles, loc="upper right", ncol=len(handles), fontsize=8, frameon=False)
-    figure.tight_layout()
+    meanings = {"input": "backward to inputs", "weight": "backward to weights"}
+    handles = [Patch(color=colour, label=meanings.get(kind, kind)) for kind, colour in colours.items()]
+    handles.append(Patch(color="lightgray", label="paler: the second stage of a rank"))
+    legend = {"loc": "upper center", "ncol": len(handles), "fontsize": 8, "frameon": False}
+    figure.legend(handles=handles, title="the number is that of the part of the batch", title_fontsize=8, **legend)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 

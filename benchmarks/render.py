@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and the picture of the front page from the JSON files that the benchmarks left in benchmarks/results/.
+"""Write docs/benchmarks.md and the pictures of the pages from the JSON files that the benchmarks left in benchmarks/results/.
 
 Files of ``step_time.py --json`` come first; every other file is a ``benchmarks.tables.ResultTable``, in order of its name.
 
@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks import figures
 from benchmarks.tables import markdown
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -76,6 +77,8 @@ def draw(result: dict[str, Any], path: Path) -> None:
     names = [row["contender"] for row in rows]
     colours = ["tab:blue" if name.startswith("hf_zero") else "silver" for name in names]
     figure, panels = pyplot.subplots(1, 2, figsize=(9, 0.3 * len(rows) + 0.8), sharey=True)
+    settings = result["settings"]
+    setting = f"{settings['shape']}, {settings['layers']} layers of width {settings['width']}, {settings['world']} CPU ranks over gloo"
     for panel, values, label in (
         (panels[0], [row["median_seconds"] for row in rows], "seconds per step (less is better)"),
         (panels[1], [row["peak_mib"] for row in rows], "peak memory of a rank, MiB (less is better)"),
@@ -83,8 +86,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
         bars = panel.barh(names, values, color=colours)
         panel.bar_label(bars, [f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in values], padding=2, fontsize=8)
         panel.margins(x=0.12)
+        panel.set_xlim(left=0)
         panel.set_xlabel(label)
         panel.spines[["top", "right"]].set_visible(False)
+    figure.suptitle(setting, fontsize=9)
     figure.tight_layout()
     figure.savefig(path, dpi=120, metadata={"Software": None})
     pyplot.close(figure)
@@ -99,6 +104,9 @@ def main() -> int:
     tables = [markdown(result) for result in results if "title" in result]
     PAGE.write_text("\n".join([INTRODUCTION, *steps, *tables]))
     draw(json.loads((RESULTS / "gpt2.json").read_text()), PICTURE)
+    for name, drawn in figures.DRAWN.items():
+        result = json.loads((RESULTS / f"{name}.json").read_text())
+        drawn(result, PAGE.parent / result["figure"])
     return 0
 
 

@@ -18,13 +18,14 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.processes import RankProcesses  # noqa: E402
 from benchmarks.slow_network import LINK, Namespaces, slow_network, why_not  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
@@ -286,28 +287,6 @@ def beside_peer(entry: Measured, rate: str, known: dict[str, Measured]) -> str:
     return f"{peer.median(rate) / entry.median(rate):.2f} x as fast ({peer.label})" if peer else ""
 
 
-def draw(found: list[Measured], rates: list[str], path: Path) -> None:
-    """Seconds a step at every rate, and what a node sends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = found[::-1]
-    names = [entry.label for entry in shown]
-    colours = ["tab:blue" if entry.layout.kind == "hf_zero" else "silver" for entry in shown]
-    panels = [([entry.median(rate) for entry in shown], f"seconds a step, {rate}") for rate in rates]
-    panels.append(([statistics.median(entry.nbytes[rates[-1]]) / 1e6 for entry in shown], "MB a node sends a step"))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 0.3 * len(shown) + 0.8), sharey=True)
-    for axis, (values, label) in zip(axes, panels, strict=True):
-        axis.bar_label(axis.barh(names, values, color=colours), [f"{value:.2f}" for value in values], padding=2, fontsize=8)
-        axis.margins(x=0.14)
-        axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
 def text_of(rounds: int, failed: list[Measured]) -> str:
     """What stands above the table."""
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
@@ -374,7 +353,7 @@ def main() -> int:
     if arguments.json:
         table.save(arguments.json)
     if arguments.plot:
-        draw(found, arguments.rates, arguments.plot)
+        figures.two_nodes(asdict(table), arguments.plot)
     missed = targets(known, arguments.rates)
     for line in missed:
         print(f"target missed: {line}", file=sys.stderr)

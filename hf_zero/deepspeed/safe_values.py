@@ -62,7 +62,7 @@ def _must_find(param: torch.Tensor, what: str) -> tuple[Unit, int]:
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
+    """Return the whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
     owner = _find(param)
     if owner is None:
         return None
@@ -90,7 +90,7 @@ def _publish(unit: Unit) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """The whole gradient of ``param``, averaged over ranks, without loss scale, between backward and step; else None. Collective."""
+    """Return the whole gradient of ``param``, averaged over ranks, without loss scale, between backward and step; else None. Collective."""
     owner = _find(param)
     if owner is None:
         return None
@@ -146,7 +146,7 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """The whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective.
+    """Return the whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective.
 
     Of an optimizer that needs whole tensors it has the shape that it has there (a row's moments, say).
     """
@@ -167,7 +167,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the master of ``param``, 1D, maybe empty; None if no engine trains it."""
+    """Return this rank's part of the master of ``param``, 1D, maybe empty; None if no engine trains it."""
     owner = _find(param)
     if owner is None:
         return None
@@ -176,7 +176,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none."""
+    """Return this rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none."""
     owner = _find(param)
     if owner is None:
         return None
@@ -189,7 +189,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """This rank's part of an optimizer state of ``param``, 1D; None before the first step, and where another rank updates it whole."""
+    """Return this rank's part of an optimizer state of ``param``, 1D; None before the first step and where another rank has it whole."""
     owner = _find(param)
     return _training[owner[0]].optimizer.param_states.read_own(*owner, optim_state_key) if owner else None
 

@@ -27,7 +27,7 @@ from hf_zero.offload.policy import init_shard_storage
 
 
 class Init:
-    """Context in which a model is built sharded (stage 3); DeepSpeed's ``zero.Init``.
+    """Shard a model while it is built inside the ``with`` block (stage 3); DeepSpeed's ``zero.Init``.
 
     Creates the process group if there is none. One rank is its own only owner: parameters are empty until they are gathered there too,
     until ``initialize``.
@@ -116,7 +116,7 @@ class Init:
 
     @property
     def inner(self) -> ModelInit:
-        """What divides, in this package's own terms."""
+        """Return the core's object that divides."""
         return self._inner
 
     def __enter__(self) -> Init:

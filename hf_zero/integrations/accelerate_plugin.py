@@ -29,7 +29,7 @@ _RESOLVED_FROM_MODEL = (
 
 
 class ZeroPlugin(DeepSpeedPlugin):
-    """An accelerate `DeepSpeedPlugin` configured by a DeepSpeed JSON, by typed arguments, or by both; writes no files.
+    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both; write no files.
 
     A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; one that contradicts the JSON is an error.
     Arguments left out come from the answers of `accelerate config`, as in the stock plugin. ``"auto"`` values that accelerate
@@ -137,11 +137,11 @@ class ZeroPlugin(DeepSpeedPlugin):
             )
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether accelerate has to fill a key; not for those that the engine resolves from the model itself."""
+        """Tell whether accelerate has to fill a key; the engine resolves some from the model itself."""
         return ds_key_long not in _RESOLVED_FROM_MODEL and bool(super().is_auto(ds_key_long))
 
     def fill_match(self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any) -> None:
-        """Fills one ``"auto"`` value if accelerate knows it, and leaves it to hf_zero's resolver if not."""
+        """Fill one ``"auto"`` value if accelerate knows it, and leave it to hf_zero's resolver if not."""
         if ds_key_long not in kwargs and self.get_value(ds_key_long) == "auto":
             return
         super().fill_match(ds_key_long, mismatches, must_match, **kwargs)

@@ -71,7 +71,7 @@ def _option(description: str, choices: tuple[Any, ...] | None = None) -> Any:
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):
-    """transformers' ``TrainingArguments`` whose ZeRO settings are typed fields; works with ``HfArgumentParser``.
+    """Add typed ZeRO fields to transformers' ``TrainingArguments``; works with ``HfArgumentParser``.
 
     A field fills a value that the configuration in ``deepspeed`` (or the launcher's) lacks or leaves on "auto". Everything wrong is
     reported in one error when the arguments are made: fields out of range, fields that contradict the configuration, values of

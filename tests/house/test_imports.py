@@ -46,6 +46,7 @@ LAYERS = (
     "hf_zero.deepspeed",
     "hf_zero.integrations",
     "hf_zero.plan",
+    "hf_zero.recipes",
     "hf_zero.environment",
     "hf_zero.utils",
     "hf_zero.zero",

@@ -251,7 +251,7 @@ def test_entry_point_and_extras_are_declared(wheel: Path) -> None:
         entry_points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
         metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     assert "hf-zero = hf_zero.cli:main" in entry_points and "deepspeed = hf_zero.deepspeed.launcher:main" in entry_points
-    assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)) == {"examples", "lightning", "test", "audit", "dev"}
+    assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)) == {"examples", "lightning", "test", "audit", "docs", "dev"}
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Dist: torch>=2.8" in metadata
     assert "Requires-Dist: deepspeed" not in metadata
 

@@ -23,7 +23,7 @@ _CHUNK_BYTES = 1 << 22  # of a checksum
 
 
 class GatheredParameters:
-    """Context in which the given parameters are whole; collective on entry and exit.
+    """Gather the given parameters for the ``with`` block, in which they are whole; collective on entry and exit.
 
     Lenient about its argument, because callers pass anything: one tensor or any iterable, with duplicates, None, ordinary or
     detached tensors and buffers among them (they are left alone), or nothing at all. Nests: what an outer context or a running
@@ -78,7 +78,7 @@ class GatheredParameters:
 
     @property
     def gathered(self) -> list[Unit]:
-        """The units that are pinned, while the context is entered."""
+        """Return the units that are pinned, while the context is entered."""
         return [unit for unit, _ in self._entered]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
