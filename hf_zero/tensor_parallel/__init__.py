@@ -1,17 +1,28 @@
-"""Tensor parallelism: how to split any model over the ranks of a group, and doing so.
+"""Split any model over the ranks of a tensor-parallel group.
 
 ``make_plan`` finds a plan from the model's own code, ``TpPlan`` holds it, ``apply_plan`` splits the model. The engine does all three
 for ``"tensor_parallel": {"autotp_size": N}``.
 
+[Note: how a plan is found]
+
+1. ``trace``: the model runs once on the meta device; each operation records how dimensions of its tensors relate ([Note: symbolic dims]).
+2. ``solve``: dims that no operation needs complete are split. Read forward, the trace tells which tensors are then split, whole or partial
+   ([Note: states]); read backward, it tells where gradients are summed. A choice without a consistent reading is dropped, with the reason.
+3. ``dry_run``: one rank's part runs without values; operations and shapes must agree. Integers of the model's code that mean a split dim
+   (``tracked_ints``) are set to the rank's part.
+4. Large linear layers that no split dim passes are split on their own, with one more collective each; so are embedding and head.
+5. ``apply``: parameters are cut in place, and collectives are hooks on modules, which keep their classes and names.
+
+A model whose code reads values runs once more with tokens: results that depend on no parameter are then computed.
+
 ``tensor_parallel/`` cuts parameters before units are made; the engine then works over the data-parallel axis and knows of the model axis
 only the norm, the random state and saving. ``skeleton`` (a copy without values, patched forwards included) → ``trace`` → ``graph``,
 ``symbolic_dims``, ``rule``, ``product_rules``, ``rules`` (which dimensions are the same) → ``solve`` (what can be split, and what its
-gradients need) → ``tracked_ints``, ``local_shapes``, ``dry_run`` (what the code must be told, and proof that shapes fit) →
-``local_split`` (layers split by themselves) → ``infer`` (all of it, until they agree) → ``model_plan`` (what the model's own plan says),
-``overrides`` (what the user says), ``named_layers`` (what the user names of a model that cannot be traced), ``own_layers`` (what a script
-has divided itself) → ``plan_writer``, ``planner`` → ``plan``; with a plan: ``apply``, ``boundary_collectives``, ``functions``, ``logits``
+gradients need) → ``tracked_ints``, ``dry_run`` (what the code must be told, and proof that shapes fit) →
+``local_split`` (layers split by themselves) → ``infer`` (all of it, until they agree) → ``overrides`` (plans that
+are given: by the user, by the model, by names of layers), ``own_layers`` (layers that a script has divided itself) → ``plan_writer``, ``planner`` → ``plan``; with a plan: ``apply``, ``boundary_collectives``, ``functions``, ``logits``
 (the loss from parts of the vocabulary); ``split`` does both for an engine, and ``same_data`` compares what the ranks of a group are
-given; ``example_inputs`` and ``call_arguments`` serve both. docs/tensor-parallel.md tells it in order. A parameter that is a part is
+given; ``call_arguments`` serves both. docs/tensor-parallel.md tells it in order. A parameter that is a part is
 marked (``core/units/tp_shard.py``); checkpoints and saving read the mark. Reads outside of the layer get the whole of it ([Note: whole
 reads]; the guards are those of ``core/schedule/outside_reads.py``, at every stage). ``integrations/metrics_once.py`` lets accelerate's
 metrics count each sample once.
