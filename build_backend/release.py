@@ -47,16 +47,22 @@ for name in names:
     try:
         importlib.import_module(name)
         imported += 1
-    except ModuleNotFoundError as error:
-        assert error.name.split(".")[0] in heavy, error
+    except ImportError as error:
+        cause = error.__cause__ or error
+        if not isinstance(cause, ModuleNotFoundError) or cause.name.split(".")[0] not in heavy:
+            raise
         waiting += 1
 assert importlib.util.find_spec("deepspeed").origin == "hf_zero", "the start-up hook does not serve `deepspeed`"
 assert importlib.metadata.version("hf_zero") == hf_zero.__version__
-(library,) = root.glob("native/*.so") or [None]
+library = next(root.glob("native/*.so"), None)
 said = "no library"
 if library:
     handle = ctypes.CDLL(str(library))
-    said = f"library ABI {handle.hfz_abi_version()}, instruction sets {handle.hfz_supported_isas():#x}"
+    sets = handle.hfz_supported_isas()
+    flags = pathlib.Path("/proc/cpuinfo")
+    flags = flags.read_text() if flags.exists() else ""
+    assert bool(sets & 2) == (" avx2 " in flags) and bool(sets & 4) == (" avx512vl " in flags), f"{sets:#x} is not what the processor has"
+    said = f"library ABI {handle.hfz_abi_version()}, instruction sets {sets:#x}"
 print(f"{imported} modules imported, {waiting} need torch or what is built on it; {said}")
 """
 
