@@ -25,7 +25,7 @@ RELEASE_ARGS ?=
 RELEASE_TOOLS := auditwheel build cmake ninja setuptools twine ziglang
 # torch of `make test-newest`: PyPI's newest build for Linux brings CUDA, so the one that `make venv` installs stays unless you name another.
 NEWEST_TORCH ?= torch==2.13.0
-# Of `make test-oldest`: the oldest Python, and versions that are to stand in for a lower bound, as in OLDEST_BUT='torch==2.13.0'.
+# Of `make test-oldest`: the oldest Python, and versions that are to stand in for a lower bound, as in OLDEST_BUT=$(NEWEST_TORCH).
 OLDEST_PYTHON ?= python3.10
 OLDEST_BUT ?=
 OLDEST_TESTS ?= tests/parity tests/accelerate tests/trainer tests/checkpoint tests/facade

@@ -98,7 +98,11 @@ def version() -> str:
 
 def build(out: Path, scratch: Path) -> tuple[Path, list[Path], Path]:
     """Builds everything into ``out``; returns the sdist, the wheels, and the folder that holds what the sdist holds."""
+    left = ROOT / "hf_zero.egg-info"  # setuptools writes it beside the sources, where a path of modules would find it
+    was_there = left.exists()
     run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out, ROOT)
+    if not was_there:
+        shutil.rmtree(left)
     (sdist,) = out.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
         archive.extractall(scratch, filter="data")
