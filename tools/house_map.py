@@ -58,9 +58,10 @@ def order(pairs: set[tuple[str, str]]) -> list[str]:
 def draw(names: list[str], pairs: set[tuple[str, str]]) -> str:
     """Return the picture as SVG text."""
     size = CELL * len(names)
+    width, height = LEFT + size + 20, TOP + size + 20
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + size + 20} {TOP + size + 20}" font-family="sans-serif" font-size="12">',
-        f'<rect width="{LEFT + size + 20}" height="{TOP + size + 20}" fill="#ffffff"/>',
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
     ]
     for index, name in enumerate(names):
         middle = CELL * index + CELL // 2
@@ -69,7 +70,8 @@ def draw(names: list[str], pairs: set[tuple[str, str]]) -> str:
         lines.append(f'<text x="{LEFT - 8}" y="{TOP + middle + 4}" text-anchor="end" fill="#1f2937">{name}</text>')
         turned = f'transform="rotate(-60 {LEFT + middle} {TOP - 8})"'
         lines.append(f'<text x="{LEFT + middle}" y="{TOP - 8}" fill="#1f2937" {turned}>{name}</text>')
-        lines.append(f'<rect x="{LEFT + CELL * index + 4}" y="{TOP + CELL * index + 4}" width="{CELL - 8}" height="{CELL - 8}" fill="#9ca3af"/>')
+        x, y = LEFT + CELL * index + 4, TOP + CELL * index + 4
+        lines.append(f'<rect x="{x}" y="{y}" width="{CELL - 8}" height="{CELL - 8}" fill="#9ca3af"/>')
     for one, other in sorted(pairs):
         row, column = names.index(one), names.index(other)
         colour = "#2563eb" if column < row else "#dc2626"
