@@ -200,7 +200,8 @@ def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> An
 
     [Note: values that a module adds as it loads] Rank 0 alone loads a module, and afterwards all ranks broadcast the buffers that the
     state dict has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would
-    broadcast alone. They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is missing.
+    broadcast alone. They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is
+    missing.
 
     Args:
         method: The function itself.
