@@ -39,14 +39,11 @@ PEER_OF = {
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # by contender, world and blocks; what was measured
 TEXT = """`benchmarks/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width}, one
-micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step, the least of
-{steps}, **without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
-**back end**: what was taken off in the largest. **set-up**: from the model to the first step's beginning, in the smallest and
-the largest world. **kept**: bytes that Python holds after two steps in the largest world more than in the smallest
-(`tracemalloc`: engine, torch and process groups); **ours**: of these, those that lines of hf_zero have asked for. **messages**:
-collectives of a step in the largest world, the same in the smallest for every row of ours. `-node`: shard groups of 8
-(`mics_shard_size`), `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over a mesh of replicas x 8. Part of FSDP2's growth is
-the model's: it cuts each parameter by rows, of which there are fewer than ranks here."""
+micro-step, every block gathered in forward and in backward. Milliseconds of processor time of a step, the least of {steps}, **without
+the time of torch's `fake` back end**, for worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes that
+Python holds in the largest world beyond the smallest; **ours**: those allocated by hf_zero. **messages**: collectives of a step.
+`-node`: `mics_shard_size` 8, `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over replicas x 8. FSDP2 pads parameters that have
+fewer rows than there are ranks."""
 
 
 def key(contender: str, world: int, blocks: int, what: str) -> str:

@@ -292,14 +292,11 @@ def text_of(rounds: int, failed: list[Measured]) -> str:
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
     text = (
         f"`benchmarks/two_nodes.py` trains a decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, each behind a link "
-        f"of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways); ranks of one node talk over its loopback interface, "
-        "which is not limited. A rank has few tokens: this CPU computes products in bf16 slowly, and the link is what is measured. Stage 3 "
-        "keeps no parameters whole between forward and backward, as it does with a model that is too large for that, and FSDP2 reshards "
-        f"after forward. {rounds} rounds; a step is as long as the slowest rank's. *To stage 3* is the median over rounds of stage 3's "
-        "time in the same round to the contender's; *to the peer* compares with the fastest contender of another library that keeps and "
-        "sends the same. Bytes are what the interface of the busier node counted as sent, headers, acknowledgements and votes included; "
-        "the last column is them in units of the model's 2 bytes a parameter. All ranks share the CPUs of one machine: steps at 1gbit "
-        "depend on them, those at 100mbit little, bytes not at all."
+        f"of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways). Stage 3 and FSDP2 reshard after forward. "
+        f"{rounds} rounds; a step is as long as the slowest rank's. *To stage 3*: median over rounds of stage 3's time relative to the "
+        "contender's; *to the peer*: the same with the fastest other library that keeps and sends the same. Bytes: counted by the "
+        "interface of the busier node, headers and votes included; the last column is in units of 2 bytes a parameter. "
+        "All ranks share the CPUs of one machine, which matters at 1gbit."
     )
     if failed:
         text += " Not run: " + "; ".join(f"{entry.label} (`{entry.failed}`)" for entry in failed) + "."
