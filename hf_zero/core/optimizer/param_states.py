@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Protocol
 
 import torch
@@ -11,6 +11,8 @@ from hf_zero.core.optimizer.segments import OwnedSegment, Segments, master_of
 from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
+
+Parts = list[tuple[OwnedSegment, torch.Tensor]]  # segments, each with its state
 
 
 class ParamStates(Protocol):
@@ -51,64 +53,63 @@ class SegmentStates:
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``, of the parameter's shape."""
-        flat = self._flat(unit, key)
-        if unit.layout.world > 1:
-            # A rank whose shard is padding alone has no state and cannot tell whether there is one.
-            known = flat is not None and bool(self._segments.of(unit))
-            if not unit.collectives.any_rank(known, f"{unit.name}: {key}"):
-                return None
-            flat = flat if flat is not None else _row(unit)
-        return gather_param(unit, index, flat, key) if flat is not None else None
+        parts = self._parts(unit, index, key)
+        # A rank that has no part of the parameter has no state and cannot tell whether there is one.
+        known = parts is not None if unit.layout.world == 1 else unit.collectives.any_rank(bool(parts), f"{unit.name}: {key}")
+        return gather_param(unit, index, _flat(unit, parts or ()), key) if known else None
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """As in ``ParamStates``; local."""
-        parts, flat = self._present(unit, key)
+        parts, flat = self._present(unit, index, key)
         write_param(unit, index, flat, value)
         for segment, state in parts:
             state.copy_(segment.within(flat))
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``."""
-        flat = self._flat(unit, key)
-        return unit.shard_part(index, flat) if flat is not None else None
+        parts = self._parts(unit, index, key)
+        return unit.shard_part(index, _flat(unit, parts)) if parts is not None else None
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """As in ``ParamStates``."""
-        parts, flat = self._present(unit, key)
+        parts, flat = self._present(unit, index, key)
         unit.shard_part(index, flat).copy_(value)
         for segment, state in parts:
             state.copy_(segment.within(flat))
 
-    def _present(self, unit: Unit, key: str) -> tuple[list[tuple[OwnedSegment, torch.Tensor]], torch.Tensor]:
-        parts, flat = self._parts(unit, key), self._flat(unit, key)
-        if parts is None or flat is None:
+    def _present(self, unit: Unit, index: int, key: str) -> tuple[Parts, torch.Tensor]:
+        parts = self._parts(unit, index, key)
+        if parts is None:
             raise no_state(key)
-        return parts, flat
+        return parts, _flat(unit, parts)
 
-    def _parts(self, unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+    def _parts(self, unit: Unit, index: int, key: str) -> Parts | None:
+        """Return the segments that hold elements of parameter ``index``, each with its state; None where one has none.
+
+        Other segments of the unit may have no state yet: those of parameters that were frozen before their first gradient.
+        """
         self._settle()
-        parts = []
+        own, parts = unit.layout.slots[index].range.intersect(unit.owned).shift(-unit.owned.start), []
         for segment in self._segments.of(unit):
+            if not segment.range.intersect(own).numel:
+                continue
             value = segment.state.get(key)
             if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
                 return None
             parts.append((segment, value))
         return parts
 
-    def _flat(self, unit: Unit, key: str) -> torch.Tensor | None:
-        parts = self._parts(unit, key)
-        if parts is None:
-            return None
-        flat = _row(unit)
-        for segment, value in parts:
-            segment.within(flat).copy_(value)
-        return flat
 
+def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:
+    """Return the states of ``parts`` where they lie in the shard, zeros elsewhere; (shard_numel,).
 
-def _row(unit: Unit) -> torch.Tensor:
-    """Return zeros like the unit's master, in fp32 at least: states may be wider than it, and a rank that has none cannot tell."""
+    It is in fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
+    """
     master = master_of(unit)
-    return torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
+    flat = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
+    for segment, value in parts:
+        segment.within(flat).copy_(value)
+    return flat
 
 
 def no_state(key: str) -> StateError:
