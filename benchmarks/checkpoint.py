@@ -201,15 +201,11 @@ def _ratio(first: list[float], second: list[float]) -> str:
 
 
 TEXT = """Seconds of the slowest rank, medians of {rounds} rounds; GPT-2 with {layers} layers of width {width} and vocabulary {vocab},
-trained in bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save** returns when everything is on the disk; **stall**
-is how long a save in the background holds training up, **rest** how long it then takes until it is on the disk with nothing else to do.
-**disk** writes as many bytes in windows of 4 MiB and forces them to the disk, **direct** does so past the page cache, both right before
-and right after each save; **copy** copies a rank's masters and moments to memory that is there already, before and after each save in
-the background. Ratios are medians of the rounds' ratios, with the smallest and largest. hf_zero and torch.distributed.checkpoint (dcp)
-force their files to the disk, DeepSpeed does not. **load** follows the save: hf_zero writes past the page cache and reads from the
-disk what the others find in memory. The last two columns: anonymous host memory that a save adds on the rank that takes most, and
-bytes that system calls read while a rank loads, beside its part of the checkpoint (what is mapped does not count there). Targets in
-parentheses."""
+bf16 with fp32 masters and both moments of Adam, {world} gloo ranks. **save**: until everything is on the disk. **stall**: time that a
+background save stops training; **rest**: until it is on the disk. **disk**, **direct**: the same bytes written with `fsync`, through
+and past the page cache. **copy**: a rank's masters and moments copied in memory. Ratios are medians over rounds, with the range.
+DeepSpeed does not force its files to the disk. **load** follows the save: hf_zero reads from the disk, the others from memory.
+**extra**: host memory that a save adds; **read**: bytes read by a rank relative to its share. Targets in parentheses."""
 
 
 def parse() -> argparse.Namespace:

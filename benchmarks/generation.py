@@ -28,12 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.tables import ResultTable  # noqa: E402
 
 CONTENDERS = ("plain", "gathered", "block by block")
-TEXT = """A model of {parameters:.0f} M parameters in {dtype}, {world} ranks, {rows} prompts of {prompt} tokens per rank,
-greedy, {rounds} rounds. **plain**: the ordinary model, whole on every rank. **gathered**: stage 3,
-`hf_zero.gather_for_generation: true`, the gather and the release included. **block by block**: `false`, every block gathered for
-every token. Even: {new} new tokens on every rank; tokens/s of all ranks. Uneven: the last rank makes a quarter of them; seconds until
-the first rank has returned, and until all have. Block by block they return together: the early rank joins the gathers of the
-other, without computing. Ratio: median over rounds of the time to the plain model's in the same round."""
+TEXT = """A model of {parameters:.0f} M parameters in {dtype}, {world} ranks, {rows} prompts of {prompt} tokens per rank, greedy,
+{rounds} rounds. **plain**: the ordinary model on every rank. **gathered**: stage 3 with `hf_zero.gather_for_generation: true`. **block
+by block**: `false`. Even: {new} new tokens on every rank. Uneven: the last rank makes a quarter of them; seconds until the first rank
+and until all ranks have returned. Ratio: median of the time relative to the plain model's in the same round."""
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:

@@ -27,11 +27,10 @@ from benchmarks.processes import free_port  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
 WAYS = ("reduce, direct", "reduce, all-to-all", "reduce, gloo", "gather, direct", "gather, gloo", "gather, all-to-all")
-TEXT = """`benchmarks/gloo_ranks.py`: milliseconds of processor time of all ranks together for one unit of so many KiB, fp32; {rounds}
-rounds that take all ways in turn, the least of them; one machine, one thread per rank. Every way sends (N-1)/N of the unit per
-rank in at least N - 1 messages. **direct**: a send and a receive for each peer, sums in rank order. **all-to-all**: one call of
-gloo; sums in rank order, the same bits. **gloo**: its own reduce-scatter, which sums in another order, and its own ring.
-hf_zero gathers directly, and reduces directly up to 16 ranks, by all-to-all above."""
+TEXT = """`benchmarks/gloo_ranks.py`: milliseconds of processor time of all ranks together for one unit of so many KiB, fp32; the least
+of {rounds} rounds; one machine, one thread per rank. **direct**: a send and a receive for each peer, sums in rank order.
+**all-to-all**: one call, the same bits. **gloo**: its own reduce-scatter, which sums in another order, and its own ring. hf_zero
+gathers directly, and reduces directly up to 16 ranks, by all-to-all above."""
 
 
 def _rank(rank: int, world: int, port: int, sizes: list[int], rounds: int, answers: Any) -> None:

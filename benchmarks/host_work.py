@@ -31,15 +31,12 @@ BARE = "bare"
 PEERS = ("fsdp2", "fsdp2-reshard")
 CONTENDERS = (BARE, "hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3", "fsdp2", "hf_zero-3-reshard", "fsdp2-reshard")
 TARGET = 0.35  # of what FSDP2 adds to the bare step
-TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group takes every
-collective and moves nothing, so that what is left is the work of the host: launching kernels, copies and collectives. Blocks like a
-transformer's (12 parameters each) of width {width}, {tokens} tokens, {dtype}{masters}, `torch.optim.AdamW(fused=True)`,
-{clipping}, one thread; {rounds} rounds of {steps} steps, each round times all contenders of a size in turn, medians.
-**bare**: the same model, backward and optimizer on one rank, {bare}; nobody can go below. **above bare**: what a contender
-adds to it. **of FSDP2**: median over rounds of the whole time to that of `fully_shard` per block in the same round (`-reshard`:
-with resharding after forward, and stage 3 with `stage3_max_reuse_distance: 0`, which gathers as often), and the same of what is above
-bare, for the most blocks; target at most {target}. **growth**: time per block at the most blocks to that at the fewest;
-1 is linear, and what bare has above 1 is the machine's."""
+TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group moves
+nothing, so the work of the host remains. Blocks like a transformer's (12 parameters each) of width {width}, {tokens} tokens,
+{dtype}{masters}, `torch.optim.AdamW(fused=True)`, {clipping}, one thread; medians of {rounds} interleaved rounds of {steps} steps.
+**bare**: the same model on one rank, {bare}. **above bare**: what a contender adds. **of FSDP2**: median of the time relative to
+`fully_shard` per block in the same round (`-reshard`: resharding after forward, `stage3_max_reuse_distance: 0`); target at most
+{target}. **growth**: time per block at the most blocks relative to the fewest."""
 
 
 def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dict[str, list[float]]:

@@ -23,6 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,7 @@ from torch.nn import functional
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
 RESULT = "RESULT "  # what a run's line of numbers begins with
@@ -271,9 +273,9 @@ def out_of_memory(text: str) -> bool:
     return any(sign in text for sign in signs)
 
 
-def table(flags: argparse.Namespace) -> tuple[ResultTable, dict[str, dict[str, float]]]:
+def table(flags: argparse.Namespace) -> ResultTable:
     """All ways at one size, then the largest model of each."""
-    rows, found = [], {}
+    rows = []
     for name, way in WAYS.items():
         common = measure(flags, way, flags.n_layer, flags.limit_train_batches, flags.max_epochs)
         if common is None:
@@ -285,7 +287,6 @@ def table(flags: argparse.Namespace) -> tuple[ResultTable, dict[str, dict[str, f
             if trained is None:
                 break
             largest, layers = trained["parameters"], 2 * layers
-        found[name] = {**common, "largest": largest}
         bound = ">= " if layers > flags.most_layers else ""
         memory = [f"{common['device_mib']:.0f}" if common["device_mib"] else "-", f"{common['host_mib']:.0f}"]
         rows.append([name, f"{bound}{largest / 1e6:.1f} M", f"{common['epoch_seconds']:.2f}", *memory])
@@ -294,33 +295,7 @@ def table(flags: argparse.Namespace) -> tuple[ResultTable, dict[str, dict[str, f
     text = TEXT.format(devices=devices, note=note, **vars(flags))
     columns = ["way", "largest model that trains", "epoch s", "peak device MiB", "peak host MiB"]
     given = " ".join(sys.argv[1:])
-    return ResultTable("minGPT with Lightning", f"python -m benchmarks.mingpt_lightning {given}", text, columns, rows), found
-
-
-def plot(found: dict[str, dict[str, float]], path: Path) -> None:
-    """Bars: the largest model, the epoch's time and the peak memory of each way."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    names = [name.replace(" + ", "\n+ ") for name in found]
-    memory = "device_mib" if any(row["device_mib"] for row in found.values()) else "host_mib"
-    panels = [
-        ("largest", 1e6, "Largest model that trains\n(million parameters)"),
-        ("epoch_seconds", 1, "Epoch time at one size\n(seconds)"),
-    ]
-    panels += [(memory, 1, f"Peak {memory.removesuffix('_mib')} memory at one size\n(MiB per rank)")]
-    figure, axes = pyplot.subplots(1, 3, figsize=(15, 4.6), constrained_layout=True)
-    colors = ["#8d99ae", "#2a6f97", "#468faf", "#61a5c2"]
-    for axis, (key, unit, title) in zip(axes, panels, strict=True):
-        values = [row[key] / unit for row in found.values()]
-        bars = axis.bar(names, values, color=colors)
-        axis.bar_label(bars, fmt="%.3g")
-        axis.set_title(title)
-        axis.tick_params(axis="x", labelsize=7)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, dpi=120)
+    return ResultTable("minGPT with Lightning", f"python -m benchmarks.mingpt_lightning {given}", text, columns, rows)
 
 
 def main() -> int:
@@ -343,10 +318,10 @@ def main() -> int:
     if not flags.table:
         return train(flags)
     flags.memory_gib = flags.memory_gib or 1.5
-    result, found = table(flags)
+    result = table(flags)
     result.print()
     if flags.plot:
-        plot(found, flags.plot)
+        figures.mingpt_lightning(asdict(result), flags.plot)
     if flags.json:
         ResultTable(**{**vars(result), "figure": flags.plot.name if flags.plot else ""}).save(flags.json)
     return 0

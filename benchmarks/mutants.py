@@ -30,9 +30,8 @@ from benchmarks.tables import ResultTable  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
 COPIED = ("hf_zero", "tests", "kernels", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "_hf_zero_startup.py")
-TEXT = """Each row is one wrong line in a copy of the package: a wait left out, an end one off, a wrong divisor, an ignored flag.
-**found by** is the first test that failed ("time": tests were still running after {limit} s, as ranks do that wait for each other); an
-empty cell is a fault that these tests do not see. {found} of {all} were found."""
+TEXT = """Each row is one wrong line in a copy of the package. **found by** is the first test that failed ("time": tests were still
+running after {limit} s); an empty cell is a fault that no test found. {found} of {all} were found."""
 
 
 def wrong_places(faults: tuple[Fault, ...] = FAULTS) -> list[str]:

@@ -209,11 +209,10 @@ def main() -> int:
         f"of {arguments.steps} steps. Masters and moments are {12 * numel / WORLD / 2**20:.0f} MiB per rank. "
         "The number behind a name is the stage, **ratio** is to the stage without offload; "
         "overlap is `hf_zero.offload_overlap`, off by itself where the host trains. "
-        "**CPU s/step** is a rank's processor time, the least of all rounds, which other programs on the machine hardly change. "
+        "**CPU s/step** is a rank's processor time, the least of all rounds. "
         "**Own memory** is a rank's anonymous resident memory (`RssAnon`) between steps, imports included. `cpu` moves "
-        "nothing on a machine without accelerator; `nvme` reads and writes past the page cache: doing only that with the same bytes, "
-        f"in both directions at once, took {alone[0]:.3f} s before the rounds and {alone[1]:.3f} s after them, which `step()` with `nvme` "
-        "can undercut by the noise of the disk only."
+        f"nothing without an accelerator. The disk alone took {alone[0]:.3f} s before and {alone[1]:.3f} s after the rounds for the "
+        "bytes of `nvme`."
     )
     columns = ["contender", "s/step", "ratio", "of it in step()", "CPU s/step", "own memory MiB", "difference MiB", "loss"]
     command = "python -m benchmarks.offload --nvme /path/on/a/local/disk"

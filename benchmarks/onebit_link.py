@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.slow_network import BURSTS, LINK, Namespaces, sent_bytes, slow_network, why_not  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
@@ -275,27 +276,6 @@ def rows_of(found: list[Measured]) -> list[list[str]]:
     return rows
 
 
-def draw(found: list[Measured], path: Path) -> None:
-    """Bars of seconds a step, one panel per speed and number of ranks, logarithmic."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    worlds = sorted({entry.ranks for entry in found})
-    rates = [rate for rate in BURSTS if any(entry.rate == rate for entry in found)]
-    figure, axes = pyplot.subplots(len(worlds), len(rates), figsize=(4.2 * len(rates), 2.6 * len(worlds)), squeeze=False, sharey=True)
-    for row, world in zip(axes, worlds, strict=True):
-        for axis, rate in zip(row, rates, strict=True):
-            entries = [entry for entry in found if (entry.ranks, entry.rate) == (world, rate)]
-            colours = ["tab:orange" if entry.contender.startswith("onebit") else "tab:blue" for entry in entries]
-            axis.barh([CONTENDERS[entry.contender] for entry in entries], [entry.seconds for entry in entries], color=colours)
-            axis.set(xscale="log", title=f"{world} ranks, {rate}", xlabel="seconds a step")
-            axis.invert_yaxis() if axis is row[0] else None
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
@@ -338,7 +318,7 @@ def main() -> int:
     if arguments.json:
         table.save(arguments.json)
     if arguments.plot:
-        draw(found, arguments.plot)
+        figures.onebit_link(asdict(table), arguments.plot)
     return 0
 
 

@@ -206,10 +206,9 @@ def pairs(arguments: argparse.Namespace) -> ResultTable:
         medians = [f"{statistics.median(found[kind]):.3f}" for kind in ("hf_zero", "torch", "norm")]
         rows.append([name, *medians, *(ratio(found[kind], found["hf_zero"]) if kind in found else "" for kind in PAIRED)])
     text = MODEL.format(**size, world=2) + (
-        f"{arguments.rounds * arguments.steps} steps of each in turn, all models in the same two processes: what differs from start to "
-        "start (where memory lies) is the same for all. By hand as in the table of pipelines; *with norm*: and the norm of all stages' "
-        "gradients before the optimizer's step, as clipping needs it and hf_zero always has it; DeepSpeed: its `PipelineModule`, without "
-        "a norm. Ratios are to hf_zero in the same turn (lowest to highest), above 1 is slower than hf_zero."
+        f"{arguments.rounds * arguments.steps} steps of each in turn, all models in the same two processes. By hand as in the table of "
+        "pipelines; *with norm*: also the norm of all gradients, which hf_zero always computes; DeepSpeed: its `PipelineModule`, without "
+        "a norm. Ratios are relative to hf_zero in the same turn (lowest to highest), above 1 is slower than hf_zero."
     )
     columns = ["", "s, hf_zero", "s, by hand", "s, with norm", "ratio, by hand", "ratio, with norm", "ratio, DeepSpeed"]
     title = f"Pipelines step by step, {size['width']} wide"
@@ -246,9 +245,8 @@ def bubbles(arguments: argparse.Namespace) -> ResultTable:
         "Share of the time from the first part's begin to the last one's end in which a rank computes no part, mean of the ranks, median "
         f"of {arguments.rounds} steps. *Formula*: (ranks - 1) / (parts x stages a rank + ranks - 1), for schedules that do not divide the "
         "backward. *Theory*: the recorded order, were a backward twice as long as a forward, its halves for inputs and for weights as long "
-        "as one, and messages free. *With its parts' times*: the same with the median of what parts of each stage really took: what is "
-        "above theory is uneven stages, what the trace shows above that are messages and Python between parts. torch's zero-bubble "
-        "schedules compute a backward in two pieces that together take longer than one: less waiting need not be a shorter step."
+        "as one, and messages free. *With its parts' times*: the same with the median time of each stage's parts. torch's zero-bubble "
+        "schedules compute a backward in two pieces that together take longer than one."
     )
     columns = ["", "stages a rank", "formula", "theory", "with its parts' times", "measured", "s, forward and backward"]
     figure = arguments.plot.name if arguments.plot else ""
@@ -292,9 +290,12 @@ def draw(shown: dict[str, list[list[Event]]], path: Path) -> None:
         axis.set_title(f"{title}: {100 * waiting(ranks):.0f} % waiting", fontsize=9, loc="left", pad=2)
         axis.spines[["top", "right"]].set_visible(False)
     axes[-1].set_xlabel("seconds")
-    handles = [Patch(color=colour, label=kind) for kind, colour in colours.items()]
-    figure.legend(handles=handles, loc="upper right", ncol=len(handles), fontsize=8, frameon=False)
-    figure.tight_layout()
+    meanings = {"input": "backward to inputs", "weight": "backward to weights"}
+    handles = [Patch(color=colour, label=meanings.get(kind, kind)) for kind, colour in colours.items()]
+    handles.append(Patch(color="lightgray", label="paler: the second stage of a rank"))
+    legend = {"loc": "upper center", "ncol": len(handles), "fontsize": 8, "frameon": False}
+    figure.legend(handles=handles, title="the number is that of the part of the batch", title_fontsize=8, **legend)
+    figure.tight_layout(rect=(0, 0, 1, 0.94))
     figure.savefig(path, dpi=110, metadata={"Software": None})
     pyplot.close(figure)
 

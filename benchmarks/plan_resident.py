@@ -33,12 +33,11 @@ MIXTRAL = {**LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermedi
 SETTINGS: dict[str, dict[str, Any]] = {"llama": LLAMA, "qwen2": {**LLAMA, "num_key_value_heads": 4}, "gpt2": GPT2, "mixtral": MIXTRAL}
 SHALLOW = {"num_hidden_layers": 1, "n_layer": 1}  # warms up: libraries of matrix products keep room by the sizes they have seen
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
-TEXT = """The most that a rank has resident in the second optimizer step, less what it had after imports and the training of one
-layer of the model, MiB; {world} gloo ranks, {length} tokens a sample, the rank that is farther off. **Planned** by `hf-zero plan
---device cpu`. **In use**: the most of the C library's heap that was in use, as the library tells. **Rest**: what was resident beyond
-that, holes of the heap in which nothing that was asked for found room, {least:.0f} to {most:.0f} % of the plan; another number in each
-run, so it is measured and booked as `other`. {count} of {wanted} combinations; plan and rest are at most {worst:+.1f} % off what was
-resident ({name}), the plan {worst_used:+.1f} % off what was in use ({name_used})."""
+TEXT = """Resident memory of a rank at the peak of the second optimizer step, less that after imports and a small training, MiB; {world}
+gloo ranks, {length} tokens a sample. **Planned** by `hf-zero plan --device cpu`. **In use**: heap in use, as the C library reports.
+**Rest**: holes of the heap, {least:.0f} to {most:.0f} % of the plan, measured and booked as `other`. {count} of {wanted} combinations;
+plan and rest are at most {worst:+.1f} % off the resident memory ({name}), the plan {worst_used:+.1f} % off the memory in use
+({name_used})."""
 
 
 def combinations() -> list[dict[str, Any]]:

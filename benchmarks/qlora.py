@@ -32,14 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.peak_memory import memory_of  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
-TEXT = """Adapters (r = 16 on all linear layers, AdamW) on a frozen Llama of {parameters:.0f} M parameters, {batch} x {length} tokens per
-rank, recomputed layer by layer; {world} ranks over gloo, QLoRA in NF4 with double quantization. **loading**: the most that the anonymous
-memory of the process grows by in `from_pretrained` (the pages of the file, which all ranks share, are not in it); with a configuration
-freed blocks are returned at once; without one the C library keeps some: 60 to 340 MiB from run to run. **at rest**: what is
-allocated after a step: base, adapters, optimizer. **in a step**: the most on top of that. **sent**: bytes that a rank sends in a step.
-**loss**: of the second step; the data are the same on every rank, so that one process gives the same up to bf16. **FSDP2**: torch's
-`fully_shard` for each layer, with `bnb_4bit_quant_storage` in bf16 as PEFT's page asks; scales stay whole on every rank, and every rank
-loads the whole base first."""
+TEXT = """Adapters (r = 16 on all linear layers, AdamW) on a frozen Llama of {parameters:.0f} M parameters, {batch} x {length} tokens
+per rank, recomputed layer by layer; {world} ranks over gloo, NF4 with double quantization. **loading**: growth of anonymous memory in
+`from_pretrained`. **at rest**: allocated after a step. **in a step**: the peak above that. **sent**: bytes that a rank sends in a step.
+**loss**: of the second step. **FSDP2**: `fully_shard` per layer, `bnb_4bit_quant_storage` in bf16; every rank loads the base whole."""
 CONTENDERS = ("QLoRA, one process", "LoRA, stage 3", "QLoRA, stage 2", "QLoRA, stage 3", "QLoRA, FSDP2")
 MIB = 2**20
 

@@ -21,6 +21,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.processes import RankProcesses  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
@@ -38,14 +39,11 @@ PEER_OF = {
 CONTENDERS = tuple(PEER_OF)
 Cases = dict[str, dict[str, Any]]  # by contender, world and blocks; what was measured
 TEXT = """`benchmarks/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width}, one
-micro-step, every block gathered in forward and in backward (stage 3, FSDP2). Milliseconds of processor time of a step, the least of
-{steps}, **without what torch's `fake` back end takes for the same collectives issued bare**, for worlds of {worlds};
-**back end**: what was taken off in the largest. **set-up**: from the model to the first step's beginning, in the smallest and
-the largest world. **kept**: bytes that Python holds after two steps in the largest world more than in the smallest
-(`tracemalloc`: engine, torch and process groups); **ours**: of these, those that lines of hf_zero have asked for. **messages**:
-collectives of a step in the largest world, the same in the smallest for every row of ours. `-node`: shard groups of 8
-(`mics_shard_size`), `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over a mesh of replicas x 8. Part of FSDP2's growth is
-the model's: it cuts each parameter by rows, of which there are fewer than ranks here."""
+micro-step, every block gathered in forward and in backward. Milliseconds of processor time of a step, the least of {steps}, **without
+the time of torch's `fake` back end**, for worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes that
+Python holds in the largest world beyond the smallest; **ours**: those allocated by hf_zero. **messages**: collectives of a step.
+`-node`: `mics_shard_size` 8, `-hpz`: `zero_hpz_partition_size` 8, `-hsdp`: FSDP2 over replicas x 8. FSDP2 pads parameters that have
+fewer rows than there are ranks."""
 
 
 def key(contender: str, world: int, blocks: int, what: str) -> str:
@@ -128,38 +126,6 @@ def write(cases: Cases, arguments: argparse.Namespace) -> None:
     arguments.json.write_text(json.dumps({**asdict(table(cases, arguments)), "cases": cases}, indent=1) + "\n")
 
 
-def draw(cases: Cases, arguments: argparse.Namespace) -> None:
-    """Set-up, host time of a step and bookkeeping against the number of ranks, for the fewest blocks."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    blocks, worlds = arguments.blocks[0], arguments.worlds
-    figure, panels = pyplot.subplots(1, 3, figsize=(12, 3.6))
-    measures = (
-        ("times", "set-up, s", lambda case: case["setup"]),
-        ("times", "host time of a step, ms", lambda case: 1000 * own_time(case)),
-        ("counts", "held by Python, MiB", lambda case: case["held"]["all"] / 2**20),
-    )
-    for panel, (what, label, value) in zip(panels, measures, strict=True):
-        for name in arguments.only:
-            points = [(world, value(cases[key(name, world, blocks, what)])) for world in worlds if key(name, world, blocks, what) in cases]
-            panel.plot(
-                *zip(*points, strict=True), marker="o", markersize=3, linestyle="--" if name.startswith("fsdp2") else "-", label=name
-            )
-        panel.set_xscale("log", base=2)
-        panel.set_yscale("log")
-        panel.set_xticks(worlds, [str(world) for world in worlds])
-        panel.set_xlabel("ranks")
-        panel.set_title(f"{label} ({blocks} blocks)", fontsize=9)
-        panel.spines[["top", "right"]].set_visible(False)
-    panels[0].legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(arguments.plot, dpi=110, metadata={"Software": None})
-    pyplot.close(figure)
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--worlds", type=int, nargs="+", default=[8, 64, 512, 4096])
@@ -184,7 +150,7 @@ def main() -> int:
     if arguments.json:
         write(cases, arguments)
     if arguments.plot:
-        draw(cases, arguments)
+        figures.scale({**asdict(table(cases, arguments)), "cases": cases}, arguments.plot)
     return 0
 
 

@@ -93,7 +93,7 @@ _QUIET = 0.1  # of the CPUs
 def markdown(result: dict[str, Any]) -> str:
     """One result file as a section of the page."""
     where = result["machine"]
-    lines = [f"# {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
+    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
     beside = where.get("others", 0.0)

@@ -18,13 +18,14 @@ import signal
 import statistics
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.processes import RankProcesses  # noqa: E402
 from benchmarks.slow_network import LINK, Namespaces, slow_network, why_not  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
@@ -286,41 +287,16 @@ def beside_peer(entry: Measured, rate: str, known: dict[str, Measured]) -> str:
     return f"{peer.median(rate) / entry.median(rate):.2f} x as fast ({peer.label})" if peer else ""
 
 
-def draw(found: list[Measured], rates: list[str], path: Path) -> None:
-    """Seconds a step at every rate, and what a node sends."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shown = found[::-1]
-    names = [entry.label for entry in shown]
-    colours = ["tab:blue" if entry.layout.kind == "hf_zero" else "silver" for entry in shown]
-    panels = [([entry.median(rate) for entry in shown], f"seconds a step, {rate}") for rate in rates]
-    panels.append(([statistics.median(entry.nbytes[rates[-1]]) / 1e6 for entry in shown], "MB a node sends a step"))
-    figure, axes = pyplot.subplots(1, len(panels), figsize=(4.2 * len(panels), 0.3 * len(shown) + 0.8), sharey=True)
-    for axis, (values, label) in zip(axes, panels, strict=True):
-        axis.bar_label(axis.barh(names, values, color=colours), [f"{value:.2f}" for value in values], padding=2, fontsize=8)
-        axis.margins(x=0.14)
-        axis.set_xlabel(label)
-        axis.spines[["top", "right"]].set_visible(False)
-    figure.tight_layout()
-    figure.savefig(path, dpi=110, metadata={"Software": None})
-
-
 def text_of(rounds: int, failed: list[Measured]) -> str:
     """What stands above the table."""
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
     text = (
         f"`benchmarks/two_nodes.py` trains a decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, each behind a link "
-        f"of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways); ranks of one node talk over its loopback interface, "
-        "which is not limited. A rank has few tokens: this CPU computes products in bf16 slowly, and the link is what is measured. Stage 3 "
-        "keeps no parameters whole between forward and backward, as it does with a model that is too large for that, and FSDP2 reshards "
-        f"after forward. {rounds} rounds; a step is as long as the slowest rank's. *To stage 3* is the median over rounds of stage 3's "
-        "time in the same round to the contender's; *to the peer* compares with the fastest contender of another library that keeps and "
-        "sends the same. Bytes are what the interface of the busier node counted as sent, headers, acknowledgements and votes included; "
-        "the last column is them in units of the model's 2 bytes a parameter. All ranks share the CPUs of one machine: steps at 1gbit "
-        "depend on them, those at 100mbit little, bytes not at all."
+        f"of the given speed (veth, packets of {MTU} bytes, `tc tbf` both ways). Stage 3 and FSDP2 reshard after forward. "
+        f"{rounds} rounds; a step is as long as the slowest rank's. *To stage 3*: median over rounds of stage 3's time relative to the "
+        "contender's; *to the peer*: the same with the fastest other library that keeps and sends the same. Bytes: counted by the "
+        "interface of the busier node, headers and votes included; the last column is in units of 2 bytes a parameter. "
+        "All ranks share the CPUs of one machine, which matters at 1gbit."
     )
     if failed:
         text += " Not run: " + "; ".join(f"{entry.label} (`{entry.failed}`)" for entry in failed) + "."
@@ -377,7 +353,7 @@ def main() -> int:
     if arguments.json:
         table.save(arguments.json)
     if arguments.plot:
-        draw(found, arguments.rates, arguments.plot)
+        figures.two_nodes(asdict(table), arguments.plot)
     missed = targets(known, arguments.rates)
     for line in missed:
         print(f"target missed: {line}", file=sys.stderr)

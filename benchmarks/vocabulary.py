@@ -32,11 +32,10 @@ from benchmarks.peak_memory import peak_of  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
 TEXT = """A Llama of {layers} layers, width {width}, a feed-forward layer of {inner} and {vocab} words in its vocabulary, in fp32;
-{tokens} tokens for each rank, whose logits take {logits:.0f} MiB. Bytes that forward and backward add at their peak, from torch's record of
-what it allocates: activations, gradients, and at stage 3 what is gathered. **plain**: one process without an engine; **stage 3**: 2 ranks.
-**TiledFusedLogitsLoss** in {tiles} tiles, **TiledMLP** too; **TRL**: the fused head that its SFT, DPO, KTO, GRPO and RLOO trainers put on
-a model, whose tiles have 4096 tokens and 32768 words; on a CPU it computes in torch, on a GPU in a kernel that makes no copies of a tile.
-Ratio: to the whole logits, in the same column. Seconds are of one step, which recomputes each tile; other work was going on beside it."""
+{tokens} tokens per rank, whose logits take {logits:.0f} MiB. Bytes that forward and backward add at their peak. **plain**: one process
+without an engine; **stage 3**: 2 ranks. **TiledFusedLogitsLoss** in {tiles} tiles, **TiledMLP** too; **TRL**: the fused head of its
+trainers, tiles of 4096 tokens and 32768 words. Ratio: relative to the full logits, in the same column. Seconds: one step, on a busy
+machine."""
 Way = Callable[[Any, Any, torch.Tensor, int], torch.Tensor]
 
 

@@ -29,13 +29,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.tables import ResultTable  # noqa: E402
 
-TEXT = """A Llama of {parameters:.0f} M parameters in bf16 at stage 3, {world} ranks over {backend}, {rounds} rounds; rank 0 copies what it
-gets to a model of its own. **parameter by parameter**: a loop over `GatheredParameters([param])`, as trainers write it; **in messages**:
-each tensor is kept until a message of {bucket:.0f} MiB is full, as vLLM's sender does. **all at once**: `GatheredParameters` of the whole
-model. **iter_full_params**: buckets of {bucket:.0f} MiB. **FSDP2**: `full_tensor()` of each parameter. With LoRA (r = 16 on all linear
-layers) adapters are merged on the way: **all at once** by `merge_adapter()` and `unmerge_adapter()`, as trainers do, **iter_full_params**
-layer by layer. Memory: the most that the resident memory of rank 0 grew by. Ratio: median over rounds of the time to that of
-`iter_full_params` in the same round."""
+TEXT = """A Llama of {parameters:.0f} M parameters in bf16 at stage 3, {world} ranks over {backend}, {rounds} rounds; rank 0 copies what
+it gets. **parameter by parameter**: a loop over `GatheredParameters([param])`. **in messages**: tensors are kept until a message of
+{bucket:.0f} MiB is full. **all at once**: `GatheredParameters` of the model. **iter_full_params**: buckets of {bucket:.0f} MiB.
+**FSDP2**: `full_tensor()` of each parameter. LoRA: r = 16 on all linear layers, merged on the way. Memory: growth of rank 0's resident
+memory. Ratio: median of the time relative to `iter_full_params` in the same round."""
 Contender = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 

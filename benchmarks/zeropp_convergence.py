@@ -29,6 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
 
+from benchmarks import figures  # noqa: E402
 from benchmarks.onebit_convergence import LENGTH, corpus  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
 
@@ -38,8 +39,8 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "nudged": ("stage 3, one weight in a thousand nudged", {}),
     "weights": ("quantized weights", _W),
     "gradients": ("quantized gradients", _G),
-    "both": ("both", _W | _G),
-    "loco": ("both, with LoCo", _W | _G | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}),
+    "both": ("quantized weights and gradients", _W | _G),
+    "loco": ("quantized weights and gradients, with LoCo", _W | _G | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}),
 }
 BATCH, LAST = 4, 30
 LIMIT = 1.005  # of stage 3's loss, for the runs with LoCo
@@ -194,32 +195,6 @@ def spread(values: list[float]) -> float:
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
-def draw(known: Runs, arguments: argparse.Namespace) -> None:
-    """One picture per model: mean over seeds, smoothed a little, and the last half at another scale."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(1, len(arguments.models), figsize=(6.5 * len(arguments.models), 4), squeeze=False)
-    for axis, model in zip(axes[0], arguments.models, strict=True):
-        zoom = axis.inset_axes((0.45, 0.42, 0.52, 0.4))
-        for kind in arguments.runs:
-            of_seeds = [found for seed in arguments.seeds if (found := known.get(key(model, kind, seed, arguments)))]
-            if of_seeds:
-                mean = [sum(losses) / len(losses) for losses in zip(*(found["losses"] for found in of_seeds), strict=True)]
-                smooth = [sum(mean[max(0, step - 19) : step + 1]) / min(20, step + 1) for step in range(len(mean))]
-                steps = range(1, len(mean) + 1)
-                axis.plot(steps, smooth, label=RUNS[kind][0], linewidth=1.1)
-                half = len(mean) * 2 // 3
-                zoom.plot(steps[half:], smooth[half:], linewidth=1.1)
-        numel = next(found["numel"] for name, found in known.items() if name.startswith(f"{model} {arguments.size} "))
-        axis.set(xlabel="step", ylabel="training loss (mean of 20 steps)", title=f"{model}, {numel / 1e6:.1f} M parameters, bf16")
-        axis.legend(fontsize=7, loc="lower left")
-    figure.tight_layout()
-    figure.savefig(arguments.plot, dpi=110, metadata={"Software": None})
-
-
 def row_of(model: str, kind: str, known: Runs, arguments: argparse.Namespace) -> list[str]:
     """One line of the table."""
     found = [one for seed in arguments.seeds if (one := known.get(key(model, kind, seed, arguments)))]
@@ -318,7 +293,7 @@ def main() -> int:
     if arguments.json:
         write(known, arguments)
     if arguments.plot:
-        draw(known, arguments)
+        figures.zeropp_convergence({**asdict(table(known, arguments)), "cases": known}, arguments.plot)
     found = [ratios(model, "loco", known, arguments) for model in arguments.models]
     return 0 if all(statistics.mean(beside) <= LIMIT for beside in found if beside) else 1
 

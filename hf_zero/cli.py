@@ -1,4 +1,4 @@
-"""The `hf-zero` command: `explain`, `plan`, `launch`, `trace`, `convert`, `report`; alone: what to do next.
+"""The `hf-zero` command: `explain`, `plan`, `recipes`, `launch`, `trace`, `convert`, `report`; alone: what to do next.
 
 Arguments and printing, no logic.
 
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TextIO, cast
 from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
 
 try:
+    from hf_zero import recipes as recipes_command
     from hf_zero.launch.command import add_arguments
     from hf_zero.launch.command import launch as start
     from hf_zero.plan import command as plan_command
@@ -73,6 +74,9 @@ def _parser() -> argparse.ArgumentParser:
     plan = commands.add_parser("plan", help="memory, traffic and time of a run, before there is hardware for it")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
+    recipes = commands.add_parser("recipes", help="configurations to start from, by task and number of GPUs")
+    recipes_command.add_arguments(recipes)
+    recipes.set_defaults(run=recipes_command.run)
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
@@ -246,6 +250,7 @@ A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
 
 hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
 hf-zero plan MODEL ...      memory, traffic and time of a run on hardware that need not be there
+hf-zero recipes             configurations to start from, by task and number of GPUs
 hf-zero plan --from FILE    settings of FSDP as a configuration, key by key
 hf-zero trace FOLDER        a recorded step: what was hidden behind compute, and what was not
 hf-zero report              versions, devices and variables

@@ -10,12 +10,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-
 
 
 def printable(text: str) -> str:
-    r"""``text`` with what a terminal would obey written out, ``\x1b`` for an escape: names in files of others may hold anything."""
+    r"""Write out characters of ``text`` that a terminal would obey, ``\x1b`` for an escape: names in files of others may hold anything."""
     return text if text.isascii() and text.isprintable() else _UNPRINTABLE.sub(_written_out, text)
 
 
 class PrintableStream:
-    """A stream of text that terminals obey nothing of: ``printable`` of all that is written; everything else as the stream has it.
+    """Wrap a stream of text: all that is written goes through ``printable``; everything else is the stream's.
 
     Args:
         stream: Where the text goes.
@@ -42,41 +42,41 @@ def _written_out(found: re.Match[str]) -> str:
 
 
 class HfZeroError(Exception):
-    """Base of every error that hf_zero raises on purpose. Its text can be printed, whatever it names."""
+    """Stand above every error that hf_zero raises on purpose. Its text can be printed, whatever it names."""
 
     def __str__(self) -> str:
         return printable(super().__str__())
 
 
 class ConfigError(HfZeroError, ValueError, AssertionError):
-    """A value of the configuration, or an argument, is wrong. Names the dotted key, the value, what is allowed and the nearest known key.
+    """Report a wrong value of the configuration or a wrong argument. Names the dotted key, value, allowed values and nearest known key.
 
     An ``AssertionError`` too, like ``StateError``: scripts that were written for engines which assert such things catch that.
     """
 
 
 class CollectiveError(HfZeroError, RuntimeError):
-    """A collective failed or timed out. Names the phase, the unit, the rank and the events that came before."""
+    """Report a collective that failed or timed out. Names the phase, the unit, the rank and the events that came before."""
 
 
 class UnsupportedError(HfZeroError, NotImplementedError):
-    """Something that exists elsewhere is not provided here. Names it and what to use instead."""
+    """Report a feature that exists elsewhere and is not provided here. Names it and what to use instead."""
 
 
 class CheckpointError(HfZeroError, RuntimeError):
-    """A checkpoint cannot be written or read. Names the file, what was expected and what was found."""
+    """Report a checkpoint that cannot be written or read. Names the file, what was expected and what was found."""
 
 
 class StateError(HfZeroError, RuntimeError, AssertionError):
-    """A call came at a moment when it cannot be served (a released parameter, a destroyed engine, a step inside no_sync)."""
+    """Report a call that cannot be served at this moment (a released parameter, a destroyed engine, a step inside no_sync)."""
 
 
 class HostMemoryError(HfZeroError, MemoryError):
-    """Host memory is too small for what is to be offloaded. Names the bytes needed and free, whose limit it is, and what to do."""
+    """Report that host memory is too small for offload. Names the bytes needed and free, whose limit it is, and what to do."""
 
 
 class OffloadError(HfZeroError, OSError):
-    """A file that holds offloaded state cannot be made, read or written. Names the path, the bytes and what the system said."""
+    """Report a file of offloaded state that cannot be made, read or written. Names the path, the bytes and what the system said."""
 
 
 PREEMPTED_STATUS = 75
@@ -84,7 +84,7 @@ PREEMPTED_STATUS = 75
 
 
 class Preempted(SystemExit):
-    """The run ends with ``PREEMPTED_STATUS``: a signal asked for it, and all is saved. No error, so ``except Exception`` lets it by."""
+    """End the run with ``PREEMPTED_STATUS``: a signal asked for it, and all is saved. ``except Exception`` does not catch it."""
 
     def __init__(self) -> None:
         super().__init__(PREEMPTED_STATUS)

@@ -37,11 +37,9 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedGradients
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
-from hf_zero.core.schedule.node_gradients import NodeExchange
-from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.replicas import ReplicatedGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy

@@ -20,7 +20,7 @@ from hf_zero.config.alike import default_text, settings_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import analyse
 from hf_zero.config.sources import hidden_size_of
-from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.errors import HfZeroError, StateError
 
 _CALL, _SOURCE = "the call that ranks are in", "the configuration"

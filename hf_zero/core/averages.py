@@ -21,7 +21,7 @@ Decay = float | Callable[[int], float] | None
 
 
 class AveragedWeights:
-    """An average of the weights that an engine trains: exponential, or of equal parts.
+    """Average the weights that an engine trains: exponentially, or in equal parts.
 
     Each rank averages its own shards of the fp32 masters: nothing is gathered or sent, whatever the stage and wherever the masters rest.
     An update gives the bits of ``torch.optim.swa_utils.AveragedModel`` over fp32 weights: the first copies the weights, later ones
@@ -89,7 +89,7 @@ class AveragedWeights:
 
     @property
     def usable(self) -> bool:
-        """Whether the engine is there, and has its weights in their place."""
+        """Tell whether the engine is there and has its weights in their place."""
         engine = self._engine()
         return engine is not None and not engine.destroyed and not engine.averages.applied
 
@@ -166,7 +166,7 @@ class AveragedWeights:
 
     @contextmanager
     def applied(self) -> Iterator[AveragedWeights]:
-        """The engine has the averages in the place of its weights inside the ``with``, for evaluation and export; collective.
+        """Put the averages in the place of the engine's weights inside the ``with``, for evaluation and export; collective.
 
         An error inside leaves them there, because other ranks may not have it: call ``restore`` on all ranks to go on training.
         """
@@ -248,7 +248,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def start_over(self) -> None:
-        """Begins anew from the present weights, with no update; local."""
+        """Start anew from the present weights, with no update; local."""
         engine = self._require("start_over()")
         self.updates = self.calls = 0
         self.rows, self._buffers = AveragedRows(engine.units, self._device), {}
@@ -256,7 +256,7 @@ class AveragedWeights:
             self.buffer(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """The buffer ``name`` of the average; it begins with the present value. Local."""
+        """Return the buffer ``name`` of the average, which begins with the present value. Local."""
         if name not in self._buffers:
             buffer = self._require("buffer()").module.get_buffer(name)
             widens = self._use_buffers and buffer.is_floating_point()
@@ -264,17 +264,17 @@ class AveragedWeights:
         return self._buffers[name]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All that it keeps on this rank; local."""
+        """Return all tensors that it keeps on this rank; local."""
         return [*self.rows.tensors(), *self._buffers.values()]
 
     @property
     def buffers(self) -> Mapping[str, torch.Tensor]:
-        """Buffers of the average, by name."""
+        """Return the buffers of the average by name."""
         return self._buffers
 
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
-        """The average of one parameter, whole, (shape), on the engine's device; collective.
+        """Return the average of one parameter, whole, (shape), on the engine's device; collective.
 
         Raises:
             StateError: No parameter of this name is averaged.
@@ -288,7 +288,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Goes with parameters that have come to other units; collective. A parameter that is trained now starts from its present value.
+        """Follow parameters that have come to other units; collective. A parameter that is trained now starts from its present value.
 
         Called where units are laid out anew, before an update; ``update`` and ``apply`` do it too.
         """

@@ -12,12 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.core import hooks
-from hf_zero.core.applied_averages import AppliedAverages
-from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.run_again import RunAgain
-from hf_zero.core.step.learning_rate import step_schedule
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
@@ -198,7 +195,7 @@ class Engine(nn.Module):
         self._begin_micro_step(1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """At a boundary: clips, updates, all-gathers updated parameters and steps the scheduler; otherwise nothing. Collective.
+        """Take an optimizer step at a boundary: clip, update, all-gather updated parameters, step the scheduler; else nothing. Collective.
 
         Gradients that the script has assigned to ``param.grad``, after a backward or in place of one, take the place of the engine's own at
         stages 0 to 2: the mean over ranks counts, and a loss scale is divided out as of all others.
@@ -222,6 +219,7 @@ class Engine(nn.Module):
                 result = self.stepper.take()  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
+                self.accumulation.refused()
                 raise
         self.accumulation.stepped()
         progress = self.progress
@@ -268,7 +266,7 @@ class Engine(nn.Module):
                 param.grad = None
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:
-        """Units were made of parameters that are trained from this step on; collective.
+        """Take in units that were made of parameters which are trained from this step on; collective.
 
         Args:
             entries: Their gradients.
@@ -292,7 +290,7 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self, steps: bool = True) -> Iterator[None]:
-        """Micro-steps inside are not the last of an optimizer step.
+        """Treat micro-steps inside the ``with`` as not the last of an optimizer step.
 
         At stages 0 and 1 their gradients stay whole and local, and are reduced with the first backward outside. At stages 2 and 3
         they are reduced at once, because only their shards are kept.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Engine(ConfiguredEngine):
-    """Trains ``module`` with ZeRO; what ``hf_zero.initialize`` returns first.
+    """Train ``module`` with ZeRO; ``hf_zero.initialize`` returns an engine first.
 
     DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) come from the tables in
     ``getters.py``, those that change something from ``requests.py``; any unknown name is looked up on the wrapped module.
@@ -69,12 +69,15 @@ class Engine(ConfiguredEngine):
 
     def _register(self, entries: Sequence[UnitGradients]) -> None:
         """Let ``safe_get_*`` and their kin find the parameters of units that are trained."""
+        if self.stepper is None:
+            return
+        shown, defers = self.stepper.reducer.shown, self.stage_policy.allows_deferral
         for gradients in entries:
-            self._training.append(Training(gradients, self.optimizer, self.scaler, self.stage_policy.allows_deferral))
+            self._training.append(Training(gradients, shown, self.optimizer, self.scaler, defers))
             register_training(gradients.unit, self._training[-1])
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:
-        """As ``hf_zero.core.engine.Engine.joined``."""
+        """Take in units as ``hf_zero.core.engine.Engine.joined`` does."""
         super().joined(entries)
         self._register(entries)
 
@@ -85,7 +88,7 @@ class Engine(ConfiguredEngine):
         self.accumulation.say(is_boundary)
 
     def get_global_grad_norm(self) -> float | None:
-        """The norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
+        """Return the norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
 
         A step that was skipped for gradients that are not finite has the norm inf, those that are NaN included, as in DeepSpeed. Where
         such steps are taken (fp32, and bf16 without ``check_grad_overflow``) the norm is what it is, nan included.
@@ -131,7 +134,7 @@ class Engine(ConfiguredEngine):
         return True
 
     def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
-        """As ``save_16bit_model``."""
+        """Save as ``save_16bit_model`` does."""
         return self.save_16bit_model(*args, **kwargs)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
@@ -167,7 +170,7 @@ class Engine(ConfiguredEngine):
 
     @property
     def config(self) -> dict[str, Any]:
-        """The configuration as the user gave it, a plain dict."""
+        """Return the configuration as the user gave it, a plain dict."""
         return self.resolved.raw
 
     def destroy(self) -> None:

@@ -38,12 +38,12 @@ def unset_z3_leaf_modules(
 
 
 def get_z3_leaf_modules(model: nn.Module) -> list[nn.Module]:
-    """The marked modules of ``model``."""
+    """Return the marked modules of ``model``."""
     return [module for module in model.modules() if is_leaf(module)]
 
 
 def z3_leaf_module(module: nn.Module) -> bool:
-    """Whether ``module`` is marked."""
+    """Tell whether ``module`` is marked."""
     return is_leaf(module)
 
 
@@ -66,5 +66,5 @@ def set_z3_leaf_modules_by_name(
 def set_z3_leaf_modules_by_suffix(
     model: nn.Module, module_name_suffixes: Iterable[str], flag: bool = True, raise_if_not_found: bool = True
 ) -> tuple[list[nn.Module], list[str]]:
-    """As ``set_z3_leaf_modules_by_name``, by the ends of names."""
+    """Mark modules as ``set_z3_leaf_modules_by_name`` does, by the ends of their names."""
     return mark_names(model, module_name_suffixes, flag, raise_if_not_found, suffixes=True)

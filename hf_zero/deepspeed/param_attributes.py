@@ -12,16 +12,16 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import with_outer
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.core.units.values import shard_changed, write_back
 from hf_zero.errors import StateError
 
 
 class ZeroParamStatus(Enum):
-    """A parameter's state (``param.ds_status``)."""
+    """Name the state of a parameter (``param.ds_status``): gathered, sharded or on its way."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -29,7 +29,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Where a parameter's values are (``param.ds_param_type``): on every rank, or divided over ranks. Nothing is kept by one rank alone."""
+    """Name where a parameter's values are (``param.ds_param_type``): on every rank, or divided over ranks. No rank keeps one alone."""
 
     NORMAL = 1
     PARTITIONED = 2

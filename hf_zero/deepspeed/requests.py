@@ -25,11 +25,11 @@ def empty_partition_cache(engine: ConfiguredEngine) -> None:
 
 
 def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -> None:
-    """Nothing to do: backward reduces."""
+    """Do nothing: backward reduces."""
 
 
 def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
-    """The wrapped module's ``state_dict``: at stage 3 of empty tensors, unless called inside ``GatheredParameters``."""
+    """Return the wrapped module's ``state_dict``: at stage 3 of empty tensors, unless called inside ``GatheredParameters``."""
     state: dict[str, Any] = engine.module.state_dict(*args, **kwargs)
     if exclude_frozen_parameters:
         prefix = kwargs.get("prefix", "")
@@ -71,7 +71,7 @@ def load_module_state_dict(
 
 @contextmanager
 def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
-    """Backwards inside are not the last of an optimizer step, as DDP's ``no_sync`` means it.
+    """Treat backwards inside the ``with`` as not the last of an optimizer step, as DDP's ``no_sync`` does.
 
     At stages 0 and 1 they reduce nothing, and the first backward after the block reduces all of them. At stages 2 and 3, where DeepSpeed
     refuses the block, each reduces, because only shards of gradients are kept. Nothing steps inside.
@@ -87,7 +87,7 @@ def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
 
 @contextmanager
 def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
-    """All backwards inside are one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
+    """Treat all backwards inside the ``with`` as one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
 
     At stages 0 and 1 gradients stay whole and local inside, and are reduced once at the end. At stages 2 and 3 each backward reduces,
     because only shards are kept.
@@ -179,7 +179,7 @@ def deepspeed_io(
     collate_fn: Callable[[Any], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> DataLoader[Any]:
-    """A loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: the micro-batch).
+    """Make a loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: the micro-batch).
 
     Args:
         engine: The engine.

@@ -20,14 +20,14 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import init_shard_storage
 
 
 class Init:
-    """Context in which a model is built sharded (stage 3); DeepSpeed's ``zero.Init``.
+    """Shard a model while it is built inside the ``with`` block (stage 3); DeepSpeed's ``zero.Init``.
 
     Creates the process group if there is none. One rank is its own only owner: parameters are empty until they are gathered there too,
     until ``initialize``.
@@ -116,7 +116,7 @@ class Init:
 
     @property
     def inner(self) -> ModelInit:
-        """What divides, in this package's own terms."""
+        """Return the core's object that divides."""
         return self._inner
 
     def __enter__(self) -> Init:

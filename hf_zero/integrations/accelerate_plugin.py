@@ -9,6 +9,7 @@ from typing import Any, Literal
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils import DummyOptim as AccelerateDummyOptim
 from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
+from typing_extensions import TypedDict, Unpack
 
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -28,8 +29,21 @@ _RESOLVED_FROM_MODEL = (
 )
 
 
+class PluginOptions(TypedDict, total=False):
+    """Arguments of accelerate's `DeepSpeedPlugin` that ``ZeroPlugin`` hands on under their own names."""
+
+    is_train_batch_min: bool
+    offload_optimizer_nvme_path: str | None
+    offload_param_nvme_path: str | None
+    zero3_init_flag: bool | None
+    zero3_save_16bit_model: bool | None
+    transformer_moe_cls_names: str | None
+    enable_msamp: bool | None
+    msamp_opt_level: Literal["O1", "O2"] | None
+
+
 class ZeroPlugin(DeepSpeedPlugin):
-    """An accelerate `DeepSpeedPlugin` configured by a DeepSpeed JSON, by typed arguments, or by both; writes no files.
+    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both; write no files.
 
     A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; one that contradicts the JSON is an error.
     Arguments left out come from the answers of `accelerate config`, as in the stock plugin. ``"auto"`` values that accelerate
@@ -62,7 +76,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         gradient_accumulation_steps: int | None = None,
         gradient_clipping: float | None = None,
-        **options: Any,
+        **options: Unpack[PluginOptions],
     ) -> None:
         if mixed_precision == "fp8":
             raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not provided; use 'bf16'")
@@ -87,7 +101,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         else:
             self._start_from_config(read_config(source), values, options)
 
-    def _start_from_answers(self, values: dict[str, Any], options: dict[str, Any]) -> None:
+    def _start_from_answers(self, values: dict[str, Any], options: PluginOptions) -> None:
         """Lets the stock plugin build its JSON from the launcher's answers, and writes the typed arguments over them."""
         if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
             # Nobody was asked, so nobody is to be warned that weights are gathered all the same.
@@ -106,7 +120,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             self.gradient_clipping = values["gradient_clipping"]
         self.hf_ds_config.set_stage_and_offload()
 
-    def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: dict[str, Any]) -> None:
+    def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: PluginOptions) -> None:
         """Completes the user's JSON with the typed arguments, and hands it to the stock plugin as a dict."""
         conflicts = [
             f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in lay_over(raw, values)
@@ -137,11 +151,11 @@ class ZeroPlugin(DeepSpeedPlugin):
             )
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Whether accelerate has to fill a key; not for those that the engine resolves from the model itself."""
+        """Tell whether accelerate has to fill a key; the engine resolves some from the model itself."""
         return ds_key_long not in _RESOLVED_FROM_MODEL and bool(super().is_auto(ds_key_long))
 
     def fill_match(self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any) -> None:
-        """Fills one ``"auto"`` value if accelerate knows it, and leaves it to hf_zero's resolver if not."""
+        """Fill one ``"auto"`` value if accelerate knows it, and leave it to hf_zero's resolver if not."""
         if ds_key_long not in kwargs and self.get_value(ds_key_long) == "auto":
             return
         super().fill_match(ds_key_long, mismatches, must_match, **kwargs)

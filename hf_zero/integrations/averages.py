@@ -21,7 +21,7 @@ FOLDER = "averaged"
 
 
 class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
-    """Averages the weights after each optimizer step, and evaluates and saves with the averages.
+    """Average the weights after each optimizer step, and evaluate and save with the averages.
 
     Trainer's checkpoints hold the average itself (in the engine's files), so a resumed run goes on with it.
 
@@ -89,7 +89,7 @@ class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
             self.averages.copy_to_weights()
 
     def around_evaluation(self) -> AbstractContextManager[Any]:
-        """What an evaluation runs in: the averages in the place of the weights, once there are any."""
+        """Put the averages in the place of the weights for an evaluation, once there are any."""
         averages = self.averages
         applies = averages is not None and self._evaluates and averages.updates and averages.usable
         return averages.applied() if averages is not None and applies else nullcontext()

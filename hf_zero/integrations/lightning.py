@@ -79,7 +79,7 @@ class _ZeroArguments:
 
 
 class ZeroStrategy(_ZeroArguments, _Trainer):
-    """ZeRO for Lightning's ``Trainer``, on GPUs and on CPUs.
+    """Train with ZeRO under Lightning's ``Trainer``, on GPUs and on CPUs.
 
     Args:
         stage: ZeRO stage 1, 2 or 3.
@@ -102,7 +102,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         super(_Trainer, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """As the class above, without its check of device indices where devices have none."""
+        """Set up as the class above, without its check of device indices where devices have none."""
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
@@ -111,7 +111,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         self._init_deepspeed_distributed()
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """As the class above, where the loss would be divided by ``accumulate_grad_batches`` twice: by Lightning, then by the engine."""
+        """Run the backward of the class above with the loss divided by ``accumulate_grad_batches`` once: Lightning has done it."""
         kwargs.setdefault("scale_wrt_gas", False)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
@@ -124,7 +124,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
 
 
 class FabricZeroStrategy(_ZeroArguments, _Fabric):
-    """ZeRO for Lightning's ``Fabric``, on GPUs and on CPUs; arguments as ``ZeroStrategy``.
+    """Train with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; arguments as ``ZeroStrategy``.
 
     Fabric has no arguments for accumulation and clipping: give ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
     engine then counts micro-steps, and ``optimizer.step()`` is called after every one. Without ``config`` nothing is clipped.

@@ -36,7 +36,7 @@ def _live() -> list[ConfiguredEngine]:
 
 
 def preempted() -> bool:
-    """Whether a signal has asked any rank to end (`hf_zero.preemption_signal`, SIGTERM): the same answer on all ranks after each step.
+    """Tell whether a signal has asked any rank to end (`hf_zero.preemption_signal`, SIGTERM); all ranks get the same answer after a step.
 
     The first call begins to listen: until then a signal does what it does without hf_zero. A script that asks saves what it
     needs, and calls ``end_preempted``.

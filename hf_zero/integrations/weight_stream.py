@@ -25,7 +25,7 @@ def iter_full_params(
     dtype: torch.dtype | None = None,
     rank0_only: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Whole parameters, one after the other, in the order and under the names of the Hugging Face checkpoint; collective.
+    """Yield whole parameters, one after the other, in the order and under the names of the Hugging Face checkpoint; collective.
 
     Every rank must take all of them (``for _ in iter_full_params(...): pass`` where it needs none). A unit of parameters is gathered once,
     while the bucket before it is used, and let go of with the next: at most two buckets, the largest layer and what the first and last

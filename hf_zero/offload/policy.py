@@ -16,7 +16,7 @@ from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
 from hf_zero.memory.budget import gib, require_host_memory

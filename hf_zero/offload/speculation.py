@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.clones import clone
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper, update_with_lows
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError

@@ -14,7 +14,7 @@ from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class Lion(torch.optim.Optimizer):
-    """Lion with decoupled weight decay; one state, ``exp_avg``, of the parameter's shape and dtype.
+    """Train with Lion and decoupled weight decay; one state, ``exp_avg``, of the parameter's shape and dtype.
 
     Per step: ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then ``m = b2 * m + (1 - b2) * g``. Every
     operation is element-wise, so shards update exactly as whole tensors.

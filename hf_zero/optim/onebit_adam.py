@@ -22,7 +22,7 @@ BY_ITSELF = ("auto", "stable")
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """Adam whose momentum can travel as one bit per number once its variance is frozen.
+    """Train with Adam whose momentum can travel as one bit per number once its variance is frozen.
 
     This class holds hyper-parameters and arithmetic; pass it to ``hf_zero.initialize``, whose engine communicates. For
     ``freeze_step`` steps it is AdamW, bit for bit. From then on the second moment stays as it is, each rank adds its own gradient to
@@ -89,17 +89,17 @@ class OneBitAdam(torch.optim.AdamW):
 
     @property
     def frozen_at(self) -> int | None:
-        """The last step of the warm-up, once it is over."""
+        """Return the last step of the warm-up, once it is over."""
         return self.param_groups[0]["frozen_at"] if self.param_groups else None
 
     @property
     def adam_freeze_key(self) -> bool:
-        """DeepSpeed's name for "the warm-up is over"."""
+        """Tell whether the warm-up is over; DeepSpeed's name."""
         return self.frozen_at is not None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step of the warm-up: AdamW.
+        """Take one step of the warm-up: AdamW.
 
         Raises:
             StateError: The warm-up is over; only an engine can go on.
@@ -139,7 +139,7 @@ class OneBitAdam(torch.optim.AdamW):
 
     @property
     def freezes_by_itself(self) -> bool:
-        """Whether ``freeze_step`` is "auto"."""
+        """Tell whether ``freeze_step`` is "auto"."""
         return bool(self.param_groups) and self.param_groups[0]["freeze_step"] == "auto"
 
     def steps_taken(self) -> int:
@@ -148,11 +148,11 @@ class OneBitAdam(torch.optim.AdamW):
         return max([counted, *(int(state["step"]) for state in self.state.values() if "step" in state)])
 
     def look_interval(self) -> int:
-        """Steps between two looks at the variance."""
+        """Return the steps between two looks at the variance."""
         return max(1, _window(self.param_groups[0]) // _LOOKS)
 
     def note_variance(self, norm: float, rate: float) -> float | None:
-        """Remembers the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, alike on all ranks.
+        """Note the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, alike on all ranks.
 
         Returns:
             How much the norm has changed within ``1 / (1 - beta2)`` steps, as a factor below 1, when that is little enough to

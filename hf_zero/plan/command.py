@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from hf_zero.config.problems import show
 from hf_zero.errors import ConfigError, HfZeroError, printable
-from hf_zero.observe import logger
 from hf_zero.plan import fit
 
 if TYPE_CHECKING:
@@ -72,6 +71,8 @@ def run(options: argparse.Namespace) -> int:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
+        from hf_zero.observe import logger
+
         logger.debug("planning ended with an error", exc_info=True)
         told = " ".join(str(error).split())[:300]
         print(printable(f"hf-zero plan: the step cannot be planned: {type(error).__name__}: {told}. {_WHERE}"), file=sys.stderr)

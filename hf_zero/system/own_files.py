@@ -24,7 +24,6 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
-from hf_zero.observe import logger
 from hf_zero.system import text_file
 from hf_zero.system.folder import Folder, other_spelling
 from hf_zero.system.process import Process
@@ -396,7 +395,7 @@ def remove_folder(
             if signed and writer != Process.own() and not is_abandoned(folder, inner):
                 return False
             if not inner.is_own(above):
-                logger.warning("%s stays: it belongs to another user", folder)
+                _warn("%s stays: it belongs to another user", folder)
                 return False
             for name in sorted(inner.names(), key=lambda name: name == last):
                 if is_ours(name):
@@ -408,7 +407,7 @@ def remove_folder(
             names = inner.names()
             if names:
                 more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                logger.warning("%s stays: it holds %s%s", folder, ", ".join(names[:3]), more)
+                _warn("%s stays: it holds %s%s", folder, ", ".join(names[:3]), more)
             return not os.path.lexists(folder)
     except OSError:  # a link, a file, or nothing
         return not os.path.lexists(folder)
@@ -433,3 +432,10 @@ def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> 
                     remove_folder(path, is_ours)
                 else:
                     opened.remove(name)
+
+
+def _warn(message: str, *args: object) -> None:
+    """Log a warning. The logger's module brings torch, without which a command that only writes a file starts in a tenth of the time."""
+    from hf_zero.observe import logger
+
+    logger.warning(message, *args)

@@ -15,8 +15,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
+from hf_zero.core.step.agreement import equal_values
 from hf_zero.core.step.precision import cast_parameters
-from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.tp_shard import is_expert, is_part, tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0

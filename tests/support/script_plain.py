@@ -71,6 +71,7 @@ class Plain:
         self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
         self.awaits = False  # a backward came after the last call of `step`
         self.norm: float | None = None
+        self.failed_alone: int | None = None  # the batch of a forward that raised on one rank, until the next forward
         self.saved: list[State] = []
         self.shadow: dict[str, Tensor] = {}
         self.candidates: list[State] = []
@@ -78,6 +79,9 @@ class Plain:
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def forward(self, data: int) -> Seen:
+        failed, self.failed_alone = self.failed_alone, None
+        if failed not in (None, data):
+            raise MustRefuse(f"rank 0 has lost batch {failed}")
         self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
         return {"loss": self.losses[self.rank].detach().clone()}
 
@@ -98,7 +102,7 @@ class Plain:
         if self.calls < self.cell.accumulation:
             return {}
         self.calls = 0
-        if not self.micro:
+        if not self.micro and not self.sums:
             return {}
         self.adopt()
         model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
@@ -167,6 +171,7 @@ class Plain:
     # -- caught errors ------------------------------------------------------------------------------------------------------
 
     def fail_forward(self, layer: str, who: Any, data: int) -> Seen:
+        self.failed_alone = data if who == 0 and self.cell.ranks > 1 else None
         for rank in self._each_rank():
             if who in ("all", rank):
                 self.model.get_submodule(layer).fails = "forward"

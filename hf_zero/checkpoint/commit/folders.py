@@ -205,7 +205,7 @@ _STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each 
 
 
 def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The ``checkpoint-N`` of a Trainer's output folder with the highest N in which everything is there; None when there is none.
+    """Find the complete ``checkpoint-N`` with the highest N in a Trainer's output folder; None when there is none.
 
     transformers' ``get_last_checkpoint`` takes the highest N, also of a folder that was being written when the run was killed. This one
     passes those over, with a warning that names them.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -12,8 +12,6 @@ from hf_zero.core.units.alone import whole_from_owners
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 
-Parts = list[tuple[OwnedSegment, torch.Tensor]]  # segments, each with its state
-
 
 class ParamStates(Protocol):
     """Access by unit, position of the parameter in it, and name of the state (``exp_avg``, ...)."""
@@ -22,10 +20,10 @@ class ParamStates(Protocol):
         """The whole state, a new tensor; None where there is none, as before the first step. Collective."""
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """Sets the whole state; every rank calls it.
+        """Sets the whole state; collective.
 
         Raises:
-            StateError: There is no such state yet, or it has another shape.
+            StateError: On all ranks, if there is no such state yet, or it has another shape.
         """
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
@@ -42,6 +40,9 @@ class ParamStates(Protocol):
 class SegmentStates:
     """States that lie like the shards.
 
+    A parameter's states are those of the segments with elements of it: others of its unit may rest, and have none. A rank without elements
+    of the parameter cannot tell whether there is a state, so the ranks vote.
+
     Args:
         segments: Of all units on this rank.
         settle: Waits for updates that are under way.
@@ -54,15 +55,16 @@ class SegmentStates:
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``, of the parameter's shape."""
         parts = self._parts(unit, index, key)
-        # A rank that has no part of the parameter has no state and cannot tell whether there is one.
-        known = parts is not None if unit.layout.world == 1 else unit.collectives.any_rank(bool(parts), f"{unit.name}: {key}")
-        return gather_param(unit, index, _flat(unit, parts or ()), key) if known else None
+        return gather_param(unit, index, _flat(unit, parts or []), key) if self._is_anywhere(unit, index, key, parts) else None
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``; local."""
-        parts, flat = self._present(unit, index, key)
+        """As in ``ParamStates``."""
+        parts = self._parts(unit, index, key)
+        if not self._is_anywhere(unit, index, key, parts):
+            raise no_state(key)
+        flat = _flat(unit, parts or [])
         write_param(unit, index, flat, value)
-        for segment, state in parts:
+        for segment, state in parts or []:
             state.copy_(segment.within(flat))
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
@@ -72,38 +74,35 @@ class SegmentStates:
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """As in ``ParamStates``."""
-        parts, flat = self._present(unit, index, key)
+        parts = self._parts(unit, index, key)
+        if parts is None:
+            raise no_state(key)
+        flat = _flat(unit, parts)
         unit.shard_part(index, flat).copy_(value)
         for segment, state in parts:
             state.copy_(segment.within(flat))
 
-    def _present(self, unit: Unit, index: int, key: str) -> tuple[Parts, torch.Tensor]:
-        parts = self._parts(unit, index, key)
-        if parts is None:
-            raise no_state(key)
-        return parts, _flat(unit, parts)
-
-    def _parts(self, unit: Unit, index: int, key: str) -> Parts | None:
-        """Return the segments that hold elements of parameter ``index``, each with its state; None where one has none.
-
-        Other segments of the unit may have no state yet: those of parameters that were frozen before their first gradient.
-        """
+    def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+        """Return the segments with elements of the parameter, and their states; None where any has none, or before the first step."""
         self._settle()
-        own, parts = unit.layout.slots[index].range.intersect(unit.owned).shift(-unit.owned.start), []
-        for segment in self._segments.of(unit):
-            if not segment.range.intersect(own).numel:
-                continue
-            value = segment.state.get(key)
-            if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
-                return None
-            parts.append((segment, value))
-        return parts
+        found = [(segment, segment.state.get(key)) for segment in self._segments.of(unit)]
+        having = [(segment, value) for segment, value in found if isinstance(value, torch.Tensor) and value.shape == segment.tensor.shape]
+        where = unit.layout.slots[index].range.intersect(unit.owned).shift(-unit.owned.start)
+        parts = [(segment, value) for segment, value in having if segment.range.intersect(where).numel]
+        covered = sum(segment.range.intersect(where).numel for segment, _ in parts)
+        stepped = bool(having) or all(segment.rests for segment, _ in found)  # told by the others where it has no elements here
+        return parts if covered == where.numel and stepped else None
+
+    def _is_anywhere(self, unit: Unit, index: int, key: str, parts: Sequence[tuple[OwnedSegment, torch.Tensor]] | None) -> bool:
+        """Return whether there is a state of the parameter, from this rank's ``parts`` of it; collective where parameters are divided."""
+        known = parts is not None and bool(parts or not unit.layout.slots[index].numel)
+        return unit.collectives.any_rank(known, f"{unit.name}: {key}") if unit.layout.world > 1 else known
 
 
 def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:
-    """Return the states of ``parts`` where they lie in the shard, zeros elsewhere; (shard_numel,).
+    """Return ``parts`` where they lie in this rank's shard, (shard_numel,), zeros elsewhere.
 
-    It is in fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
+    The type is fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
     """
     master = master_of(unit)
     flat = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))

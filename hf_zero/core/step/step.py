@@ -20,7 +20,7 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_groups import same_clipping, same_groups
 from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
-from hf_zero.core.step.written_gradients import have_written, take_written
+from hf_zero.core.step.written_gradients import have_written, none_added, note_added, require_none_added, take_written
 from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import all_gather_updated
@@ -113,6 +113,7 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
+        note_added(self.reducer, factor)
         self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor, completes=boundary)
 
     def prepare(self, boundary: bool) -> None:
@@ -152,13 +153,14 @@ class Stepper:
         look = WrittenValues(self.runtime.units())
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
-            alike.append(look.alike())
+            alike += [look.alike(), none_added(self.reducer)]
         if self.trained is not None:
             alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
         told = [int(have_written(self.reducer)), signals.heard(), int(self._waits())]
         if self.everyone.world > 1:
             told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
+        require_none_added(self.reducer)
         return Agreed(bool(told[0]), told[1], bool(told[2]))
 
     def signal_of_any(self) -> int:

@@ -1,0 +1,51 @@
+"""A training loop of your own with Accelerate, sharded by ZeRO stage 3.
+
+torchrun --nproc_per_node 2 examples/minimal/accelerate_loop.py
+"""
+
+from pydoc_data.topics import topics  # text that every Python carries: the language reference
+
+import torch
+from accelerate import Accelerator
+from torch.utils.data import DataLoader
+from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer
+
+from hf_zero import ZeroPlugin
+
+OUTPUT = "runs/minimal/accelerate_loop"
+LENGTH, STEPS = 64, 100
+
+# Before the model: at stage 3 no rank ever holds it whole. Under `accelerate launch` with a DeepSpeed file, Accelerator() alone does this.
+accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(stage=3))
+
+# A tiny model with random weights. Yours: AutoTokenizer.from_pretrained("...") and AutoModelForCausalLM.from_pretrained("...")
+torch.manual_seed(0)
+tokenizer = ByT5Tokenizer()
+shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)
+model = AutoModelForCausalLM.from_config(config)
+
+tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
+samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[: STEPS * 16]]
+loader = DataLoader(samples, batch_size=8, shuffle=True)
+optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+
+# Here ZeRO takes over: each rank keeps its share of weights, gradients and optimizer state, and sees its share of the batches.
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+
+for step, batch in enumerate(loader, start=1):
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    if step == 1 or step % 20 == 0:
+        accelerator.print(f"step {step:3}  loss {accelerator.reduce(loss.detach(), 'mean').item():.3f}")
+
+# All ranks take part: each sends its share of the weights, the first one writes.
+weights = accelerator.get_state_dict(model)
+accelerator.unwrap_model(model).save_pretrained(OUTPUT, state_dict=weights, is_main_process=accelerator.is_main_process)
+if accelerator.is_main_process:
+    tokenizer.save_pretrained(OUTPUT)
+accelerator.print(f"Saved: AutoModelForCausalLM.from_pretrained({OUTPUT!r}) loads it.")
+accelerator.end_training()

@@ -1,0 +1,53 @@
+"""A DeepSpeed script: the same with `import deepspeed` and `deepspeed.initialize`, which hf_zero answers too.
+
+hf-zero launch --num_gpus 2 examples/minimal/engine.py
+"""
+
+from pydoc_data.topics import topics  # text that every Python carries: the language reference
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer
+from transformers.integrations import HfDeepSpeedConfig
+
+import hf_zero
+
+OUTPUT = "runs/minimal/engine"
+LENGTH, STEPS = 64, 100
+CONFIG = {  # or the path of your DeepSpeed JSON
+    "zero_optimization": {"stage": 3},
+    "train_micro_batch_size_per_gpu": 8,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+}
+
+# Before the model, and kept: it makes transformers load the model in shards, so that no rank ever holds it whole.
+keep = HfDeepSpeedConfig(CONFIG)
+
+# A tiny model with random weights. Yours: AutoTokenizer.from_pretrained("...") and AutoModelForCausalLM.from_pretrained("...")
+torch.manual_seed(0)
+tokenizer = ByT5Tokenizer()
+shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)
+model = AutoModelForCausalLM.from_config(config)
+
+tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
+samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[: STEPS * 16]]
+
+# Here ZeRO takes over: each rank keeps its share of weights, gradients and optimizer state, and the loader gives it its share of the data.
+engine, _, loader, _ = hf_zero.initialize(model=model, training_data=samples, config=CONFIG)
+
+for step, batch in enumerate(loader, start=1):
+    batch = {name: tensor.to(engine.device) for name, tensor in batch.items()}
+    loss = engine(**batch).loss
+    engine.backward(loss)
+    engine.step()
+    if engine.global_rank == 0 and (step == 1 or step % 20 == 0):
+        print(f"step {step:3}  loss {loss.item():.3f}  gradient norm {engine.get_global_grad_norm():.3f}", flush=True)
+
+# All ranks take part: each sends its share of the weights, the first one writes.
+engine.module.save_pretrained(OUTPUT, is_main_process=engine.global_rank == 0)
+if engine.global_rank == 0:
+    tokenizer.save_pretrained(OUTPUT)
+    print(f"Saved: AutoModelForCausalLM.from_pretrained({OUTPUT!r}) loads it.")
+engine.destroy()

@@ -1,0 +1,53 @@
+"""LoRA adapters by PEFT on a model that ZeRO stage 3 shards, with transformers' Trainer.
+
+torchrun --nproc_per_node 2 examples/minimal/lora.py
+"""
+
+import os
+from pydoc_data.topics import topics  # text that every Python carries: the language reference
+
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5Tokenizer, Trainer
+
+from hf_zero import ZeroTrainingArguments
+
+BASE, OUTPUT = "runs/minimal/base", "runs/minimal/lora"  # BASE: your model, by its name on the hub or by its folder
+LENGTH = 64
+
+# Stands in for a pretrained model, with random weights. With a BASE of your own this block goes.
+if int(os.environ["RANK"]) == 0:
+    torch.manual_seed(0)
+    tokenizer = ByT5Tokenizer()
+    shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)).save_pretrained(BASE)
+    tokenizer.save_pretrained(BASE)
+
+# Before the model: at stage 3 no rank ever holds it whole.
+args = ZeroTrainingArguments(
+    output_dir=OUTPUT,
+    zero_stage=3,
+    per_device_train_batch_size=8,
+    learning_rate=1e-2,
+    max_steps=100,
+    logging_steps=20,
+    logging_first_step=True,
+    save_strategy="no",
+    report_to="none",
+)
+torch.distributed.barrier()  # until the first rank has written BASE
+
+tokenizer = AutoTokenizer.from_pretrained(BASE)
+model = AutoModelForCausalLM.from_pretrained(BASE)
+model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+if args.process_index == 0:
+    model.print_trainable_parameters()
+
+tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
+samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[:-1]]  # the last one is shorter
+
+trainer = Trainer(model=model, args=args, train_dataset=samples, processing_class=tokenizer)
+trainer.train()
+trainer.save_model()  # on every rank: each sends its share of the adapters, the first one writes
+if trainer.is_world_process_zero():
+    print(f"Saved: AutoPeftModelForCausalLM.from_pretrained({OUTPUT!r}) loads the adapters and their base.")
