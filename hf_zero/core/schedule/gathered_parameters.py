@@ -112,9 +112,9 @@ class GatheredParameters:
         Returns:
             The error to raise, on all ranks that have none, where changes differ or a rank has left the block with an exception.
         """
-        for (param, _), before in zip(self._loose, self._loose_sums, strict=True):
-            if (checksum := _checksum(param.data)) != before:
-                note_written_loose(param, checksum)
+        for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
+            if (checksum := _checksum(loose.data)) != before:
+                note_written_loose(loose, checksum)
         for unit, sums in self._sums.items():
             now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
             unit.written |= {index: checksum for index, checksum in now.items() if checksum != sums[index]}
