@@ -94,6 +94,7 @@ MENDED: tuple[str, ...] = (
         for modifier in (0, 1)
     ),
     *(f"cell stage={stage} ranks=2 frozen=blocks.0; gather_write param={_UP} modifier=0 who=0; {_TRAIN}" for stage in range(3)),
+    *(f"cell stage={stage} ranks=2 frozen=blocks.0; gather_write param={_UP} modifier=none who=1; {_TRAIN}" for stage in range(3)),
     # Values that are not there.
     *(f"cell stage=3 ranks=2; write param={_UP} how={how}; {_TRAIN}" for how in _IN_PLACE),
     f"cell stage=3 ranks=2; load_module how=module; {_TRAIN}",
