@@ -9,9 +9,13 @@ READY_DEV := $(VENV)/.ready-dev
 READY_AUDIT := $(VENV)/.ready-audit
 DOCS_VENV ?= .venv-docs
 READY_DOCS := $(DOCS_VENV)/.ready
+# Environments of their own: neither the index's newest versions nor the oldest that are allowed may stand in the one of `make test`.
+VENV_RELEASE ?= .venv-release
+VENV_NEWEST ?= .venv-newest
+VENV_OLDEST ?= .venv-oldest
 INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*)
 
-SCANNED := hf_zero build_backend _hf_zero_startup.py examples benchmarks tests tools docs kernels Makefile pyproject.toml README.md
+SCANNED := hf_zero build_backend _hf_zero_startup.py setup.py examples benchmarks tests tools docs kernels Makefile pyproject.toml README.md
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -19,19 +23,29 @@ TEST_WORKERS ?= 4
 BENCH_ARGS ?=
 GPU_ARGS ?= --out results-gpu
 GPU_PYTHON ?=
+RELEASE_ARGS ?=
+RELEASE_TOOLS := auditwheel build cmake ninja setuptools twine ziglang
+# torch of `make test-newest`: PyPI's newest build for Linux brings CUDA, so the one that `make venv` installs stays unless you name another.
+NEWEST_TORCH ?= torch==2.13.0
+# Of `make test-oldest`: the oldest Python, and versions that are to stand in for a lower bound, as in OLDEST_BUT=$(NEWEST_TORCH).
+OLDEST_PYTHON ?= python3.10
+OLDEST_BUT ?=
+OLDEST_TESTS ?= tests/parity tests/accelerate tests/trainer tests/checkpoint tests/facade
 
 # Ranks wait for each other about as long as they compute, so four processes of tests keep two cores busy, with about 12 GiB at most: 2 is for
 # less memory. A file stays in one of them.
 # TEST_WORKERS=0: one process, as a debugger wants it.
 SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 
-.PHONY: help demo test test-quick test-all lint format audit advisories bench gpu docs venv kernels clean
+.PHONY: help demo test test-quick test-all test-newest test-oldest lint format audit advisories bench gpu docs release venv kernels clean
 
 help:
 	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2)"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
+	@echo "make test-newest  the fast tests with what the package index has today, pins ignored (NEWEST_TORCH)"
+	@echo "make test-oldest  the essential tests with the oldest versions that are allowed (OLDEST_PYTHON, OLDEST_BUT, OLDEST_TESTS)"
 	@echo "make lint      check format, style, types and spelling; make format repairs the first two"
 	@echo "make audit     scan the sources for unsafe code and secrets, check the dependencies, run every fuzzer (SECURITY.md)"
 	@echo "make advisories  ask PyPI for known faults of the pinned dependencies; needs the network"
@@ -39,11 +53,12 @@ help:
 	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS); taken as it is and without"
 	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu_bundle.sh: what it lacks)"
 	@echo "make docs      build the site of docs/ into build/site, strictly; needs no PyTorch ($(DOCS_VENV))"
+	@echo "make release   build all wheels and the sdist into dist, check and try them; says what is left for a person (RELEASE_ARGS)"
 	@echo "make kernels   build the native library again, after a change in kernels/"
 	@echo "make venv      only install into $(VENV)"
 
 # Processes of tests import the package hundreds of times: it stays compiled, whatever the shell says of other work.
-test test-quick test-all: export PYTHONDONTWRITEBYTECODE =
+test test-quick test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
 
 demo: $(READY)
 	$(BIN)/python examples/clm/demo.py $(DEMO_ARGS)
@@ -57,6 +72,20 @@ test-quick: $(READY)
 test-all: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) --slow $(TEST_ARGS)
 
+test-newest: $(INPUTS)
+	test -x $(VENV_NEWEST)/bin/python || $(PYTHON) -m venv $(VENV_NEWEST)
+	$(VENV_NEWEST)/bin/python -m pip install --upgrade pip
+	$(VENV_NEWEST)/bin/python -m pip install $(NEWEST_TORCH)
+	$(VENV_NEWEST)/bin/python -m pip install --upgrade --upgrade-strategy only-if-needed -e ".[examples,test]"
+	$(VENV_NEWEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS)
+
+test-oldest: $(INPUTS)
+	test -x $(VENV_OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(VENV_OLDEST)
+	$(VENV_OLDEST)/bin/python -m pip install --upgrade pip
+	$(VENV_OLDEST)/bin/python build_backend/oldest.py $(OLDEST_BUT) > $(VENV_OLDEST)/oldest.txt
+	$(VENV_OLDEST)/bin/python -m pip install -c $(VENV_OLDEST)/oldest.txt -e ".[test]"
+	$(VENV_OLDEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS) $(OLDEST_TESTS)
+
 lint: $(READY_DEV)
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -69,7 +98,7 @@ format: $(READY_DEV)
 
 # Each part fails where it finds something. The fuzzers come last: they take a quarter of an hour.
 audit: $(READY_AUDIT)
-	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py examples benchmarks tools
+	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py setup.py examples benchmarks tools
 	files="$$(git ls-files 2>/dev/null || find $(SCANNED) -type f)" && test -n "$$files" && \
 		$(BIN)/detect-secrets-hook --exclude-files '^tests/golden/native_bits.json$$|/__pycache__/' $$files
 	$(BIN)/python -m pip check
@@ -91,6 +120,15 @@ gpu:
 # A venv of its own: the site is made from the sources, and neither they nor PyTorch are installed for it.
 docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
+
+release: $(VENV_RELEASE)/.ready
+	$(VENV_RELEASE)/bin/python build_backend/release.py $(RELEASE_ARGS)
+
+$(VENV_RELEASE)/.ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("the pinned versions need Python 3.11; run make PYTHON=python3.11")'
+	test -x $(VENV_RELEASE)/bin/python || $(PYTHON) -m venv $(VENV_RELEASE)
+	$(VENV_RELEASE)/bin/python -m pip install -c constraints.txt $(RELEASE_TOOLS)
+	@touch $@
 
 venv: $(READY)
 
@@ -122,4 +160,4 @@ $(READY_DOCS): pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(DOCS_VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) $(DOCS_VENV) $(VENV_RELEASE) $(VENV_NEWEST) $(VENV_OLDEST) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -23,10 +23,12 @@ WATCHED = frozenset(
         "pytorch_lightning.loops.fit_loop",
         "pytorch_lightning.loops.training_epoch_loop",
         "pytorch_lightning.trainer.connectors.signal_connector",
+        "torch.distributed.launcher.api",
         "transformers.integrations.deepspeed",
         "transformers.modeling_utils",
         "transformers.trainer",
         "transformers.trainer_jit_checkpoint",
+        "transformers.training_args",
     )
 )
 

@@ -66,8 +66,7 @@ def _processor_seconds(run: Callable[[], object]) -> float:
 
 
 def _ways(numel: int) -> dict[str, Callable[[], object]]:
-    from hf_zero.comm.all_to_all import AllToAllCollectives
-    from hf_zero.comm.direct_exchange import GlooCollectives
+    from hf_zero.comm.direct_exchange import AllToAllCollectives, GlooCollectives
     from hf_zero.comm.topology import build_topology
 
     axis = build_topology()

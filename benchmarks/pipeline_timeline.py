@@ -33,7 +33,7 @@ class Event(NamedTuple):
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
     """What hf_zero's stages in torch's schedules compute on this rank, in order; waiting for a message is no computing."""
-    from hf_zero.pipeline.scheduled import ScheduledStage
+    from hf_zero.pipeline.schedules import ScheduledStage
 
     events: list[Event] = []
 

@@ -4,7 +4,9 @@ A ``.pth`` file must lie directly in site-packages. setuptools can place one the
 install, and wheels are plain zip files, so this file adds it through the public hooks of PEP 517 and PEP 660. The editable wheel
 is written here as a whole: one ``.pth`` file with the source folder and the hook, which Python reads in that order.
 
-The native library is built where a C++ compiler is found (native_library.py). A wheel with it is tagged for the platform.
+The native library is built where a C++ compiler is found (native_library.py). A wheel with it is tagged for the platform. The setting
+``wheel`` chooses instead, as in ``pip wheel --config-settings wheel=manylinux_2_17_x86_64``: ``pure`` is without the library, and a
+platform of ``native_library.PLATFORMS`` is with one that runs on any Linux of that processor with glibc 2.17 or newer.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ try:
     sys.modules[s.name] = m
 except (ImportError, OSError): pass
 """
+PURE = "pure"
 PURE_TAG = "py3-none-any"
 
 
@@ -58,30 +61,54 @@ def hook_line(root: Path | None = None) -> str:
     return f"import sys; '_hf_zero_startup' in sys.modules or exec({code!r})\n"
 
 
+def _wheel_setting(settings: Settings) -> str:
+    """The setting ``wheel``: "" (this machine), "pure" or a platform."""
+    wanted = str((settings or {}).get("wheel", ""))
+    allowed = ("", PURE, *native_library.PLATFORMS)
+    if wanted not in allowed:
+        raise ValueError(f"hf_zero: the build setting wheel is {wanted!r}; allowed are {', '.join(allowed[1:])}")
+    return wanted
+
+
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """What building needs: setuptools' wishes, and cmake where there is a C++ compiler to use it."""
-    return [*build_meta.get_requires_for_build_wheel(config_settings), *native_library.tool_requirements()]
+    """What building needs: setuptools' wishes, and what builds the library, if one is to be built."""
+    wanted = _wheel_setting(config_settings)
+    tools = [] if wanted == PURE else native_library.tool_requirements(wanted)
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *tools]
 
 
 get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """Builds the wheel with setuptools, then adds the native library and the hook; returns the file's name."""
+    """Builds the wheel with setuptools, then adds the native library and the hook; returns the file's name.
+
+    Raises:
+        RuntimeError: The library for a platform that was asked for by name cannot be built.
+        ValueError: No such setting.
+    """
+    wanted = _wheel_setting(config_settings)
     with tempfile.TemporaryDirectory() as folder:
         with _build_folder_elsewhere():
             pure = Path(folder, build_meta.build_wheel(folder, config_settings, metadata_directory))
         with zipfile.ZipFile(pure) as wheel:
             files = {info.filename: wheel.read(info) for info in wheel.infolist() if not info.is_dir()}
-        library = native_library.build(Path(folder))
+        library = _library(wanted, Path(folder))
         if library:
             files[(native_library.FOLDER / library.name).as_posix()] = library.read_bytes()
-    tag = native_library.platform_tag() if library else PURE_TAG
+    tag = native_library.platform_tag(wanted) if library else PURE_TAG
     files[HOOK_FILE] = hook_line().encode()
     files[next(name for name in files if name.endswith(".dist-info/WHEEL"))] = _wheel_file(tag)
     name = pure.name.replace(PURE_TAG, tag)
     _write_wheel(Path(wheel_directory, name), files)
     return name
+
+
+def _library(wanted: str, folder: Path) -> Path | None:
+    """The library that the setting ``wheel`` asks for, built into ``folder``."""
+    if wanted == PURE:
+        return None
+    return native_library.build_for(wanted, folder) if wanted else native_library.build(folder)
 
 
 def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:

@@ -3,6 +3,10 @@
     python build_backend/native_library.py
 
 which leaves it in ``hf_zero/native/``, where a source folder on the path finds it. Standard library only.
+
+The compiler of this machine makes a library for this machine's C library and newer ones: glibc 2.34 moved ``pthread_create`` and its like
+under a new version, which older ones do not have. Libraries for everybody are built by zig (``ziglang`` in the package index), which brings
+clang and the symbols of each glibc, for this processor and for others (``PLATFORMS``).
 """
 
 from __future__ import annotations
@@ -19,6 +23,11 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDER = Path("hf_zero", "native")  # of the library, in the source folder and in the wheel
 _COMPILERS = ("c++", "g++", "clang++")
 _LIMIT_SECONDS = 600
+# What is asked for, and a wheel is tagged -> (zig's name of the target, processor). glibc 2.17 is of 2012, and the first for aarch64.
+PLATFORMS = {
+    "manylinux_2_17_x86_64": ("x86_64-linux-gnu.2.17", "x86_64"),
+    "manylinux_2_17_aarch64": ("aarch64-linux-gnu.2.17", "aarch64"),
+}
 
 
 def compiler() -> str:
@@ -30,8 +39,14 @@ def compiler() -> str:
     return ""
 
 
-def tool_requirements() -> list[str]:
-    """What to ask of the package index to build here: cmake and ninja where the machine has a compiler and lacks them."""
+def tool_requirements(platform: str = "") -> list[str]:
+    """What to ask of the package index to build here: cmake and ninja where the machine has a compiler and lacks them.
+
+    Args:
+        platform: One of ``PLATFORMS``, which take zig, cmake and ninja from there always; "" is this machine.
+    """
+    if platform:
+        return ["cmake>=3.18", "ninja", "ziglang>=0.13"]
     if not compiler():
         return []
     wanted = [] if shutil.which("cmake") else ["cmake>=3.18"]
@@ -48,29 +63,62 @@ def build(target: Path) -> Path | None:
         return _without("no C++ compiler was found")
     if not shutil.which("cmake"):
         return _without("no cmake was found")
+    generator = ["-G", "Ninja"] if shutil.which("ninja") else []
+    done, library = _run_cmake(generator, target)
+    if library is None:
+        return _without(f"`{done}` failed (its output stands above)")
+    print(f"hf_zero: built {library.name} with {compiler()}")
+    return library
+
+
+def build_for(platform: str, target: Path) -> Path:
+    """Builds the library for one of ``PLATFORMS`` into the folder ``target``, with zig; returns its file.
+
+    Raises:
+        RuntimeError: It cannot be built. A wheel that was asked for by name is never made without it.
+    """
+    triple, processor = PLATFORMS[platform]
+    # zig's C driver compiles C++ too and, unlike its C++ one, builds no C++ run-time library first: none is needed.
+    options = [
+        f"-DCMAKE_CXX_COMPILER={sys.executable}",
+        f"-DCMAKE_CXX_COMPILER_ARG1=-m ziglang cc -target {triple}",
+        "-DCMAKE_SYSTEM_NAME=Linux",
+        f"-DCMAKE_SYSTEM_PROCESSOR={processor}",
+        "-DCMAKE_MODULE_LINKER_FLAGS=-s",
+        "-G",
+        "Ninja",
+    ]
+    done, library = _run_cmake(options, target)
+    if library is None:
+        raise RuntimeError(f"hf_zero: the library for {platform} was not built: `{done}` failed (its output stands above)")
+    return library
+
+
+def _run_cmake(options: list[str], target: Path) -> tuple[str, Path | None]:
+    """Builds into ``target``; returns the last command and the library's file, None where the command failed."""
     with tempfile.TemporaryDirectory() as scratch:
-        generator = ["-G", "Ninja"] if shutil.which("ninja") else []
         commands = (
-            ["cmake", "-S", str(ROOT / "kernels"), "-B", scratch, "-DCMAKE_BUILD_TYPE=Release", *generator],
+            ["cmake", "-S", str(ROOT / "kernels"), "-B", scratch, "-DCMAKE_BUILD_TYPE=Release", *options],
             ["cmake", "--build", scratch, "--parallel"],
         )
         for command in commands:
             done = subprocess.run(command, capture_output=True, text=True, timeout=_LIMIT_SECONDS)
             if done.returncode:
                 print(done.stdout + done.stderr, file=sys.stderr)
-                return _without(f"`{' '.join(command)}` failed (its output stands above)")
+                return " ".join(command), None
         (library,) = [path for suffix in ("so", "dylib") for path in Path(scratch).glob(f"libhf_zero_kernels.{suffix}")]
         target.mkdir(parents=True, exist_ok=True)
         # Renamed into its place: a process that has the old file open keeps it whole.
         fresh = target / f".{library.name}.{os.getpid()}"
         shutil.copy(library, fresh)
         os.replace(fresh, target / library.name)
-        print(f"hf_zero: built {library.name} with {compiler()}")
-        return target / library.name
+        return " ".join(commands[-1]), target / library.name
 
 
-def platform_tag() -> str:
-    """The tag of a wheel that carries the library and is independent of Python's version."""
+def platform_tag(platform: str = "") -> str:
+    """The tag of a wheel that carries the library, for one of ``PLATFORMS`` or this machine, and is independent of Python's version."""
+    if platform:
+        return f"py3-none-{platform}.{platform.replace('manylinux_2_17', 'manylinux2014')}"  # the second name is for older installers
     return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
 

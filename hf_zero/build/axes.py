@@ -9,9 +9,7 @@ from torch import nn
 
 from hf_zero.build.mesh import is_to_split, mesh_of, shards
 from hf_zero.build.packed_weights import refuse_packed
-from hf_zero.comm.expert_axes import divide_experts
-from hf_zero.comm.mpu import model_parallel_group
-from hf_zero.comm.pipeline_axes import divide_stages
+from hf_zero.comm.axes import divide_experts, divide_stages, model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh

@@ -9,12 +9,12 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.comm.mpu import MODEL_GROUPS, model_parallel_group
+from hf_zero.comm.axes import MODEL_GROUPS, model_parallel_group
 from hf_zero.comm.nodes import Nodes, ranks_of_node
 from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_pair, solve
 from hf_zero.sequence_parallel.state import sequence_groups
 from hf_zero.tensor_parallel.apply import ranks_of
-from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
+from hf_zero.tensor_parallel.own_layers import require_whole
 
 sources: list[Callable[[], list[Claim]]] = []
 """Where layers above say what the libraries that they serve know of the mesh."""

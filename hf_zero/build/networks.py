@@ -7,12 +7,11 @@ from dataclasses import replace
 from hf_zero.build.axes import Axes
 from hf_zero.build.mesh import is_to_split, require_fit
 from hf_zero.build.same_settings import everyone_of
+from hf_zero.comm.axes import stages_together
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.hops import TwoHops
-from hf_zero.comm.nodes import nodes_of
+from hf_zero.comm.nodes import TwoHops, nodes_of
 from hf_zero.comm.own_groups import Purpose, borrow, give_back, own_topology
-from hf_zero.comm.pipeline_axes import stages_together
 from hf_zero.comm.topology import Topology, divide_replicas, lines_of, require_divisor
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.errors import ConfigError

@@ -18,7 +18,7 @@ from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
 from hf_zero.build.joining import Joiner
-from hf_zero.build.mixed_types import explain_types
+from hf_zero.build.kept_types import explain_types
 from hf_zero.build.networks import Networks
 from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.build.out_of_memory import OutOfMemory
@@ -27,7 +27,7 @@ from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hang_watch import LongWaits
-from hf_zero.comm.hops import TwoHops
+from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.generation import Generation
@@ -37,11 +37,9 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedGradients
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
-from hf_zero.core.schedule.node_gradients import NodeExchange
-from hf_zero.core.schedule.quantized_gradients import QuantizedExchange
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.replicas import ReplicatedGradients
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
@@ -63,14 +61,12 @@ from hf_zero.memory import heap
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import global_rank
 from hf_zero.offload.policy import Offloading
-from hf_zero.onebit.exchange import OneBitExchange
-from hf_zero.onebit.step import OneBitStepper, max_norm_of
-from hf_zero.optim.elementwise import needs_whole_tensors, require_tested
+from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
+from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
 from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.optim.whole_tensor_limits import check_whole_tensors
 from hf_zero.pipeline.apply import pipeline_of, pipelined
 from hf_zero.pipeline.generation import WholeGeneration
-from hf_zero.profiling.recorded_step import RecordedStep
+from hf_zero.profiling.recordings import RecordedStep
 from hf_zero.profiling.step_metrics import StepMetrics
 
 Measure = Callable[[int], Mapping[str, float]]

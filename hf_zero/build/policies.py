@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.preemption import PreemptionSettings
+from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
 from hf_zero.core.schedule.gradients import GradientPolicy
-from hf_zero.core.schedule.quantized_gradients import ErrorFeedback
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.clock import Clock
@@ -75,14 +75,17 @@ def kept_patterns(config: ZeroConfig) -> list[str] | None:
 
 
 def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, world: int, sharers: int = 1) -> GradientPolicy:
-    """Scaling and element types of the reduction.
+    """Return the scaling and the element types of the reduction.
 
-    The mean is taken before the sum in fp32, where it costs nothing (the copy into the flat buffer scales on the way), and after it
-    in bf16, where dividing by a number of ranks that is no power of two would round every element of the message. fp16 has a
-    largest number, 65504, that a sum over many ranks soon reaches: about the square root of the ranks is divided by before the sum,
-    and the rest after it, so that neither the sum nor small gradients come near fp16's ends. ``prescale_gradients`` divides
-    before in any case, ``gradient_predivide_factor`` splits the division. ``sharers`` ranks share the sequences of their samples: a "sum"
-    over samples is their mean.
+    [Note: divisors of a gradient] ``Engine.backward`` divides the loss by ``gradient_accumulation_steps`` and multiplies it by the loss
+    scale. The mean over N ranks is ``pre_scale * post_scale = 1 / N``: ``UnitGradients`` multiplies by ``pre_scale`` as it copies a
+    gradient into the flat buffer and by ``post_scale`` when the sum has arrived. ``Stepper.take`` divides by the loss scale, together
+    with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert (``build/parts.py``).
+
+    In fp32 the mean is taken before the sum, where it costs nothing. In bf16 it is taken after the sum, because a division by a number of
+    ranks that is no power of two would round every element of the message. A sum in fp16 soon exceeds 65504, so about the square root of
+    N is divided by before the sum and the rest after it. ``prescale_gradients`` divides before in any case, ``gradient_predivide_factor``
+    splits the division. ``sharers`` ranks share the sequences of their samples: a "sum" over samples is their mean.
     """
     total = 1.0 / sharers if config.gradient_allreduce_op == "sum" else 1.0 / world
     message = precision.message_dtype or precision.param_dtype or torch.float32

@@ -11,16 +11,16 @@ from torch import nn
 from hf_zero import __version__
 from hf_zero.build.axes import count_samples
 from hf_zero.build.mesh import mesh_of
+from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import axis_over, build_topology
 from hf_zero.config.alike import default_text, settings_of
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import analyse
 from hf_zero.config.sources import hidden_size_of
-from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.errors import HfZeroError, StateError
 
 _CALL, _SOURCE = "the call that ranks are in", "the configuration"

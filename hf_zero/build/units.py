@@ -16,17 +16,16 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.agreement import equal_values, require_same_model, require_same_optimizer
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
 from hf_zero.core.step.same_groups import facts_of
-from hf_zero.core.step.same_model import require_same_model, require_same_optimizer
 from hf_zero.core.units.construct import NamedParam, build_unit
-from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.registration import register_loose
-from hf_zero.core.units.shard_storage import ShardStorage
+from hf_zero.core.units.shard import ShardStorage
 from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.errors import UnsupportedError

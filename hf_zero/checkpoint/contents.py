@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.checkpoint.files.rows import Entry, cut, whole
-from hf_zero.checkpoint.format.element_types import dtype_name
-from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, average_kind, shard_file, state_kind
+from hf_zero.checkpoint.format.names import MASTER, MODULE, PARAM_STATES, WEIGHTS, average_kind, dtype_name, shard_file, state_kind
 from hf_zero.checkpoint.format.records import LooseRecord, ParamRecord, ParamStateRecord, UnitRecord
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.state import optimizer_state

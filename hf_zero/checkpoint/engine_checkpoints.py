@@ -18,6 +18,7 @@ from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import group_timeout, joint_topology
 from hf_zero.core import hooks
 from hf_zero.core.averages import AveragedWeights
@@ -213,8 +214,9 @@ class EngineCheckpoints:
             raise
 
     def _everyone(self) -> Collectives:
+        """Return the network of all ranks that save as one: where they hold parts of a model, the group in which a step's ranks vote."""
         joint = joint_topology(self._collectives.topology)
-        return self._collectives if joint is self._collectives.topology else open_collectives(joint)
+        return self._collectives if joint is self._collectives.topology else open_collectives(own_topology(joint))
 
 
 def _folder(given: Any, argument: str) -> str:

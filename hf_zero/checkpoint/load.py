@@ -15,9 +15,8 @@ from torch import nn
 from hf_zero.checkpoint.commit import agreement, folders, node_local
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
-from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import INDEX_FILE, values_file
+from hf_zero.checkpoint.format.names import DTYPES, INDEX_FILE, values_file
 from hf_zero.checkpoint.format.plausible import check_alike, check_values, missing_settings
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.format.values import Decoder

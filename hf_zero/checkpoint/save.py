@@ -20,9 +20,8 @@ from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.files.disk import Disk
 from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
-from hf_zero.checkpoint.format.element_types import dtype_name
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import CHUNK_BYTES, LATEST_FILE, state_kind, values_file
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, LATEST_FILE, dtype_name, state_kind, values_file
 from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
 from hf_zero.checkpoint.state import optimizer_state

@@ -1,8 +1,16 @@
-"""Collectives over gloo, by sending each peer its part and summing in rank order."""
+"""Carry collectives over gloo: send each peer its part and sum in rank order.
+
+For many ranks, parts travel by one all-to-all instead. A relay thread passes messages of other nodes on to the ranks of this node while
+this rank computes.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from queue import SimpleQueue
+from threading import Thread
 from typing import Any
 
 import torch
@@ -10,9 +18,59 @@ import torch.distributed as dist
 
 from hf_zero import observe
 from hf_zero.comm.collectives import TAGS, Collectives, Pending, as_sent, copy_unless_same
-from hf_zero.comm.relay import Relay
 from hf_zero.comm.topology import Topology
 from hf_zero.memory import host_memory
+from hf_zero.system.planning import planning
+
+_Task = tuple[Callable[[], None], "Future[None]"]
+
+
+class Forwarded:
+    """What a relay does; waited for like a work of torch.distributed."""
+
+    def __init__(self, future: Future[None]) -> None:
+        self._future = future
+
+    def wait(self) -> None:
+        """Blocks until it is done.
+
+        Raises:
+            RuntimeError: The network failed.
+        """
+        self._future.result()
+
+
+class Relay:
+    """Runs tasks in the order in which they were given, in a thread that ends with this object."""
+
+    def __init__(self) -> None:
+        self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
+        # A daemon: what waits for a dead rank must not keep the process from ending.
+        Thread(target=_run, args=(self._tasks,), daemon=True, name="hf_zero relay").start()
+        weakref.finalize(self, self._tasks.put, None)
+
+    def start(self, task: Callable[[], None]) -> Forwarded:
+        """Has ``task`` run when all earlier ones have; in a plan, which counts what one thread does, at once."""
+        future: Future[None] = Future()
+        if planning():
+            task()
+            future.set_result(None)
+        else:
+            self._tasks.put((task, future))
+        return Forwarded(future)
+
+
+def _run(tasks: SimpleQueue[_Task | None]) -> None:
+    while (given := tasks.get()) is not None:
+        task, future = given
+        try:
+            task()
+        except BaseException as error:  # whoever waits raises it
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+        del given, task, future  # with the tensors that they hold
+
 
 _RELAYED = TAGS + 2  # tag of what comes from another node by way of a rank of this one
 
@@ -208,3 +266,31 @@ def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int
     for part in parts[2:]:
         total.add_(part)
     return total
+
+
+class AllToAllCollectives(GlooCollectives):
+    """Direct exchange whose reductions send their parts in one call of gloo.
+
+    [Note: many ranks on gloo] A reduction is as many messages either way, and as many bytes. But a send and a receive of our own for each
+    peer take time of the host, on 32 ranks twice what one all-to-all takes for small units (``benchmarks/gloo_ranks.py``). Parts are
+    summed here in rank order as before, so no bit depends on the number at which the one takes over from the other. gloo's own
+    reduce-scatter sums in another order, 16-bit parts in 16 bit, and takes longer than both; so does its all-gather.
+    """
+
+    def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
+        label = observe.note("reduce_scatter", unit)
+        host = full if full.device.type == "cpu" else full.cpu()
+        received = host_memory.passing(host.numel(), host.dtype, host.device)
+        parts = received.view(self.world, -1).unbind()
+        return self._swap(label, host, received, lambda: sum_in_order(parts, dtype, scratch=0).to(full.device))
+
+    def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
+        label = observe.note("exchange", unit)
+        host = messages.contiguous() if messages.device.type == "cpu" else messages.cpu()
+        received = torch.empty_like(host)
+        return self._swap(label, host, received, lambda: received.to(messages.device))
+
+    def _swap(self, label: str, host: torch.Tensor, received: torch.Tensor, finish: Callable[[], torch.Tensor]) -> Pending:
+        self.sent_bytes += host.nbytes // self.world * (self.world - 1)
+        work = self.launch(label, lambda: dist.all_to_all_single(received, host, group=self.topology.group, async_op=True))
+        return Pending(label, [work], finish, group=self.topology.group, keep=(host, received))

@@ -16,6 +16,7 @@ import socket
 import threading
 import time
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -27,7 +28,9 @@ from hf_zero.comm.roll_call import numbered
 from hf_zero.comm.standing import OF_THE_SCRIPT, Standing, groups_of_this_rank, look, moment
 from hf_zero.observe import logger
 
-_KEY = "hf_zero_hang"
+KEY = "hf_zero_hang"
+ENDED = "ended"
+"""What a rank that ends leaves in place of its standing."""
 _OFTEN = 5.0  # seconds between two looks, at most, in a small world
 _RANKS_PER_SECOND = 500  # that may look into the store of rank 0
 _ANSWERS = 0.2  # seconds between two looks for answers
@@ -71,7 +74,12 @@ class LongWaits:
 @atexit.register
 def _end() -> None:
     if _current is not None:
-        _current.end()
+        _current.end(process=True)
+
+
+def current() -> HangWatch | None:
+    """The thread of this process that other ranks ask; None where there is none."""
+    return _current if _current is not None and _current.serves(default_store()) else None
 
 
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
@@ -82,9 +90,9 @@ def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
     asks the store, is then not told.
     """
     if world > _MOST_CONNECTIONS:
-        return dist.PrefixStore(_KEY, store)
+        return dist.PrefixStore(KEY, store)
     try:
-        own = dist.PrefixStore(_KEY, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
+        own = dist.PrefixStore(KEY, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
     except RuntimeError as error:
         logger.debug("long waits are not reported: the store in which the ranks met cannot be asked by another thread: %s", error)
@@ -148,13 +156,19 @@ class HangWatch(threading.Thread):
         self._moment: Any = None
         self._since = self._due = 0.0
         self._question: _Question | None = None
+        self._last_answer = False
 
-    def serves(self, store: dist.Store) -> bool:
+    def serves(self, store: dist.Store | None) -> bool:
         """Whether this thread runs and asks ``store``."""
         return self.store is store and self.is_alive() and not self._over.is_set()
 
-    def end(self) -> None:
-        """Ends the thread and waits for it for a moment: the store may not answer."""
+    def end(self, process: bool = False) -> None:
+        """Ends the thread and waits for it for a moment: the store may not answer.
+
+        Args:
+            process: The process ends with it, which the thread says to those who ask later.
+        """
+        self._last_answer = process
         self._over.set()
         if self is not threading.current_thread():
             self.join(1.0)
@@ -175,6 +189,10 @@ class HangWatch(threading.Thread):
                 if self._question is not None or self._seconds_waited() >= self._limit():
                     self._say_alone()
                 return
+        if self._last_answer and not self._is_gone():
+            with suppress(RuntimeError):
+                _require_listener(self._own)
+                self._own.set(f"standing/{self._rank}", f"0 {ENDED}")
 
     def _is_gone(self) -> bool:
         """Whether the default group has been destroyed, maybe at this moment."""
@@ -231,7 +249,7 @@ class HangWatch(threading.Thread):
                 return
             if self._own.check([key := f"standing/{rank}"]):
                 number, _, text = bytes(self._own.get(key)).decode().partition(" ")
-                if int(number) >= question.number:
+                if text != ENDED and int(number) >= question.number:
                     question.answers[rank] = Standing.from_text(text)
                     question.missing.remove(rank)
         if not question.missing or time.monotonic() > question.deadline:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -114,6 +114,14 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
     if group is not None and group > 0:
         claims.append(Claim(SHARD_GROUP, group, f"zero_optimization.mics_shard_size{where}"))
     return claims
+
+
+def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
+    """What the sizes of accelerate's ParallelismConfig say; a 1 is a default and says nothing."""
+    for axis in AXES:
+        size = getattr(parallelism_config, f"{axis}_size", None) or 1
+        if size > 1:
+            yield Claim(axis, size, f"ParallelismConfig.{axis}_size")
 
 
 def _alone(config: Mapping[str, Any]) -> set[str]:

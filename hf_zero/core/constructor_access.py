@@ -10,7 +10,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 
 # More than a line of a constructor names; what was touched before is divided again.

@@ -12,12 +12,9 @@ import torch
 from torch import nn
 
 from hf_zero.core import hooks
-from hf_zero.core.applied_averages import AppliedAverages
-from hf_zero.core.engine_parts import EngineParts
+from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.schedule.run_again import RunAgain
-from hf_zero.core.step.learning_rate import step_schedule
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
@@ -72,7 +69,7 @@ class Engine(nn.Module):
             self._scaled_by_user = False
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
-            self.runtime.backward.on_broken_off = WeakMethod(self.accumulation.broke_off)
+            self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
                 parts.stepper.on_joined = WeakMethod(self.joined)
@@ -222,6 +219,7 @@ class Engine(nn.Module):
                 result = self.stepper.take()  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
+                self.accumulation.refused()
                 raise
         self.accumulation.stepped()
         progress = self.progress
@@ -243,13 +241,14 @@ class Engine(nn.Module):
         """
         if self.stepper is None:
             return
-        written = self.stepper.agree().written
+        agreed = self.stepper.agree()
+        written = agreed.written or (agreed.waits and not self.accumulation.in_window)
         boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
         if not (written or boundary):
             return
         self.stepper.prepare(boundary)
-        if boundary and self.stage_policy.allows_deferral:
-            self.stepper.reducer.reduce_deferred()
+        if boundary:
+            self.stepper.reducer.complete(self.stage_policy.allows_deferral)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
@@ -278,7 +277,14 @@ class Engine(nn.Module):
         """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""
         if self.stepper is not None:
             self.stepper.reducer.clear()
+            self.stepper.forget_waiting()
             self.accumulation.discarded()
+
+    def _broke_off(self) -> None:
+        """A backward broke off with an error: the gradients since the last optimizer step are gone; local."""
+        self.accumulation.broke_off()
+        if self.stepper is not None:
+            self.stepper.forget_waiting()
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 

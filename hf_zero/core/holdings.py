@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients, tensors_of
-from hf_zero.core.units.own_part import has_memory
+from hf_zero.core.units.shard import has_memory
 from hf_zero.core.units.unit import Unit
 
 KINDS = ("parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other")

@@ -25,17 +25,15 @@ from hf_zero.comm.topology import build_topology
 from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.step.precision import KeptTypes
-from hf_zero.core.units.built import Built
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.empty_values import guard_state_dict
-from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.guards import guard_unprepared
+from hf_zero.core.units.layout import FROZEN, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.registration import register
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
-from hf_zero.core.units.state import UnitState
-from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, shares_unsharded_memory
-from hf_zero.core.units.unprepared import guard_unprepared
+from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
+from hf_zero.core.units.unit import Built, Unit, UnitSpec, find_unit, shares_unsharded_memory
 from hf_zero.memory import heap, host_memory
 from hf_zero.observe import warn_once
 

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.units.own_part import has_memory
+from hf_zero.core.units.shard import has_memory
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError

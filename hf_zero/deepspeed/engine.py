@@ -69,8 +69,11 @@ class Engine(ConfiguredEngine):
 
     def _register(self, entries: Sequence[UnitGradients]) -> None:
         """Let ``safe_get_*`` and their kin find the parameters of units that are trained."""
+        if self.stepper is None:
+            return
+        shown, defers = self.stepper.reducer.shown, self.stage_policy.allows_deferral
         for gradients in entries:
-            self._training.append(Training(gradients, self.optimizer, self.scaler, self.stage_policy.allows_deferral))
+            self._training.append(Training(gradients, shown, self.optimizer, self.scaler, defers))
             register_training(gradients.unit, self._training[-1])
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:

@@ -100,11 +100,7 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
     with ConfiguredEngine.no_sync(engine):
         yield
     if engine.accumulation.completed():
-        reducer = engine.stepper.reducer
-        if engine.stage_policy.allows_deferral:
-            reducer.reduce_deferred()
-        else:
-            reducer.reduce_late()
+        engine.stepper.reducer.complete(engine.stage_policy.allows_deferral)
 
 
 def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike[str], tag: Any, expp_rank: int = 0) -> str:

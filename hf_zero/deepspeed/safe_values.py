@@ -13,8 +13,9 @@ from hf_zero.core.optimizer.param_states import gather_param, write_param
 from hf_zero.core.optimizer.segments import master_of
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.written_gradients import write_gradient
+from hf_zero.core.step.written_gradients import write_gradient, written_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
@@ -26,12 +27,14 @@ class Training:
 
     Attributes:
         gradients: Of the unit.
+        shown: Gradients that scripts see.
         optimizer: What updates it.
         scaler: The loss scale.
         defers: Gradients may wait for their reduction (``no_sync``).
     """
 
     gradients: UnitGradients
+    shown: ShownGradients
     optimizer: ShardedOptimizer
     scaler: LossScaler
     defers: bool
@@ -90,19 +93,47 @@ def _publish(unit: Unit) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole gradient of ``param``, averaged over ranks, without loss scale, between backward and step; else None. Collective."""
+    """Return the whole gradient of ``param`` that the coming step takes, averaged over ranks, without loss scale; collective.
+
+    Returns:
+        A new tensor; None outside of backward and step.
+
+    Raises:
+        StateError: On every rank, if scripts have written a gradient to ``param.grad`` that the step refuses.
+    """
     owner = _find(param)
     if owner is None:
         return None
     training = _training[owner[0]]
-    if training.gradients.exchange.keeps_whole and training.gradients.has_local:
-        return _mean_over_ranks(training.gradients, owner[1]) / training.scaler.scale
-    held = training.gradients.held()
-    grad = gather_param(*owner, held, "gradient") if held is not None else None
-    if training.defers and _everyone(training.gradients).any_rank(training.gradients.has_local, "waiting gradients"):
-        waiting = _mean_over_ranks(training.gradients, owner[1])
-        grad = waiting if grad is None else grad + waiting
+    training.shown.drop_removed([param])
+    grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))
+    grad = grad if grad is not None else _summed(training, *owner)
     return grad if grad is None or training.scaler.scale == 1.0 else grad / training.scaler.scale
+
+
+def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
+    """The whole gradient of a parameter that backwards have left, averaged over ranks, with the loss scale; collective."""
+    gradients = training.gradients
+    if gradients.exchange.keeps_whole and gradients.has_local:
+        return _mean_over_ranks(gradients, index)
+    held = gradients.held()
+    grad = gather_param(unit, index, held, "gradient") if held is not None else None
+    if training.defers and _everyone(gradients).any_rank(gradients.has_local, "waiting gradients"):
+        waiting = _mean_over_ranks(gradients, index)
+        grad = waiting if grad is None else grad + waiting
+    return grad
+
+
+def _require_own(training: Training, unit: Unit, index: int, what: str) -> None:
+    """Raises where a script has written a gradient of its own, of which no rank has its part of the mean; local.
+
+    Raises:
+        StateError: It has.
+    """
+    param = unit.params[index]
+    if param is not None and training.shown.is_written(param):
+        name = unit.layout.slots[index].name
+        raise StateError(f"{what} of {name}, whose {name}.grad was written by hand: use safe_get_full_grad and safe_set_full_grad")
 
 
 def _everyone(gradients: UnitGradients) -> Collectives:
@@ -121,7 +152,7 @@ def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets the gradient that the coming step will use, from ``value`` (full shape, without loss scale).
+    """Sets the gradient that the coming step will use, from ``value`` (full shape, without loss scale), in place of ``param.grad``.
 
     Raises:
         StateError: No engine trains ``param``, or the shapes differ.
@@ -129,6 +160,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
     write_gradient(training.gradients, index, value * training.scaler.scale)
+    training.shown.forget_written(param)
 
 
 def safe_update_full_grad_vectorized(
@@ -176,11 +208,17 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none."""
+    """Return this rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none.
+
+    Raises:
+        StateError: The script has written ``param.grad``.
+    """
     owner = _find(param)
     if owner is None:
         return None
     training = _training[owner[0]]
+    training.shown.drop_removed([param])
+    _require_own(training, *owner, "safe_get_local_grad")
     held = training.gradients.held()
     if held is None:
         return None
@@ -210,11 +248,14 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     """Sets this rank's part of the gradient of ``param`` (without loss scale).
 
     Raises:
-        StateError: No engine trains ``param``.
+        StateError: No engine trains ``param``, or the script has written ``param.grad``.
     """
     unit, index = _must_find(param, "safe_set_local_grad")
     training = _training[unit]
+    training.shown.drop_removed([param])
+    _require_own(training, unit, index, "safe_set_local_grad")
     unit.shard_part(index, training.gradients.writable()).copy_(value * training.scaler.scale)
+    training.shown.forget_written(param)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:

@@ -20,7 +20,7 @@ from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.deepspeed.param_attributes import PARAM_ATTRIBUTES
 from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import init_shard_storage

@@ -10,16 +10,40 @@ B are an expert's, its A is everybody's.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
 
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.layout import Range
-from hf_zero.core.units.tp_shard import TpShard, is_expert
+from hf_zero.core.units.registration import unregister
+from hf_zero.core.units.tp_shard import TpShard, cut, is_elsewhere, is_expert, mark_tp_shard
+from hf_zero.core.units.unit import find_unit
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import StackedExperts, shape_of_all, wrappers_of
-from hf_zero.expert_parallel.kept import keep
+
+
+def keep(param: nn.Parameter, part: TpShard) -> None:
+    """Replaces the values of ``param`` by those of ``part``, and notes that; collective after ``zero.Init``.
+
+    A parameter that was loaded so stays as it is ([Note: held experts]), and one of another stage of a pipeline as empty as it is.
+    """
+    if is_expert(param):
+        return
+    if is_elsewhere(param):
+        mark_tp_shard(param, replace(part, ranges=(), elsewhere=True))
+        return
+    owner = find_unit(param)
+    if owner is None:
+        values = cut(param.data, part)
+    else:  # made by zero.Init, over all ranks
+        with owner[0].unsharded():
+            values = cut(param.detach(), part)
+        unregister(param)
+    param.data = values
+    mark_tp_shard(param, part)
+
 
 _MATRICES = ("lora_A", "lora_B")
 _Pair = tuple[nn.Parameter, nn.Parameter]

@@ -15,13 +15,12 @@ from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, is_expert, is_par
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
-from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, require_divided
+from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, keep, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
+from hf_zero.expert_parallel.exchange import SharedTokens
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts, shape_of_all
 from hf_zero.expert_parallel.held import held_layers, held_of, let_go
-from hf_zero.expert_parallel.kept import keep
 from hf_zero.expert_parallel.listed import ListedLayer
-from hf_zero.expert_parallel.shared_tokens import SharedTokens
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import plan_of
 from hf_zero.tensor_parallel.split import equal_weights

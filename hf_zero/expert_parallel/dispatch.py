@@ -12,8 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.expert_parallel.exchange import exchange, tie
-from hf_zero.expert_parallel.shared_tokens import SharedTokens
+from hf_zero.expert_parallel.exchange import SharedTokens, exchange, tie
 from hf_zero.system.planning import planning
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]

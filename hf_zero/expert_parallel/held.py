@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.held import called_before_engine, guard, release
+from hf_zero.core.units.guards import called_before_engine, guard, release
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, mark_tp_shard

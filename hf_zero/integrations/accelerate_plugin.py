@@ -9,6 +9,7 @@ from typing import Any, Literal
 from accelerate.utils import DeepSpeedPlugin
 from accelerate.utils import DummyOptim as AccelerateDummyOptim
 from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
+from typing_extensions import TypedDict, Unpack
 
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError, UnsupportedError
@@ -26,6 +27,19 @@ _RESOLVED_FROM_MODEL = (
     "zero_optimization.stage3_prefetch_bucket_size",
     "zero_optimization.stage3_param_persistence_threshold",
 )
+
+
+class PluginOptions(TypedDict, total=False):
+    """Arguments of accelerate's `DeepSpeedPlugin` that ``ZeroPlugin`` hands on under their own names."""
+
+    is_train_batch_min: bool
+    offload_optimizer_nvme_path: str | None
+    offload_param_nvme_path: str | None
+    zero3_init_flag: bool | None
+    zero3_save_16bit_model: bool | None
+    transformer_moe_cls_names: str | None
+    enable_msamp: bool | None
+    msamp_opt_level: Literal["O1", "O2"] | None
 
 
 class ZeroPlugin(DeepSpeedPlugin):
@@ -62,7 +76,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
         gradient_accumulation_steps: int | None = None,
         gradient_clipping: float | None = None,
-        **options: Any,
+        **options: Unpack[PluginOptions],
     ) -> None:
         if mixed_precision == "fp8":
             raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not provided; use 'bf16'")
@@ -87,7 +101,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         else:
             self._start_from_config(read_config(source), values, options)
 
-    def _start_from_answers(self, values: dict[str, Any], options: dict[str, Any]) -> None:
+    def _start_from_answers(self, values: dict[str, Any], options: PluginOptions) -> None:
         """Lets the stock plugin build its JSON from the launcher's answers, and writes the typed arguments over them."""
         if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
             # Nobody was asked, so nobody is to be warned that weights are gathered all the same.
@@ -106,7 +120,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             self.gradient_clipping = values["gradient_clipping"]
         self.hf_ds_config.set_stage_and_offload()
 
-    def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: dict[str, Any]) -> None:
+    def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: PluginOptions) -> None:
         """Completes the user's JSON with the typed arguments, and hands it to the stock plugin as a dict."""
         conflicts = [
             f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in lay_over(raw, values)

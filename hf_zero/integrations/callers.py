@@ -93,6 +93,24 @@ PLUGIN = Method(
     "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
     around="hf_zero.integrations.parallelism:make_plugin",
 )
+CONFIGURATION = Method(
+    "accelerate.utils.deepspeed",
+    "HfDeepSpeedConfig.__init__",
+    "a configuration that cannot be read ends in three errors at once, and comments in it are refused",
+    around="hf_zero.integrations.early_checks:read_source",
+)
+ARGUMENTS = Method(
+    "transformers.training_args",
+    "TrainingArguments.__post_init__",
+    "mistakes in a configuration are reported after data and models have been loaded",
+    around="hf_zero.integrations.early_checks:make_arguments",
+)
+AGENT = Method(
+    "torch.distributed.launcher.api",
+    "launch_agent",
+    "a launcher ends with a traceback of its own in place of the cause",
+    around="hf_zero.system.launcher_report:launch_agent",
+)
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
@@ -258,6 +276,12 @@ TIE = Method(
     "from_pretrained at stage 3 cannot compare weights that a checkpoint has under both of their names",
     around="hf_zero.integrations.loading:tie_weights",
 )
+FILL_SHARDED = Method(
+    "transformers.modeling_utils",
+    "_load_state_dict_into_zero3_model",
+    "from_pretrained at stage 3 may wait for ever where a checkpoint lacks num_batches_tracked of a batch norm",
+    around="hf_zero.integrations.loading:fill_sharded",
+)
 CONVERSIONS = Method(
     "transformers.integrations.deepspeed",
     "_apply_weight_conversions_to_state_dict",
@@ -286,7 +310,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
-    FILL, PROCESS, OPTIMIZERS,
+    FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -103,7 +103,7 @@ class GatheredParameters(gathered.GatheredParameters):
         if self._missing:  # what is missing is drawn as in a model that is loaded whole
             for unit in self.gathered:
                 show_as_built(unit)
-            self._around.enter_context(_configuration_hidden())
+            self._around.enter_context(configuration_hidden())
             self._around.enter_context(self._access)
         return self
 
@@ -116,7 +116,7 @@ class GatheredParameters(gathered.GatheredParameters):
 
 
 @contextmanager
-def _configuration_hidden() -> Iterator[None]:
+def configuration_hidden() -> Iterator[None]:
     """transformers works as without DeepSpeed inside: at stage 3 its models have code that rank 0 runs alone."""
     from transformers.integrations import deepspeed
 
@@ -149,7 +149,7 @@ def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any)
     quantized = getattr(config, "quantization_config", None) is not None
     if not deepspeed.is_deepspeed_zero3_enabled() or modeling_utils._is_ds_init_called or quantized:
         return method(model_class, config, *args, **kwargs)
-    with Init(config_dict_or_path=deepspeed.deepspeed_config()), _configuration_hidden():
+    with Init(config_dict_or_path=deepspeed.deepspeed_config()), configuration_hidden():
         return method(model_class, config, *args, **kwargs)
 
 
@@ -171,9 +171,9 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
         return method(*args, **kwargs)  # type: ignore[no-any-return]
     init = Init(config_dict_or_path=deepspeed.deepspeed_config())
     init.inner.fills_meta = True
-    with _configuration_hidden():
+    with configuration_hidden():
         contexts = method(*args, **kwargs)
-    return [init, _configuration_hidden(), *contexts]
+    return [init, configuration_hidden(), *contexts]
 
 
 def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -193,6 +193,42 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
     params = [param for module in holders for param in module.parameters(recurse=False)]
     with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
         return method(model, *args, **kwargs)
+
+
+def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
+
+    [Note: values that a module adds as it loads] Rank 0 alone loads a module, and afterwards all ranks broadcast the buffers that the
+    state dict has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would
+    broadcast alone. They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is
+    missing.
+
+    Args:
+        method: The function itself.
+        model: The model.
+        *args: As the function's.
+        **kwargs: As the function's.
+    """
+    adding = [module for module in model.modules() if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict]
+    for module in adding:
+        _without_additions(module)
+    try:
+        return method(model, *args, **kwargs)
+    finally:
+        for module in adding:
+            del module.__dict__["_load_from_state_dict"]
+
+
+def _without_additions(module: nn.Module) -> None:
+    load = module._load_from_state_dict
+
+    def loads(state_dict: dict[str, Any], *args: Any) -> None:
+        before = len(state_dict)
+        load(state_dict, *args)
+        while len(state_dict) > before:
+            state_dict.popitem()  # the last that came
+
+    module.__dict__["_load_from_state_dict"] = loads
 
 
 @contextmanager

@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
 
 from hf_zero.build.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
-from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, requested_ranks, solve
+from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_sizes, requested_ranks, solve
 from hf_zero.errors import ConfigError
+from hf_zero.integrations import early_checks
 from hf_zero.observe import warn_once
 
 _MESH = "_hf_zero_mesh"  # in accelerate's state, which a reset clears
@@ -57,21 +58,24 @@ def claims_of_accelerate() -> list[Claim]:
     return list(claims_of_sizes(state.get("parallelism_config"))) if _MESH in state else []
 
 
-def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
-    """What the sizes of a ParallelismConfig say; a 1 is a default and says nothing."""
-    for axis in AXES:
-        size = getattr(parallelism_config, f"{axis}_size", None) or 1
-        if size > 1:
-            yield Claim(axis, size, f"ParallelismConfig.{axis}_size")
-
-
 def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
     """``Accelerator._prepare_tp``, which is for models that transformers has sharded; ``initialize`` splits its own."""
     return args if _is_ours(accelerator.state) else method(accelerator, *args)
 
 
 def validate_launch(method: Callable[..., Any], args: Any) -> Any:
-    """accelerate's check of the flags of ``accelerate launch``, which allows a ParallelismConfig beside FSDP only.
+    """accelerate's check of the flags of ``accelerate launch``; the configuration that they name is checked as well.
+
+    Raises:
+        ConfigError: That has mistakes.
+    """
+    found = _validate_with_sizes(method, args)
+    early_checks.check_launch(args)
+    return found
+
+
+def _validate_with_sizes(method: Callable[..., Any], args: Any) -> Any:
+    """accelerate's check, which allows a ParallelismConfig beside FSDP only.
 
     The check also reads the file of ``accelerate config``, which may be what chooses DeepSpeed or gives the sizes: so it comes first.
     """

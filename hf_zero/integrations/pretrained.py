@@ -14,10 +14,17 @@ from typing import Any
 def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **kwargs: Any) -> Any:
     """``PreTrainedModel.from_pretrained``; beside a DeepSpeed configuration it loads the model for an engine, and notes the sizes on it.
 
+    At stage 3, where an engine has been made, a rank that loads alone loads a whole model ([Note: calls of one rank]).
+
     Raises:
         UnsupportedError: The ``distributed_config`` asks for something that is not provided.
         ConfigError: Its ``ep_plan`` names what the model does not have.
     """
+    if _loads_alone():
+        from hf_zero.integrations.loading import configuration_hidden
+
+        with configuration_hidden():
+            return from_pretrained(method, model_class, *args, **kwargs)
     given = kwargs.get("distributed_config")
     if given is None or not _configuration_in_use():
         return method(model_class, *args, **kwargs)
@@ -29,6 +36,16 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
         loaded = method(model_class, *args, **kwargs)
     sizes.note_on(loaded[0] if isinstance(loaded, tuple) else loaded)
     return loaded
+
+
+def _loads_alone() -> bool:
+    """Whether this load would be collective, and the other ranks do not take part."""
+    deepspeed = sys.modules.get("transformers.integrations.deepspeed")
+    if "hf_zero.comm.hang_watch" not in sys.modules or deepspeed is None or not deepspeed.is_deepspeed_zero3_enabled():
+        return False  # there is no engine
+    from hf_zero.comm.companions import comes_alone
+
+    return comes_alone()
 
 
 def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

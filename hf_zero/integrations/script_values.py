@@ -19,11 +19,12 @@ import torch
 
 from hf_zero.config.batch import ACCUMULATION, MICRO
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations import callers
+from hf_zero.integrations.early_checks import check_plugin
 from hf_zero.integrations.typed_values import put, same
 from hf_zero.observe import log_rank0, warn_once
 
@@ -70,6 +71,8 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
     source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
         plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
+        if not hasattr(plugin.hf_ds_config, "mismatches"):  # those of TrainingArguments are checked with them
+            check_plugin(plugin.hf_ds_config.config)
         # accelerate would say 1, and overrule the Accelerator's number with it.
         plugin.hf_ds_config.config.setdefault(ACCUMULATION, "auto")
     setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))

@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from transformers import TrainingArguments
 
 from hf_zero.build.mesh import fits_own_node
-from hf_zero.config.mesh import claims_of_config, claims_of_environment, solve
+from hf_zero.config.mesh import claims_of_config, claims_of_environment, claims_of_sizes, solve
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.integrations.parallelism import claims_of_sizes
 from hf_zero.integrations.typed_values import config_of_launcher, lay_over
 
 __all__ = ["ZeroTrainingArguments"]
@@ -103,6 +102,8 @@ class ZeroTrainingArguments(TrainingArguments):
     overlap_comm: bool | None = _option("Reduce gradients while backward is running.")
     communication_data_type: str | None = _option("Element type in which gradients travel.", _TYPES)
     steps_per_print: int | None = _option("Steps between the engine's own progress lines; 0 prints none.")
+
+    hf_zero_checks_itself: ClassVar[bool] = True  # see ``early_checks``
 
     def __post_init__(self) -> None:
         problems = self._range_problems()

@@ -10,18 +10,106 @@ second moments by their last bit on aarch64.)
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 import os
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from hf_zero.native.adam_rule import AdamRule
 from hf_zero.native.library import TRITON_VARIABLE
 from hf_zero.native.passes import PassTensors, floats
-from hf_zero.native.triton_adam import adam_triton, is_available
+
+# How weights decay, as ``hf_zero_kernels.h`` counts.
+NO_DECAY, L2, DECOUPLED = 0, 1, 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdamRule:
+    """One step of Adam or AdamW.
+
+    Attributes:
+        lr: Learning rate.
+        betas: Decay of the two moments.
+        eps: Added to the root of the second moment.
+        weight_decay: Decay of the weights.
+        decoupled: True decays as AdamW does, False adds the decay to the gradient.
+        bias_correction: Divide the moments by ``1 - beta ** step``.
+        step: Number of this step, from 1.
+        grad_factor: Multiplies the gradient first: unscaling and clipping together.
+    """
+
+    lr: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    decoupled: bool
+    bias_correction: bool = True
+    step: int
+    grad_factor: float = 1.0
+
+    @property
+    def minus_step(self) -> float:
+        """What the first moment over the root is multiplied with."""
+        return -(self.lr / (1 - self.betas[0] ** self.step if self.bias_correction else 1.0))
+
+    @property
+    def root_divisor(self) -> float:
+        """What the root of the second moment is divided by."""
+        return math.sqrt(1 - self.betas[1] ** self.step if self.bias_correction else 1.0)
+
+    @property
+    def decay(self) -> float:
+        """Multiplied with the weights: their new share, or, for L2, what goes to the gradient."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else float(self.weight_decay)
+
+    @property
+    def decay_mode(self) -> int:
+        """``NO_DECAY``, ``L2`` or ``DECOUPLED``."""
+        return NO_DECAY if self.weight_decay == 0 else DECOUPLED if self.decoupled else L2
+
+
+_BLOCK = 1024
+
+
+def is_available() -> bool:
+    """Whether Triton can be imported."""
+    return _kernel() is not None
+
+
+@functools.cache
+def _kernel() -> Any:
+    """The kernel, compiled at its first launch; None without Triton."""
+    try:
+        from hf_zero.native.triton_kernel import adam
+    except ImportError:
+        return None
+    return adam
+
+
+def adam_triton(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
+    """As ``adam_update`` for fp32 masters on a GPU; with ``TRITON_INTERPRET=1`` in host memory, for tests.
+
+    Raises:
+        HfZeroError: Tensors that do not fit together.
+        ImportError: There is no Triton.
+    """
+    PassTensors("adam_triton", master, grad, (exp_avg, exp_avg_sq), low)
+    kernel = _kernel()
+    if kernel is None:
+        raise ImportError("adam_triton needs the package triton, which comes with torch for CUDA")
+    count = master.numel()
+    if count == 0:
+        return
+    kernel[(-(-count // _BLOCK),)](
+        master, grad, exp_avg, exp_avg_sq, master if low is None else low, count,
+        float(rule.grad_factor), 1 - rule.betas[0], rule.betas[1], 1 - rule.betas[1], rule.root_divisor, float(rule.eps),
+        rule.minus_step, rule.decay, DECAY_MODE=rule.decay_mode, HAS_LOW=low is not None, BLOCK=_BLOCK,
+    )  # fmt: skip
+
 
 # torch's fused kernel treats whole vectors of this many elements alike; see adam_reference.
 _VECTOR = 16

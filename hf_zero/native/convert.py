@@ -1,4 +1,4 @@
-"""Conversion between fp32 and bf16 or fp16 in host memory, past the cache where that is faster."""
+"""Copy flat ranges of host memory by several threads, and convert between fp32 and bf16 or fp16, past the cache where that is faster."""
 
 from __future__ import annotations
 
@@ -51,3 +51,27 @@ def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
         native.call("hfz_convert", ctypes.c_int64(stop - start), address(source, start), types[0], address(target, start), types[1])
 
     for_thread_ranges(source.numel(), threads, work)
+
+
+def copy(target: Tensor, source: Tensor, *, threads: int = 1) -> None:
+    """Writes ``source`` to ``target``, bit for bit; versions of ``target`` are not counted up.
+
+    Args:
+        target: In host memory, contiguous, of the size and type of ``source``.
+        source: In host memory, contiguous. Other Python threads run meanwhile.
+        threads: The most threads to use.
+
+    Raises:
+        HfZeroError: The two do not fit.
+    """
+    fits = source.dtype == target.dtype and source.numel() == target.numel() and source.is_contiguous() and target.is_contiguous()
+    if not fits or {source.device.type, target.device.type} != {"cpu"}:
+        raise HfZeroError(
+            f"copy: target is {target.dtype}, {target.numel()} elements on {target.device}, source {source.dtype}, {source.numel()} on "
+            f"{source.device}; both must be alike, contiguous and in host memory"
+        )
+    native = library()
+    if native is None:
+        ctypes.memmove(target.data_ptr(), source.data_ptr(), source.nbytes)
+    else:
+        native.handle.hfz_threaded_copy(ctypes.c_int32(threads), ctypes.c_int64(source.nbytes), address(target), address(source))

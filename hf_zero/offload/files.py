@@ -1,4 +1,7 @@
-"""Swap files: plain files of one rank, read and written in aligned pieces by a few threads, past the page cache where that is possible."""
+"""Keep swap files: plain files of one rank, read and written in aligned pieces by a few threads, past the page cache where possible.
+
+A plan uses files with sizes and without a disk.
+"""
 
 from __future__ import annotations
 
@@ -24,6 +27,7 @@ from hf_zero.memory.buffers import ALIGNMENT
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
+from hf_zero.system.planning import placed
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
@@ -305,3 +309,43 @@ def _close_file(pool: ThreadPoolExecutor, descriptors: tuple[int, ...]) -> None:
     for descriptor in descriptors:
         with contextlib.suppress(OSError):
             os.close(descriptor)
+
+
+class PlannedFolder(SwapFolder):
+    """No folder."""
+
+    def __init__(self) -> None:
+        self.path = Path()
+
+    def remove(self) -> None:
+        """There is nothing to remove."""
+
+
+class PlannedFile(SwapFile):
+    """Regions that are tensors without values, in the tier "disk"."""
+
+    def __init__(self) -> None:
+        self.path, self.nbytes, self.settings, self.direct = Path(), 0, IoSettings(), True
+        self._regions: dict[int, torch.Tensor] = {}
+
+    def make_room(self, nbytes: int) -> None:
+        """The plan says in the end whether there is room."""
+
+    def reserve(self, nbytes: int) -> int:
+        offset = self.nbytes
+        self.nbytes += -(-nbytes // GRANULARITY) * GRANULARITY
+        with placed("disk"):
+            self._regions[offset] = torch.empty(self.nbytes - offset, dtype=torch.uint8, device="cpu")
+        return offset
+
+    def map(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        start = max(begin for begin in self._regions if begin <= offset)
+        return self._regions[start][offset - start : offset - start + numel * dtype.itemsize].view(dtype)
+
+    def read(self, offset: int, buffer: torch.Tensor) -> Transfer:
+        return Transfer([])
+
+    write = read
+
+    def close(self) -> None:
+        self._regions.clear()

@@ -16,7 +16,7 @@ from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
 from hf_zero.memory.budget import gib, require_host_memory
@@ -24,10 +24,8 @@ from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
 from hf_zero.offload.file_states import BufferPlan, FileStates
-from hf_zero.offload.files import SwapFile, SwapFolder
-from hf_zero.offload.host_gradients import HostGradients
-from hf_zero.offload.host_states import HostStates
-from hf_zero.offload.planned_files import PlannedFile, PlannedFolder
+from hf_zero.offload.files import PlannedFile, PlannedFolder, SwapFile, SwapFolder
+from hf_zero.offload.host_states import HostGradients, HostStates
 from hf_zero.offload.settings import OffloadSettings
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy

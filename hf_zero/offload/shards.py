@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hf_zero.core.units.shard_storage import ShardOwner, ShardStorage
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.shard import ShardOwner, ShardStorage
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.memory.copies import CopyLane, Mark

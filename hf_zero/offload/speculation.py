@@ -11,13 +11,12 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.clones import clone
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper, update_with_lows
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper, update_with_lows
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory
-from hf_zero.native.copy import copy
+from hf_zero.native.convert import copy
 from hf_zero.observe import span
 from hf_zero.offload.host_states import SubGroup
 from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps

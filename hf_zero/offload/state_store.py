@@ -10,11 +10,9 @@ from itertools import zip_longest
 
 import torch
 
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper
 from hf_zero.core.optimizer.state_store import StateStore, cast_runs, scale_
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper
-from hf_zero.core.units.layout import Range
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import Range, UnitState
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish
 from hf_zero.memory.buffers import HostMemory

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper
+from hf_zero.core.optimizer.segments import SubGroupStepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import span, waiting
 from hf_zero.offload.host_states import HostStates, SubGroup

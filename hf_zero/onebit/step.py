@@ -1,4 +1,4 @@
-"""What 1-bit Adam changes in an engine's step: whose gradients it gets, and what their norm means."""
+"""Adapt an engine's step to 1-bit Adam: how gradients are exchanged, which ranks get them, and how their norm is defined."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 
+from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
+from hf_zero.core.schedule.gradients import GradientExchange, GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import first_non_finite, global_norm
 from hf_zero.core.step.step import Stepper
@@ -79,3 +81,26 @@ def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -
     if own and gradient_clipping and own != gradient_clipping:
         raise ConfigError(f"gradient_clipping is {gradient_clipping:g} and optimizer.params.max_grad_norm is {own:g}; give one of them")
     return gradient_clipping or own
+
+
+class OneBitExchange(GradientExchange):
+    """Warm-up: sums rank by rank at stage 0 too. Compressed phase (``keeps_whole``, which the step sets): nothing is reduced.
+
+    Args:
+        collectives: Network of the reductions.
+        policy: Element types and factors.
+        averages: Gradients are averaged over ranks; otherwise summed, so that each rank's own count as often as there are ranks.
+    """
+
+    def __init__(self, collectives: Collectives, policy: GradientPolicy, averages: bool) -> None:
+        super().__init__(collectives, policy)
+        self._own_scale = 1.0 if averages else float(collectives.world)
+
+    @property
+    def scale(self) -> float:
+        return self._own_scale if self.keeps_whole else super().scale
+
+    def start(self, message: torch.Tensor, unit: str) -> Pending:
+        if self.policy.sharded:
+            return super().start(message, unit)
+        return self.collectives.all_reduce_in_order(message, unit)

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.native.adam import adam_update
-from hf_zero.native.adam_rule import AdamRule
+from hf_zero.native.adam import AdamRule, adam_update
 from hf_zero.native.library import announce
 from hf_zero.ops.foreach import require_hyperparameters
 from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copies

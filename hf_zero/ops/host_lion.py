@@ -23,24 +23,38 @@ class HostLion(HostOptimizer):
         lr: Learning rate.
         betas: Interpolation of the update, decay of the momentum.
         weight_decay: Decoupled weight decay.
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``: half of the state, which is widened for a step and rounded once, to nearest
+            even.
 
     Raises:
-        ValueError: A hyper-parameter out of its range.
+        ValueError: A hyper-parameter out of its range, or another moment type.
     """
 
-    def __init__(self, params: Any, lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999), weight_decay: float = 0.0) -> None:
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        moment_dtype: torch.dtype = torch.float32,
+    ) -> None:
         require_hyperparameters(lr, betas, weight_decay)
+        if moment_dtype not in (torch.float32, torch.bfloat16):
+            raise ValueError(f"moment_dtype is {moment_dtype}; it must be torch.float32 or torch.bfloat16")
+        self.moment_dtype = moment_dtype
         announce()
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
+        dtype = torch.float64 if param.dtype == torch.float64 else self.moment_dtype
         exp_avg = self._state_of(param, "exp_avg", dtype)
         for piece in working_copies(tensors):
+            moment = piece.part(exp_avg)
+            wide = moment if moment.dtype == piece.master.dtype else moment.to(piece.master.dtype)
             lion_update(
                 piece.master,
                 piece.grad,
-                piece.part(exp_avg),
+                wide,
                 piece.low,
                 lr=float(group["lr"]),
                 betas=group["betas"],
@@ -48,3 +62,5 @@ class HostLion(HostOptimizer):
                 grad_factor=piece.grad_factor,
                 threads=piece.threads,
             )
+            if wide is not moment:
+                moment.copy_(wide)

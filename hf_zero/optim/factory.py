@@ -79,8 +79,8 @@ def build_optimizer(
         device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
             foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
         offloaded: it will run in host memory, wherever the parameters are now.
-        moment_dtype: fp32 or bf16, for the moments of Adam over masters in bf16 where it runs in host memory; torch's classes, which keep
-            moments in the type of the masters, are not chosen where that is another. None is fp32 for ``hf_zero.ops``.
+        moment_dtype: fp32 or bf16, for the moments of Adam and Lion over masters in bf16 where it runs in host memory; torch's classes,
+            which keep moments in the type of the masters, are not chosen where that is another. None is fp32 for ``hf_zero.ops``.
         matrices: gives the ids of the parameters that Muon trains; asked for that type only.
 
     Returns:
@@ -271,9 +271,8 @@ def _native_kind(
     if added is None or asks_for_more or not fits or not there:
         return kind, values
     rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}
-    if kind is Lion:
-        return HostLion, rest | added
-    return HostAdam, rest | added | ({} if moment_dtype is None else {"moment_dtype": moment_dtype})
+    moments = {} if moment_dtype is None else {"moment_dtype": moment_dtype}
+    return HostLion if kind is Lion else HostAdam, rest | added | moments
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:

@@ -1,4 +1,8 @@
-"""Finds the flow of a model's forward: it is run on tensors without values, and every tensor knows what glue has made it of."""
+"""Trace the flow of a model's forward on tensors without values.
+
+An item is a module that one stage runs as a whole ([Note: items] in ``plan.py``). Every tensor records how glue code made it: from
+results of earlier calls, parameters and random numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +10,166 @@ import functools
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.nn.modules.dropout import _DropoutNd
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.flop_counter import flop_registry
 
-from hf_zero.pipeline.flow import Drawn, Flow, FlowCall, Kept, Read, Sources
-from hf_zero.pipeline.items import find_repeated, possible_items
+from hf_zero.core.units.grouping import find_blocks
 from hf_zero.pipeline.plan import Crossing
 from hf_zero.tensor_parallel.call_arguments import convert_inside, tensors_in
 from hf_zero.tensor_parallel.rules import RANDOM_NAMES
 from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
+
+
+@dataclass(frozen=True)
+class Read:
+    """A parameter that glue reads, by its first name."""
+
+    parameter: str
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A tensor made or changed inside a call that is not among its results: the module keeps it somewhere for others.
+
+    Attributes:
+        call: Position of the call.
+        how: The operation that made it.
+    """
+
+    call: int
+    how: str
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """Random numbers that glue draws: every stage would draw others.
+
+    Attributes:
+        number: Which of the operations that draw.
+        how: The operation.
+        place: Dotted name of the module whose code runs it.
+    """
+
+    number: int
+    how: str
+    place: str
+
+
+Source = Crossing | Read | Kept | Drawn
+Sources = frozenset[Source]
+
+
+@dataclass
+class FlowCall:
+    """One call of an item.
+
+    Attributes:
+        path: Dotted name of the module.
+        nth: Which call of this module it is, from 0.
+        kind: Name of the module's class.
+        block: The module is one of the model's repeated blocks.
+        parameters: First names of the module's own ones.
+        needs: What it is made of through glue alone.
+        operations: Floating point operations of its products.
+    """
+
+    path: str
+    nth: int
+    kind: str
+    block: bool
+    parameters: frozenset[str]
+    needs: Sources = frozenset()
+    operations: int = 0
+
+    def __str__(self) -> str:
+        return f"{self.path} ({self.kind})" + (f", call {self.nth + 1}" if self.nth else "")
+
+
+@dataclass
+class Flow:
+    """A forward as calls of items.
+
+    Attributes:
+        model: Name of the model's class.
+        calls: In their order.
+        result: What the tensors that the model returns are made of through glue alone.
+        parameters: First name -> number of elements, in the model's order.
+        changed: Results that glue, or a later call, changes in place.
+        hidden: Positions of the first and last call inside of each ``torch.autograd.Function`` of the model's own: gradients of what such a
+            call returns do not come by the graph.
+    """
+
+    model: str
+    calls: list[FlowCall]
+    result: Sources
+    parameters: dict[str, int]
+    changed: frozenset[Crossing]
+    hidden: tuple[tuple[int, int], ...] = ()
+
+    def readers(self) -> Iterator[tuple[int, Sources]]:
+        """Position of each call with what it is made of; the model's result stands at the last call's position."""
+        for place, call in enumerate(self.calls):
+            yield place, call.needs
+        yield len(self.calls) - 1, self.result
+
+
+def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
+    """The blocks of a model by dotted name: those of ``find_blocks``, or of its outermost lists, which may be of one that is called often.
+
+    A list cannot be called: its members are the blocks (ALBERT has one that is called many times, Funnel lists of lists).
+    """
+    found: dict[str, nn.Module] = {}
+    for name, module in (find_blocks(model) or _in_lists(model)).items():
+        found.update(_callable(name, module))
+    return found
+
+
+def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
+    """Members of the outermost lists."""
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block in found):
+            found.update({f"{name}.{key}".lstrip("."): child for key, child in module.named_children()})
+    return found
+
+
+def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
+    """The module, or what is in it when it is a list; nothing where it has no parameters."""
+    if next(module.parameters(), None) is None:
+        return {}
+    if not isinstance(module, nn.ModuleList):
+        return {name: module}
+    return {path: block for key, child in module.named_children() for path, block in _callable(f"{name}.{key}", child).items()}
+
+
+def possible_items(model: nn.Module) -> dict[str, nn.Module]:
+    """By dotted name, the modules whose calls are calls of items when no other item is running.
+
+    These are the blocks, modules outside of them that have parameters and hold no block, and dropout. Of nested ones the outermost that is
+    called counts: where a model calls the layers of a head one by one, they are the items and not the head.
+    """
+    blocks = find_repeated(model)
+    holding = {name[:end] for name in blocks for end in _ends(name)}
+    found = {}
+    for name, module in model.named_modules():
+        if name in holding or any(name[:end] in blocks for end in _ends(name) if end):
+            continue
+        if isinstance(module, _DropoutNd) or next(module.parameters(), None) is not None:
+            found[name] = module
+    return found
+
+
+def _ends(name: str) -> list[int]:
+    """Where the names of the modules around ``name`` end in it; the root's is empty."""
+    return [0, *(place for place, letter in enumerate(name) if letter == ".")]
+
 
 # The shape of their results depends on values, so whatever the code does next may, too.
 _SHAPED_BY_VALUES = frozenset({"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"})

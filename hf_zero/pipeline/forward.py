@@ -22,9 +22,8 @@ from hf_zero.pipeline.micro_batches import IGNORED
 from hf_zero.pipeline.model_stages import Border, ModelStage
 from hf_zero.pipeline.own_stages import OwnStages, give_back
 from hf_zero.pipeline.passes import Attached, Passes
-from hf_zero.pipeline.pending import PendingTensor
+from hf_zero.pipeline.pending import PendingTensor, ResultShapes
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.result_shapes import ResultShapes
 from hf_zero.pipeline.schedules import Scheduler
 from hf_zero.pipeline.trees import map_tensors
 from hf_zero.tensor_parallel import same_data

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.core.units.held import called_before_engine, guard, release
+from hf_zero.core.units.guards import called_before_engine, guard, release
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, unmark_tp_shard
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.templates import placeholder

@@ -1,4 +1,4 @@
-"""Decides which stage of a pipeline runs which calls of a model's items."""
+"""Decide which stage of a pipeline runs which calls of a model's items, so that the heaviest stage is as light as possible."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -14,13 +15,50 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.pipeline.balance import balanced_runs
-from hf_zero.pipeline.flow import Drawn, Flow, Kept, Read
-from hf_zero.pipeline.flow_trace import trace_flow
+from hf_zero.pipeline.flow_trace import Drawn, Flow, Kept, Read, trace_flow
 from hf_zero.pipeline.plan import Crossing, ItemCall, PipelinePlan
 from hf_zero.tensor_parallel.call_arguments import tensors_in
-from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, required_arguments
-from hf_zero.tensor_parallel.skeleton import skeleton
+from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, required_arguments, skeleton
+
+
+def balanced_runs(weights: Sequence[float], runs: int) -> list[range]:
+    """Positions in ``weights`` by run: none empty, the heaviest as light as possible, and of those the most even ones.
+
+    Dynamic programming over the prefixes, first for the heaviest run, then for the sum of squares with no run above it:
+    O(runs * len(weights) ** 2).
+
+    Args:
+        weights: At least as many as ``runs``, none below 0.
+        runs: Their number, at least 1.
+    """
+    sums = [0, *accumulate(weights)]
+    heaviest = _divide(sums, runs, max, float("inf"))
+    limit = max(sums[run.stop] - sums[run.start] for run in heaviest)
+    return _divide(sums, runs, lambda before, weight: before + weight**2, limit)
+
+
+def _divide(sums: Sequence[float], runs: int, join: object, limit: float) -> list[range]:
+    """The division of least cost, where ``join(cost so far, weight of a run)`` is the cost and no run is heavier than ``limit``."""
+    assert callable(join)
+    count = len(sums) - 1
+    costs = [[float("inf")] * (count + 1) for _ in range(runs + 1)]
+    starts = [[0] * (count + 1) for _ in range(runs + 1)]
+    costs[0][0] = 0
+    for run in range(1, runs + 1):
+        for stop in range(run, count + 1):
+            for start in range(run - 1, stop):
+                weight = sums[stop] - sums[start]
+                if weight > limit or costs[run - 1][start] == float("inf"):
+                    continue
+                cost = join(costs[run - 1][start], weight)
+                if cost < costs[run][stop]:
+                    costs[run][stop], starts[run][stop] = cost, start
+    found, stop = [], count
+    for run in range(runs, 0, -1):
+        found.append(range(starts[run][stop], stop))
+        stop = starts[run][stop]
+    return found[::-1]
+
 
 METHODS = ("parameters", "uniform", "operations", "type:REGEX")
 _LENGTHS = (16, 64, 512)

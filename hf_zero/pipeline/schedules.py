@@ -1,18 +1,220 @@
-"""The schedules of ``torch.distributed.pipelining`` over the stages of this rank: in which order forwards and backwards run."""
+"""Run ``torch.distributed.pipelining``'s schedules over the stages of this rank: the order of passes, and each stage's work."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, get_schedule_class
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.process_groups import serving_backend
+from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError, ConfigError
 from hf_zero.pipeline.plan import Placement
-from hf_zero.pipeline.scheduled import ScheduledStage, StageWork
+
+_NOTHING = torch.zeros(1)
+
+
+class StageWork(Protocol):
+    """What one stage does with the parts of a batch."""
+
+    def expected(self, part: int) -> Sequence[torch.Tensor]:
+        """What the stage before sends of ``part``, as shapes and types; nothing on the first stage."""
+
+    def forward(self, part: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
+        """Runs the stage; returns what it sends to the next one, or on the last stage the loss alone."""
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """What gradients may be for."""
+
+
+class ScheduledStage:
+    """One stage in the hands of a schedule; its attributes and methods are those that torch's schedules ask of a stage.
+
+    Tensors go over borders in the order in which the work returns them, of any shapes. Of those with floating-point values a gradient comes
+    back, of zeros where a stage did not use it. Where the pipeline's back end serves a device from the host, copies on the host travel.
+
+    Args:
+        index: Which stage.
+        placement: Who runs which.
+        pipe: The ranks.
+
+    Attributes:
+        work: What the stage does in this step.
+        scale: Factor of the gradient of each part's loss.
+        failed: The error that the work has raised in this step: not the schedule's, and not the network's.
+    """
+
+    submod = None  # torch asks whether it shards its parameters
+
+    def __init__(self, index: int, placement: Placement, pipe: Topology) -> None:
+        self.stage_index, self.num_stages = index, placement.stages
+        self.is_first, self.is_last = index == 0, index == placement.stages - 1
+        self.group, self.group_rank, self.group_size = pipe.group, pipe.rank, pipe.world
+        self.stage_index_to_group_rank = {stage: placement.rank_of(stage) for stage in range(placement.stages)}
+        self.device = pipe.device
+        self.has_backward = True
+        self.output_chunks: list[torch.Tensor] = []
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}  # neighbours alone are sent to
+        self.act_send_info: dict[int, list[int]] = {}
+        self.work: StageWork | None = None
+        self.scale = 1.0
+        self.failed: Exception | None = None
+        by_host = pipe.device.type != "cpu" and serving_backend(pipe.group, pipe.device) == "gloo"
+        self._transport = torch.device("cpu") if by_host else pipe.device
+        self._arriving: dict[int, list[torch.Tensor]] = {}  # by part
+        self._received: dict[int, list[torch.Tensor]] = {}
+        self._sent: dict[int, list[torch.Tensor]] = {}
+        self._gradients: dict[int, list[torch.Tensor]] = {}
+        self._returned: dict[int, list[torch.Tensor]] = {}
+        self._later: dict[int, Callable[[], Any]] = {}
+
+    # -- forward --------------------------------------------------------------------------------------------------------
+
+    def get_fwd_recv_ops(self, part: int) -> list[dist.P2POp]:
+        """What is received before ``part`` can run."""
+        if self.is_first:
+            return []
+        with self._own_errors() as work:
+            self._arriving[part] = [_place(meta, self._transport) for meta in work.expected(part)]
+        return [self._operation(dist.irecv, place, -1) for place in self._arriving[part]]
+
+    def forward_one_chunk(self, part: int, *_args: Any, **_kwargs: Any) -> Any:
+        """Runs ``part``; returns what goes on, on the last stage its loss."""
+        received = [tensor.to(self.device) for tensor in self._arriving.pop(part, ())]
+        for tensor in received:
+            tensor.requires_grad_(self.has_backward and tensor.is_floating_point())
+        with self._own_errors() as work:
+            sent = list(work.forward(part, received))
+        self.output_chunks.append(_NOTHING)  # which schedules join at the end; the work keeps its results itself
+        self._sent[part] = sent
+        if self.has_backward:
+            self._received[part] = [tensor for tensor in received if tensor.is_floating_point()]
+        return tuple(sent) if not self.is_last else sent[0] if sent else None
+
+    def get_fwd_send_ops(self, part: int) -> list[dist.P2POp]:
+        """What goes on when ``part`` has run."""
+        if self.is_last:
+            return []
+        tensors = self._sent[part] if self.has_backward else self._sent.pop(part)
+        return [self._operation(dist.isend, _carried(tensor, self._transport), 1) for tensor in tensors]
+
+    def set_local_fwd_input(self, outputs: Sequence[torch.Tensor], part: int) -> None:
+        """``part`` comes from a stage of this rank."""
+        self._arriving[part] = [tensor.detach() for tensor in outputs]
+
+    # -- backward -------------------------------------------------------------------------------------------------------
+
+    def get_bwd_recv_ops(self, part: int) -> list[dist.P2POp]:
+        """What is received before the backward of ``part``."""
+        if self.is_last or not self.has_backward:  # of which GPipe's schedule takes no notice
+            return []
+        self._gradients[part] = [_place(tensor, self._transport) for tensor in self._sent[part] if tensor.is_floating_point()]
+        return [self._operation(dist.irecv, place, 1) for place in self._gradients[part]]
+
+    def backward_one_chunk(self, part: int, loss: torch.Tensor | None = None, full_backward: bool = True, **_kwargs: Any) -> None:
+        """Backward of ``part``, on the last stage of its ``loss``; without ``full_backward`` weights get their gradients later."""
+        sent = self._sent.pop(part, [])
+        if not self.has_backward:
+            return
+        outputs, gradients = self._ends(part, sent, loss)
+        received = self._received.pop(part)
+        with self._own_errors() as work:
+            if full_backward:
+                _backward(outputs, gradients)
+            elif self.is_first:  # nothing goes back, so all of it can wait
+                self._later[part] = lambda: _backward(outputs, gradients)
+            else:
+                _, groups = stage_backward_input(outputs, gradients, received, work.parameters())
+                self._later[part] = lambda: stage_backward_weight(work.parameters(), groups)
+        self._returned[part] = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received]
+
+    def backward_weight_one_chunk(self, part: int, **_kwargs: Any) -> None:
+        """The gradients of weights that ``backward_one_chunk`` has left."""
+        with self._own_errors():
+            self._later.pop(part)()
+
+    def _ends(self, part: int, sent: Sequence[torch.Tensor], loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """What backward begins with, and the gradients of it."""
+        if self.is_last:
+            whole = loss.float()
+            return [whole], [torch.full_like(whole, self.scale)]
+        floating = [tensor for tensor in sent if tensor.is_floating_point()]
+        arrived = [gradient.to(self.device) for gradient in self._gradients.pop(part)]
+        pairs = [(tensor, gradient) for tensor, gradient in zip(floating, arrived, strict=True) if tensor.requires_grad]
+        return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
+
+    def get_bwd_send_ops(self, part: int) -> list[dist.P2POp]:
+        """What goes back after the backward of ``part``."""
+        return [self._operation(dist.isend, _carried(gradient, self._transport), -1) for gradient in self._returned.pop(part, ())]
+
+    def get_local_bwd_output(self, part: int) -> list[torch.Tensor]:
+        """What goes back to a stage of this rank."""
+        return self._returned.pop(part)
+
+    def set_local_bwd_input(self, gradients: list[torch.Tensor], part: int) -> None:
+        """The gradients of ``part`` come from a stage of this rank."""
+        self._gradients[part] = gradients
+
+    # -- what else schedules call -----------------------------------------------------------------------------------------
+
+    def clear_runtime_states(self) -> None:
+        """Forgets what a step has left."""
+        self.output_chunks.clear()
+        for kept in (self._arriving, self._received, self._sent, self._gradients, self._returned, self._later):
+            kept.clear()
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Nothing: the engine reduces."""
+
+    def scale_grads(self, grad_scale_factor: int) -> None:
+        """Nothing: losses are scaled."""
+
+    def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
+        return []
+
+    def _prepare_forward_infra(self, *_args: Any, **_kwargs: Any) -> tuple[()]:
+        return ()
+
+    def _prepare_backward_infra(self, *_args: Any, **_kwargs: Any) -> None:
+        return None
+
+    # -- parts --------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _own_errors(self) -> Iterator[StageWork]:
+        """A context in which the work runs; its errors are noted."""
+        assert self.work is not None
+        try:
+            yield self.work
+        except Exception as error:
+            self.failed = error
+            raise
+
+    def _operation(self, operation: Callable[..., Any], tensor: torch.Tensor, step: int) -> dist.P2POp:
+        peer = self.stage_index_to_group_rank[self.stage_index + step]
+        return dist.P2POp(operation, tensor, group=self.group, group_peer=peer)
+
+
+def _place(like: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(like.shape, dtype=like.dtype, device=device)
+
+
+def _carried(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return tensor.detach().to(device).contiguous()
+
+
+def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]) -> None:
+    if outputs:
+        torch.autograd.backward(outputs, gradients)
+
 
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FOLDED = ("ZBVZeroBubble", "DualPipeV")

@@ -1,1 +1,17 @@
-"""Plans a run before there is hardware: what it takes, what it sends, how long it takes."""
+"""Plans a run before there is hardware: what it takes, what it sends, how long it takes.
+
+``plan/`` runs the engine itself (``hf-zero plan``, users' page: docs/plan.md). ``--fit``: ``candidates`` (what may be chosen) →
+``costs``, ``few_blocks`` ([Note: few blocks]) and ``rates`` ([Note: roofline]; ``measure`` times a machine) → ``workers`` (processes that
+run engines) → ``planner`` (each candidate once) → ``search`` ([Note: what need not be planned]) → ``written``, ``fit``. ``models`` and
+``trainable`` build a module on the meta device; ``pretended`` makes this process rank 0 of a world of torch's fake back end, on a device
+"planned" that is written in Python; ``books`` is a dispatch mode above torch's ``FakeTensorMode`` that writes down each storage ([Note: a
+storage of a fake tensor]); ``attention`` gives the pretended device the kernels of a GPU and models the masks of a run; ``choices`` lets
+layers with lists of experts know which tokens chose which ([Note: known choices]); ``run`` trains two steps of one rank and marks what
+each tensor is for (``checkpoint_size`` asks the saving code what it would write); ``stages`` runs one rank of each stage of a pipeline
+([Note: stages of a plan]); ``prediction`` reads the books, ``report`` prints and draws, ``command`` has the flags. ``fsdp_keys`` is the
+one table of FSDP's keys beside ours, from which ``plan --from`` (``fsdp_source`` reads, ``from_fsdp`` translates) and the page
+docs/coming-from-fsdp.md are made. The engine knows of it in one question, ``system/planning.py``: asked where code reaches past torch
+(native kernels, pages, swap files, host limits) or past this process (objects, votes, ranks of other lines, tokens that come to experts),
+and where a model is traced; in ``core/`` for the norm alone. Of an accumulation three micro-steps run; those between the first and the
+last are alike.
+"""

@@ -16,8 +16,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan import fsdp_keys
 from hf_zero.plan.fsdp_keys import TABLES, FsdpKey
 from hf_zero.system.reading import require_few_values
-from hf_zero.system.text_file import read_text_file
-from hf_zero.system.yaml_text import read_yaml
+from hf_zero.system.text_file import read_text_file, read_yaml
 
 Kind = Literal["accelerate", "trainer", "fsdp_config", "distributed"]
 KINDS: Mapping[Kind, str] = {

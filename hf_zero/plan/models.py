@@ -25,7 +25,7 @@ from hf_zero.errors import ConfigError
 from hf_zero.integrations.plan_table import class_of
 from hf_zero.plan.trainable import choose_trainable
 from hf_zero.system.reading import shown
-from hf_zero.tensor_parallel.example_inputs import argument_names
+from hf_zero.tensor_parallel.skeleton import argument_names
 
 Batch = Mapping[str, Any]
 _PYTHON = "python:"

@@ -9,8 +9,18 @@ from torch import nn
 
 from hf_zero.errors import StateError
 from hf_zero.profiling.costs import CostRecorder, ModuleCost, count_params
-from hf_zero.profiling.readable_numbers import duration_to_string, flops_to_string, macs_to_string, params_to_string
-from hf_zero.profiling.report import ReportOptions, aggregated_lines, flops_text, rate_text, report_text, write_report
+from hf_zero.profiling.report import (
+    ReportOptions,
+    aggregated_lines,
+    duration_to_string,
+    flops_text,
+    flops_to_string,
+    macs_to_string,
+    params_to_string,
+    rate_text,
+    report_text,
+    write_report,
+)
 
 
 class FlopsProfiler:

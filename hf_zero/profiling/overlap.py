@@ -7,14 +7,70 @@ torch's operations, without waits. What the host waits for is exact in both.
 
 from __future__ import annotations
 
+import json
 from bisect import bisect_right
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
+from hf_zero.errors import ConfigError
 from hf_zero.observe import ISSUED, PHASE, WAIT
-from hf_zero.profiling.intervals import Interval, difference, intersection, length, union
 from hf_zero.profiling.recordings import OURS, Event, Recording
+from hf_zero.system import own_files
+from hf_zero.system.pictures import canvas, save
+
+Interval = tuple[float, float]
+"""Begin and end, in microseconds."""
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """The same time without overlaps, in order."""
+    found: list[Interval] = []
+    for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
+        if found and begin <= found[-1][1]:
+            found[-1] = (found[-1][0], max(end, found[-1][1]))
+        else:
+            found.append((begin, end))
+    return found
+
+
+def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Time that is in both; each a result of ``union``."""
+    found, here, there = [], 0, 0
+    while here < len(left) and there < len(right):
+        begin, end = max(left[here][0], right[there][0]), min(left[here][1], right[there][1])
+        if begin < end:
+            found.append((begin, end))
+        if left[here][1] < right[there][1]:
+            here += 1
+        else:
+            there += 1
+    return found
+
+
+def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
+    """Time of ``left`` that is not in ``right``; each a result of ``union``."""
+    found, there = [], 0
+    for begin, end in left:
+        while there < len(right) and right[there][1] <= begin:
+            there += 1
+        at = there
+        while at < len(right) and right[at][0] < end:
+            if right[at][0] > begin:
+                found.append((begin, right[at][0]))
+            begin = max(begin, right[at][1])
+            at += 1
+        if begin < end:
+            found.append((begin, end))
+    return found
+
+
+def length(intervals: Iterable[Interval]) -> float:
+    """How long they are together, in microseconds; a result of ``union``."""
+    return sum(end - begin for begin, end in intervals)
+
 
 COMPUTE = "compute"
 ROWS = (COMPUTE, "gathers", "reductions", "exchanges", "votes", "copies", "host updates")
@@ -230,3 +286,86 @@ class _Timeline:
         """The name that holds at ``time``; "" before the first."""
         index = bisect_right(self._times, time)
         return self._names[index - 1] if index else ""
+
+
+_PANELS = 4  # ranks in the picture
+_ASKED = "the picture (--no-plot goes without)"
+_COLOURS = dict(zip(ROWS, ("tab:gray", "tab:blue", "tab:red", "tab:purple", "tab:olive", "tab:cyan", "tab:green"), strict=True))
+
+
+def summary_of(overlaps: Sequence[Overlap]) -> str:
+    """Of each rank and row how long it was under way, and which share of that behind compute."""
+    return "\n".join(line for overlap in overlaps for line in _lines(overlap))
+
+
+def _lines(overlap: Overlap) -> list[str]:
+    whole = max(overlap.end - overlap.begin, 1e-9)
+    compute = overlap.total(COMPUTE).total
+    lines = [f"rank {overlap.rank}: {whole / 1000:.2f} ms, compute in {100 * compute / whole:.1f} % of them"]
+    rows = [row for row in ROWS if row != COMPUTE and (row in overlap.rows or row in overlap.waits)]
+    if rows:
+        lines.append(f"  {'':14}{'under way':>12}{'hidden':>10}{'exposed':>12}{'of all':>9}{'host waited':>14}")
+    for row in rows:
+        found = overlap.total(row)
+        hidden = f"{100 * found.hidden / found.total:.1f} %" if found.total else "-"
+        lines.append(
+            f"  {row:14}{found.total / 1000:>9.2f} ms{hidden:>10}{found.exposed / 1000:>9.2f} ms{100 * found.exposed / whole:>7.1f} %"
+            f"{found.waited / 1000:>11.2f} ms"
+        )
+    return lines
+
+
+def write_trace(overlaps: Sequence[Overlap], path: Path) -> None:
+    """Writes a file that chrome://tracing and ui.perfetto.dev open: a process for each rank, a thread for each row.
+
+    Raises:
+        ConfigError: ``path`` cannot be written.
+    """
+    first = min(overlap.begin for overlap in overlaps)
+    events: list[dict[str, Any]] = []
+    for overlap in overlaps:
+        events.append({"ph": "M", "name": "process_name", "pid": overlap.rank, "args": {"name": f"rank {overlap.rank}"}})
+        for row, spans in overlap.rows.items():
+            line = {"pid": overlap.rank, "tid": ROWS.index(row)}
+            events.append({"ph": "M", "name": "thread_name", **line, "args": {"name": row}})
+            events.append({"ph": "M", "name": "thread_sort_index", **line, "args": {"sort_index": ROWS.index(row)}})
+            events += _drawn(line, row, [(span.label, span.begin - first, span.end - span.begin) for span in spans])
+    try:
+        own_files.write_text(path, json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error}") from error
+
+
+def _drawn(line: dict[str, int], row: str, spans: Sequence[tuple[str, float, float]]) -> list[dict[str, Any]]:
+    """Spans of one row as events. Those that overlap without lying in each other become asynchronous ones, which viewers stack."""
+    ends, crossing = 0.0, False
+    for _, begin, took in sorted(spans, key=lambda span: span[1]):
+        crossing |= begin < ends
+        ends = max(ends, begin + took)
+    if not crossing:
+        return [{"ph": "X", "name": label, "cat": row, **line, "ts": begin, "dur": took} for label, begin, took in spans]
+    events: list[dict[str, Any]] = []
+    for index, (label, begin, took) in enumerate(spans):
+        common = {"name": label, "cat": row, **line, "id": f"{line['pid']}.{line['tid']}.{index}"}
+        events += [{"ph": "b", **common, "ts": begin}, {"ph": "e", **common, "ts": begin + took}]
+    return events
+
+
+def draw(overlaps: Sequence[Overlap], path: Path) -> None:
+    """Writes a picture: rows of the first ranks over time; its ending chooses the format.
+
+    Raises:
+        UnsupportedError: Without matplotlib.
+        ConfigError: ``path`` cannot be written.
+    """
+    shown = overlaps[:_PANELS]
+    figure, panels = canvas(len(shown), (12, 0.6 + 2.2 * len(shown)), _ASKED, sharex=True)
+    first = min(overlap.begin for overlap in shown)
+    for overlap, axes in zip(shown, panels[:, 0], strict=True):
+        names = list(overlap.rows)[::-1]
+        for height, row in enumerate(names):
+            bars = [((span.begin - first) / 1000, (span.end - span.begin) / 1000) for span in overlap.rows[row]]
+            axes.broken_barh(bars, (height - 0.4, 0.8), facecolors=_COLOURS[row])
+        axes.set(title=f"rank {overlap.rank}", yticks=range(len(names)), yticklabels=names)
+    panels[-1, 0].set_xlabel("ms")
+    save(figure, path, _ASKED)

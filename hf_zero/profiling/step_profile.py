@@ -14,8 +14,7 @@ from hf_zero.core.step.clock import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler
-from hf_zero.profiling.readable_numbers import duration_to_string, params_to_string
-from hf_zero.profiling.report import ReportOptions, flops_text, rate_text, report_text, write_report
+from hf_zero.profiling.report import ReportOptions, duration_to_string, flops_text, params_to_string, rate_text, report_text, write_report
 
 
 class StepCount(Protocol):

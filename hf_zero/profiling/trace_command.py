@@ -22,8 +22,7 @@ def run(options: argparse.Namespace) -> int:
     Raises:
         ConfigError: The folder has no recordings, or nothing can be written.
     """
-    from hf_zero.profiling.overlap import overlap_of
-    from hf_zero.profiling.overlap_report import draw, summary_of, write_trace
+    from hf_zero.profiling.overlap import draw, overlap_of, summary_of, write_trace
     from hf_zero.profiling.recordings import OVERLAP, read_recordings
 
     target: Path = options.out or options.folder

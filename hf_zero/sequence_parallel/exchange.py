@@ -1,18 +1,70 @@
-"""The trade of attention: all heads of a slice of each sequence for some heads of whole sequences, and back.
+"""Trade all heads of a slice of each sequence for some heads of whole sequences, and back.
 
 Source of the scheme: Jacobs et al. 2023, "DeepSpeed Ulysses", arXiv 2309.14509. Each trade is one all-to-all; its gradient is the same
-trade of the gradients.
+trade of the gradients. Which heads a rank computes is arithmetic.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.sequence_parallel.heads import key_heads
+from hf_zero.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class KeyHeads:
+    """How key and value heads reach the ranks that hold the query heads.
+
+    Attributes:
+        sent: The key heads in the order they are sent, as many for each rank; None where that is the model's own order.
+        queries_per_key: Query heads that read one key head, on every rank.
+    """
+
+    sent: tuple[int, ...] | None
+    queries_per_key: int
+
+
+def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads") -> None:
+    """Each rank computes as many query heads as any other.
+
+    Raises:
+        ConfigError: ``ranks`` does not divide ``heads``.
+    """
+    if heads % ranks:
+        usable = ", ".join(str(found) for found in range(1, heads + 1) if heads % found == 0)
+        raise ConfigError(
+            f"sequence parallelism over {ranks} ranks divides the {heads} attention heads of the model ({name}), which does not come out "
+            f"even; sizes that do: {usable}"
+        )
+
+
+def key_heads(query_heads: int, key_heads: int, ranks: int) -> KeyHeads:
+    """What each rank needs beside its ``query_heads / ranks`` query heads.
+
+    With fewer key heads than ranks, or where a rank's query heads end in the middle of a group, a key head goes to several ranks.
+
+    Args:
+        query_heads: Query heads of the layer.
+        key_heads: Key and value heads of the layer; they divide the query heads.
+        ranks: Size of the sequence-parallel group.
+
+    Raises:
+        ConfigError: ``ranks`` does not divide ``query_heads``, or ``key_heads`` does not.
+    """
+    require_even_heads(query_heads, ranks)
+    if query_heads % key_heads:
+        raise ConfigError(f"{query_heads} query heads cannot share {key_heads} key heads evenly")
+    own, group = query_heads // ranks, query_heads // key_heads
+    if own % group == 0:
+        return KeyHeads(None, group)
+    if group % own == 0:
+        return KeyHeads(tuple(rank * own // group for rank in range(ranks)), own)
+    return KeyHeads(tuple(head // group for head in range(query_heads)), 1)
 
 
 class _Trade(torch.autograd.Function):

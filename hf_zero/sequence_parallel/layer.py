@@ -12,8 +12,7 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import axis_over
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.sequence_parallel.exchange import trade
-from hf_zero.sequence_parallel.heads import key_heads, require_even_heads
+from hf_zero.sequence_parallel.exchange import key_heads, require_even_heads, trade
 
 
 class DistributedAttention(nn.Module):

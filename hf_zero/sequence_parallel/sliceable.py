@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.sequence_parallel.heads import require_even_heads
+from hf_zero.sequence_parallel.exchange import require_even_heads
 from hf_zero.sequence_parallel.masks import modules_of
 
 ROUTERS = "output_router_logits"

@@ -7,8 +7,8 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
-from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound

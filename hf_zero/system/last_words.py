@@ -2,8 +2,9 @@
 
 [Note: the first failure] torchrun and accelerate end with the failure that they take for the first: the one with the earliest time among
 the files that ``TORCHELASTIC_ERROR_FILE`` names, in whole seconds. A rank that dies tears the network from under its neighbours, which fail
-within the same second, so an error that only says that others are gone is dated later. Where all ranks end with one and the same error, the
-first of each node prints it: the others find its file beside their own.
+within the same second, so an error that only says that others are gone is dated later, and printed without its traceback. Where all
+ranks end with one and the same exception, the first of each node prints it: the others find its file beside their own, and print nothing.
+What the launcher itself prints in the end is in ``launcher_report``.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from hf_zero.system.text_file import SMALL_BYTES, read_text
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
 _LATER_SECONDS = 10  # more than what lies between a rank's death and the moment at which its launcher looks
 _PATIENCE_SECONDS = 2.0
+_SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, the one while the other still imports
 _PRINTING_SECONDS = 0.2  # a launcher ends all ranks as soon as one has ended
+MARK = "hf_zero"
+"""Key of what this module has written, with one of the following kinds."""
+SETTINGS, INTERRUPTED, OTHER = "settings", "interrupted", "other"
 _tells = False
 
 
@@ -39,18 +44,19 @@ def tell_launcher() -> None:
         sys.excepthook = _Hook(sys.excepthook)
 
 
-def leave(text: str, where: str = "", seconds: float | None = None) -> None:
+def leave(text: str, where: str = "", seconds: float | None = None, kind: str = OTHER) -> None:
     """Writes why this process ends where its launcher looks, unless somebody has; does nothing without a launcher that does.
 
     Args:
         text: The reason, which is compared over ranks.
         where: Lines in front of it for the launcher's report.
         seconds: When it happened, since the epoch; now.
+        kind: What the launcher's report goes by.
     """
     name = os.environ.get(_VARIABLE, "")
     if not name or os.path.exists(name):
         return
-    extra = {"py_callstack": f"{where}{text}", "timestamp": str(int(time.time() if seconds is None else seconds))}
+    extra = {"py_callstack": f"{where}{text}", "timestamp": str(int(time.time() if seconds is None else seconds)), MARK: kind}
     try:
         own_files.write_text(Path(name), json.dumps({"message": {"message": text, "extraInfo": extra}}))
     except OSError as error:
@@ -73,21 +79,27 @@ class _Hook:
         own = next((frame for frame in reversed(frames) if is_of_the_script(frame.filename)), None)
         if isinstance(error, KeyboardInterrupt):
             place = f" in {own.filename}, line {own.lineno}" if own is not None else ""
-            print(f"[hf_zero] rank {global_rank()}: interrupted{place}", file=sys.stderr, flush=True)
+            text = f"interrupted{place}"
+            leave(text, kind=INTERRUPTED)
+            if not _has_first():
+                print(f"[hf_zero] rank {global_rank()}: {text}", file=sys.stderr, flush=True)
             return
         text, follows, now = f"{kind.__name__}: {error}", _follows(error), time.time()
-        if isinstance(error, HfZeroError) and not follows and _is_told_by_first(text):
-            same = f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here"
-            leave(same, seconds=now + _LATER_SECONDS)
-            print(f"[hf_zero] {same}", file=sys.stderr, flush=True)
-            return
-        # In the script, and where it was raised; where in this package a key is looked at tells nothing.
         of_settings = isinstance(error, (ConfigError, UnsupportedError))
+        # In the script, and where it was raised; where in this package a key is looked at tells nothing.
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]
-        leave(text, "".join(traceback.format_list(shown[:1] if shown[1:] == shown[:1] else shown)), now + _LATER_SECONDS * follows)
-        if of_settings:
+        where = "".join(traceback.format_list(shown[:1] if shown[1:] == shown[:1] else shown))
+        same = text if isinstance(error, HfZeroError) else f"{where}{text}"  # of ours the texts say enough
+        if not follows and _is_told_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
+            leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
+            return
+        leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else OTHER)
+        if follows and _told_by_first().get(MARK) == INTERRUPTED:
+            return
+        if of_settings or follows:
             at = f"{own.filename}:{own.lineno}: {own.line}\n" if own is not None else ""
-            print(f"{at}{kind.__module__}.{text}", file=sys.stderr, flush=True)
+            name = f"{kind.__module__}.{text}" if kind.__module__ != "builtins" else text
+            print(f"{at}{name}", file=sys.stderr, flush=True)
             return
         self._former(kind, error, trace)
 
@@ -101,19 +113,32 @@ def _follows(error: BaseException | None) -> bool:
     return False
 
 
-def _is_told_by_first(text: str) -> bool:
-    """Whether local rank 0 ends with the same error; waits a moment for it."""
+def _has_first() -> bool:
+    """Whether another rank here is the first of those that a launcher has started, which tells for all."""
     name, place = os.environ.get(_VARIABLE, ""), os.environ.get("LOCAL_RANK", "0")
-    path = Path(name)
-    if not name or place == "0" or path.parent.name != place:
+    return bool(name) and place != "0" and Path(name).parent.name == place
+
+
+def _is_told_by_first(text: str, seconds: float) -> bool:
+    """Whether what local rank 0 leaves ends with ``text``; waits so long for it."""
+    if not _has_first():
         return False
-    first, deadline = path.parent.parent / "0" / path.name, time.monotonic() + _PATIENCE_SECONDS
-    while not first.is_file():
+    deadline = time.monotonic() + seconds
+    while not (told := _told_by_first()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     time.sleep(_PRINTING_SECONDS)
+    return str(told.get("py_callstack")).endswith(text)
+
+
+def _told_by_first() -> dict[str, Any]:
+    """What the first rank here has left; nothing where it has left nothing, or is this one."""
+    path = Path(os.environ.get(_VARIABLE, ""))
+    first = path.parent.parent / "0" / path.name
+    if not _has_first() or not first.is_file():
+        return {}
     try:
-        return bool(json.loads(read_text(first, SMALL_BYTES))["message"]["message"] == text)
+        return dict(json.loads(read_text(first, SMALL_BYTES))["message"]["extraInfo"])
     except (OSError, ValueError, LookupError, TypeError):
-        return False  # another's file: of the launcher, or of a script that tells by itself
+        return {"": ""}  # another's file: of the launcher, or of a script that tells by itself

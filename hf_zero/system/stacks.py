@@ -12,12 +12,15 @@ from types import FrameType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
-_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen")
+_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # methods of dataclasses are in the last
+_COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
 def is_of_the_script(filename: str) -> bool:
-    """Whether ``filename`` belongs neither to Python, nor to an installed library, nor to this package."""
-    return not filename.startswith(_NOT_THE_SCRIPT) and f"{os.sep}site-packages{os.sep}" not in filename
+    """Whether ``filename`` belongs neither to Python, nor to an installed library or its commands, nor to this package."""
+    if filename.startswith(_NOT_THE_SCRIPT) or f"{os.sep}site-packages{os.sep}" in filename:
+        return False
+    return filename.endswith(".py") or os.path.realpath(os.path.dirname(filename)) != _COMMANDS
 
 
 def threads_of_others() -> Iterator[FrameType]:

@@ -13,8 +13,8 @@ from hf_zero.tensor_parallel import functions
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
-from hf_zero.tensor_parallel.own_random import own_random
 from hf_zero.tensor_parallel.plan import Boundary, SplitParameter, TpPlan
+from hf_zero.tensor_parallel.same_data import own_random
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]

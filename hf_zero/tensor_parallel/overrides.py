@@ -1,4 +1,12 @@
-"""What the user wants of a plan: rules of the configuration, or the edited table of a saved plan."""
+"""Read plans that are given: rules of the configuration, the edited table of a saved plan, or the model's own ``tp_plan``.
+
+[Note: the model's own plan] Such plans are patterns with the names of styles ("model.layers.*.mlp.down_proj": "rowwise"). Many name layers
+that cannot be split so, or leave out a norm whose gradient has to be added up, which goes wrong silently. A line therefore decides only
+between ways to split that are exact. The data flow decides which layers are split together, and the table says whether they agree.
+
+A model that cannot be traced is split only at linear layers that the user names, each by itself between whole tensors: without a trace
+nothing is known about the tensors between layers.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +20,71 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
-from hf_zero.tensor_parallel.model_plan import family as family_of
-from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WHOLE, TpPlan, starred
+from hf_zero.tensor_parallel.local_split import LocalSplit
+from hf_zero.tensor_parallel.plan import COLUMN, GATHERED, ROW, SCATTERED, VOCABULARY, WHOLE, ModulePlan, TpPlan, starred
+from hf_zero.tensor_parallel.plan_writer import add_local_split
 from hf_zero.tensor_parallel.solve import is_linear
+
+SOURCE = "tp_plan"
+_BY_STYLE = {COLUMN: GATHERED, ROW: SCATTERED}
+
+
+def own_styles(model: nn.Module) -> dict[str, str]:
+    """Styles by starred path, as the model and its configuration give them; empty where there are none."""
+    for name in ("tp_plan", "_tp_plan"):
+        found = getattr(model, name, None)
+        if isinstance(found, Mapping) and found:
+            return {str(pattern): str(style) for pattern, style in found.items()}
+    return {}
+
+
+def named_layers(model: nn.Module) -> dict[str, str]:
+    """Linear layers that the model's own plan, or its configuration's, names, with how they are split; patterns as of file names."""
+    styles = own_styles(model) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
+    linear = [path for path, module in model.named_modules() if is_linear(type(module))]
+    found = {path: next((family_of(style) for pattern, style in styles.items() if fnmatchcase(path, pattern)), "") for path in linear}
+    return {path: how for path, how in found.items() if how}
+
+
+def family_of(style: str) -> str:
+    """What a style does to a linear or embedding layer; empty for styles of other modules."""
+    if style.startswith("embedding"):
+        return VOCABULARY if "rowwise" in style else ""
+    return COLUMN if "colwise" in style else ROW if "rowwise" in style else ""
+
+
+def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
+    """Layers that ``plan`` splits by themselves in another way than the model's own plan, with that way."""
+    found = {}
+    for path, entry in plan.modules.items():
+        wanted = _BY_STYLE.get(family_of(styles.get(starred(path), "")))
+        if wanted is not None and entry.split in _BY_STYLE.values() and entry.split != wanted:
+            found[path] = wanted
+    return found
+
+
+def note_source(plan: TpPlan, styles: Mapping[str, str]) -> None:
+    """Says in the table of ``plan`` which rows the model's own plan gives, and what it says of the others."""
+    for path, entry in plan.modules.items():
+        style = styles.get(starred(path))
+        if style is None or entry.source != "inferred":
+            continue
+        if _agree(entry, style):
+            entry.source = SOURCE
+        elif family_of(style):
+            entry.reason += f"; {SOURCE} says {style}"
+    if any(entry.source == SOURCE for entry in plan.modules.values()) and plan.source == "inferred":
+        plan.source = SOURCE
+
+
+def _agree(entry: ModulePlan, style: str) -> bool:
+    gathered = "gather" in style or style.endswith("_rep")
+    return entry.split == {
+        COLUMN: GATHERED if gathered else COLUMN,
+        ROW: SCATTERED if "split_input" in style else ROW,
+        VOCABULARY: VOCABULARY,
+    }.get(family_of(style))
+
 
 _FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW, VOCABULARY: VOCABULARY}
 HEADS = ("lm_head", "embed_out")  # what models call the layer that makes logits
@@ -139,3 +209,58 @@ def _rule(where: str, spec: Mapping[str, Any]) -> tuple[Callable[[str], bool], s
         raise ConfigError(f"{where}.patterns: {error.pattern!r} is no regular expression: {error}") from None
     types = [str(name).lower() for name in spec.get("model_types") or []]
     return (lambda path: any(pattern.search(f"{path}.weight") or pattern.search(path) for pattern in patterns)), kind, types
+
+
+_HOW = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
+
+
+def plan_named_layers(model: nn.Module, ranks: int, overrides: Overrides, untraceable: str) -> TpPlan:
+    """Splits the layers that ``overrides`` names, over ``ranks``.
+
+    Args:
+        model: Any model; only shapes are read.
+        ranks: Size of a tensor-parallel group.
+        overrides: Which layers, and whether over outputs or inputs.
+        untraceable: Why the model could not be traced.
+
+    Raises:
+        ConfigError: A layer does not divide, shares its weight with another module, or is no plain linear layer.
+    """
+    plan = TpPlan(ranks, overrides.source, notes=[f"split layer by layer: {untraceable}"])
+    modules = dict(model.named_modules())
+    names = {id(param): name for name, param in model.named_parameters()}
+    owners: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        owners.setdefault(id(param), []).append(name.rpartition(".")[0])
+    for path, module in modules.items():
+        if not is_linear(type(module)):
+            continue
+        family = overrides.families.get(path)
+        if family is None:
+            reason = "kept whole by the plan" if path in overrides.whole else "not named, and the model cannot be traced"
+            plan.modules[path] = ModulePlan(WHOLE, reason, overrides.source if path in overrides.whole else "inferred")
+            continue
+        _require_plain(path, module, owners[id(module.weight)])
+        outputs, inputs = module.weight.shape if isinstance(module, nn.Linear) else reversed(module.weight.shape)  # type: ignore[arg-type]
+        size = inputs if family == ROW else outputs
+        if size % ranks:
+            usable = [number for number in range(2, 65) if size % number == 0]
+            side = "inputs" if family == ROW else "outputs"
+            raise ConfigError(
+                f"{path} cannot be split by {family} over {ranks} ranks: it has {size} {side}; usable numbers of ranks are {usable}"
+            )
+        layer = LocalSplit(path, _HOW[family], int(size))
+        add_local_split(plan, module, layer, names, ranks)
+        plan.modules[path] = ModulePlan(layer.how, "named, and the model cannot be traced", overrides.source)
+    return plan
+
+
+def _require_plain(path: str, module: nn.Module, owners: list[str]) -> None:
+    if len(owners) > 1:
+        others = ", ".join(owner for owner in owners if owner != path)
+        raise ConfigError(f"{path} cannot be split by its name: it shares its weight with {others}; leave it whole (partition_type skip)")
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        raise ConfigError(
+            f"{path} cannot be split by its name: {type(module).__name__} computes more than a linear layer; leave it whole "
+            "(partition_type skip)"
+        )

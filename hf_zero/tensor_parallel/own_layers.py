@@ -1,6 +1,13 @@
-"""Layers that a script has divided over ranks itself, as Megatron's are: what it has written on a parameter becomes our mark."""
+"""Recognize layers that something else has divided over ranks.
+
+A script may have divided layers itself, as Megatron does: the marks on its parameters become ours. Models that torch or transformers has
+divided are refused, because an engine shards whole models.
+"""
 
 from __future__ import annotations
+
+import sys
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,7 +16,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import full_shape
-from hf_zero.errors import ConfigError
+from hf_zero.errors import ConfigError, UnsupportedError
 
 _DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes of a parameter, true of one that is a part
 
@@ -45,3 +52,28 @@ def _part(name: str, param: nn.Parameter, axis: Topology) -> TpShard:
     ranges = tuple(Range(start, start + size) for start in range(axis.rank * size, pieces * axis.world * size, axis.world * size))
     whole = torch.Size((*shape[:dim], shape[dim] * axis.world, *shape[dim + 1 :]))
     return TpShard(whole, dim, ranges)
+
+
+def require_whole(model: nn.Module) -> None:
+    """Refuses a model whose parameters are distributed over a DeviceMesh, as ``from_pretrained(distributed_config=...)`` loads them.
+
+    Raises:
+        UnsupportedError: It is one. Names a parameter, its mesh, and the settings that give the same layout here.
+    """
+    tensors = sys.modules.get("torch.distributed.tensor")  # without the module there is none of its tensors
+    kind: Any = getattr(tensors, "DTensor", ())
+    found = next(((name, param) for name, param in model.named_parameters() if isinstance(param, kind)), None)
+    if found is None:
+        return
+    name, param = found
+    mesh: Any = getattr(param, "device_mesh", None)
+    dims = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False)) if mesh is not None else {}
+    shown = ", ".join(f"{dim} {size}" for dim, size in dims.items()) or "a DeviceMesh"
+    tp = dims.get("tp", 1)
+    split = f'"tensor_parallel": {{"autotp_size": {tp}}} in the configuration splits it over {tp} ranks, and ' if tp > 1 else ""
+    raise UnsupportedError(
+        f"{type(model).__name__}: parameter {name!r} is a DTensor over {shown}: the model was divided over ranks before (from_pretrained "
+        "with distributed_config, tp_plan or device_mesh; fully_shard; distribute_tensor), and an engine shards whole models itself. Load "
+        f"it without: {split}zero_optimization.stage 3 shards parameters over all others; ParallelismConfig(dp_replicate_size=...) or "
+        "zero_optimization.mics_shard_size keep replicas of the shards"
+    )

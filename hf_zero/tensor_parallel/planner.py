@@ -9,15 +9,12 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.tensor_parallel.example_inputs import argument_names, example_inputs, labelled, padded
 from hf_zero.tensor_parallel.infer import Findings, infer, unread
 from hf_zero.tensor_parallel.local_split import READ_ELSEWHERE
-from hf_zero.tensor_parallel.model_plan import SOURCE, named_layers, note_source, own_styles, preferences
-from hf_zero.tensor_parallel.named_layers import plan_named_layers
-from hf_zero.tensor_parallel.overrides import Overrides
+from hf_zero.tensor_parallel.overrides import SOURCE, Overrides, named_layers, note_source, own_styles, plan_named_layers, preferences
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.plan_writer import write_plan
-from hf_zero.tensor_parallel.skeleton import skeleton
+from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, labelled, padded, skeleton
 from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.symbolic_dims import local_size
 from hf_zero.tensor_parallel.trace import Inputs, have_values

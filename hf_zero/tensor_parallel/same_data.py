@@ -1,10 +1,13 @@
-"""The ranks that hold one model together must have the same samples and random numbers: looked at in the first training step."""
+"""Check in the first training step that ranks with one model have the same samples and random numbers.
+
+Also gives such ranks a random stream of their own where they compute different parts.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -113,3 +116,24 @@ def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
     values = flat.double() if flat.is_floating_point() or flat.dtype == torch.bool else flat.long()
     weights = torch.arange(1, flat.numel() + 1, device=flat.device).to(values.dtype) % 1009
     return (*tensor.shape, float(values.sum()), float((values * weights).sum()))
+
+
+def own_random(rank: int, device: torch.device) -> Callable[[], None]:
+    """Gives this rank a random stream of its own until the returned function is called.
+
+    [Note: random numbers in split modules] The seed is drawn from the common stream, so every rank draws the same number, the common stream
+    goes on the same everywhere, and recomputation under activation checkpointing, which restores it, replays the same masks.
+
+    Args:
+        rank: Among the ranks of the model axis.
+        device: Where numbers will be drawn.
+    """
+    seed = int(torch.randint(2**62, (), dtype=torch.long)) + rank + 1
+    if device.type == "cpu":
+        state = torch.get_rng_state()
+        torch.default_generator.manual_seed(seed)
+        return lambda: torch.set_rng_state(state)
+    module = getattr(torch, device.type)
+    device_state = module.get_rng_state(device)
+    module.manual_seed(seed)
+    return lambda: module.set_rng_state(device_state, device)

@@ -15,18 +15,18 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology, build_topology, topology_around
 from hf_zero.config.mesh import requested_ranks
 from hf_zero.config.read import read_config
+from hf_zero.core.step.agreement import equal_values
 from hf_zero.core.step.precision import cast_parameters
-from hf_zero.core.units.equal_values import equal_values
 from hf_zero.core.units.tp_shard import is_expert, is_part, tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import apply_plan, plan_of, ranks_of
 from hf_zero.tensor_parallel.functions import ModelGroup
 from hf_zero.tensor_parallel.overrides import overrides_of
+from hf_zero.tensor_parallel.own_layers import require_whole
 from hf_zero.tensor_parallel.plan import WHOLE, TpPlan
 from hf_zero.tensor_parallel.planner import UnknownFlowError, make_plan
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
-from hf_zero.tensor_parallel.sharded_elsewhere import require_whole
 from hf_zero.tensor_parallel.trace import Inputs
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.checkpoint.model.export import HostCopies
 from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps

@@ -22,9 +22,8 @@ from hf_zero.checkpoint.files.rows import Elsewhere, Entry, cut, whole
 from hf_zero.checkpoint.files.tensor_reader import Copy, RangeReader
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.format.checksum import Checksum, first_damaged
-from hf_zero.checkpoint.format.element_types import DTYPES
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import CHUNK_BYTES, shard_file
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, DTYPES, shard_file
 from hf_zero.checkpoint.format.records import (
     FileRecord,
     ParamRecord,

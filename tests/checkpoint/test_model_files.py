@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from hf_zero.checkpoint.model.host_copies import HostCopies
+from hf_zero.checkpoint.model.export import HostCopies
 from hf_zero.checkpoint.model.model_files import ModelFiles, PlannedTensor
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.system.sizes import bytes_of
@@ -127,7 +127,7 @@ def test_copies_in_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 def _nowhere_to_spill(folder: Path) -> str:
     import hf_zero
-    from hf_zero.checkpoint.model import host_copies
+    from hf_zero.checkpoint.model import export
 
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
     config = {"zero_optimization": zero, "train_micro_batch_size_per_gpu": 1}
@@ -141,7 +141,7 @@ def _nowhere_to_spill(folder: Path) -> str:
         reserve(descriptor, offset, nbytes)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(host_copies.SPILL_VARIABLE, str(folder))
+        patch.setenv(export.SPILL_VARIABLE, str(folder))
         patch.setattr(os, "posix_fallocate", full)
         with pytest.raises(CheckpointError) as caught:
             engine._zero3_consolidated_16bit_state_dict()

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.comm import back_end, process_groups
-from hf_zero.comm.all_to_all import AllToAllCollectives
-from hf_zero.comm.direct_exchange import GlooCollectives
+from hf_zero.comm.direct_exchange import AllToAllCollectives, GlooCollectives
 from hf_zero.comm.topology import build_topology
 from tests.support import ranks
 from tests.support.small_blocks import WIDTH, Model

@@ -46,7 +46,7 @@ def run_of(limits: str, **settings: Any) -> Run:
 
 
 def _takes_the_way_for_nccl() -> None:
-    from hf_zero.comm.native import NativeCollectives
+    from hf_zero.comm.back_end import NativeCollectives
 
     engine = initialize(CASES["mlp"].build(), Run(stage=3))
     assert isinstance(engine.collectives, NativeCollectives)

@@ -14,7 +14,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.reducer import BackwardOrder, Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.unshard_pass import UnshardLimits
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 
 pytestmark = pytest.mark.quick
 

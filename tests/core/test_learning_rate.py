@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.core.step.learning_rate import step_schedule
+from hf_zero.core.engine_parts import step_schedule
 
 
 class Noted:

@@ -95,7 +95,7 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
 def _step_after_another_forward() -> tuple[int, list[str]]:
     """Blocks that are whole when a step begins, and the labels of the step."""
     import hf_zero
-    from hf_zero.core.units.state import UnitState
+    from hf_zero.core.units.layout import UnitState
     from hf_zero.observe import record_labels
 
     zero = {"stage": 3, "stage3_param_persistence_threshold": 0}

@@ -198,7 +198,7 @@ def test_a_copy_of_an_engine_is_refused() -> None:
 
 def _called_without_an_engine() -> None:
     import hf_zero
-    from hf_zero.core.units.unprepared import refuse_sharded
+    from hf_zero.core.units.guards import refuse_sharded
     from hf_zero.errors import StateError
 
     inputs = torch.randn(2, 4)

@@ -15,6 +15,8 @@ from tests.support.rows import slow_but
 
 STAGES = (0, 1, 2, 3)
 CASE = CASES["gpt2"]
+# So small that nothing stays gathered between forward and backward.
+TIGHT = {"stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1}
 
 
 def own_backward(engine: Any, batch: Batch, forward: Forward, _micro: int) -> float:
@@ -32,6 +34,31 @@ def _own_backward(run: Run) -> None:
 @pytest.mark.parametrize("run", [Run(stage, accumulation=2, clip=1.0) for stage in STAGES] + [Run(1, "fp16"), Run(3, "fp16")], ids=str)
 def test_a_backward_of_the_user_trains(run: Run) -> None:
     ranks.run_ranks(_own_backward, 2, run)
+
+
+class _Kept:
+    """Forward of a loss that is made of what a hook on a module inside a block has kept, and of no output of the model."""
+
+    def __init__(self, inside: str) -> None:
+        self._inside = inside
+
+    def __call__(self, model: Any, batch: Batch) -> Tensor:
+        kept: list[Any] = []
+        module = getattr(model, "module", model).get_submodule(self._inside)
+        handle = module.register_forward_hook(lambda _module, _args, output: kept.append(output))
+        CASE.forward(model, batch)
+        handle.remove()
+        value = kept[0] if isinstance(kept[0], Tensor) else kept[0][0]
+        return value.float().pow(2).mean()
+
+
+def _kept_inside(run: Run, inside: str) -> None:
+    check_training(CASE.build, CASE.rows, _Kept(inside), run, micro_step=own_backward, label=inside)
+
+
+@pytest.mark.parametrize("inside", ["transformer.h.1.attn.c_attn", "transformer.h.0.mlp.c_fc", "transformer.h.1.mlp", "transformer.ln_f"])
+def test_a_loss_of_what_a_hook_has_kept_trains(inside: str) -> None:
+    ranks.run_ranks(_kept_inside, 2, Run(3, accumulation=2, extra={"zero_optimization": TIGHT}), inside)
 
 
 def _forgotten_scale() -> None:

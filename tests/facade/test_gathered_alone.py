@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 from hf_zero.utils import safe_get_full_fp32_param
 from hf_zero.zero import GatheredParameters, ZeroParamStatus
 from tests.support import ranks, streams

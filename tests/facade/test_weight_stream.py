@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForCausalLM
 
 import hf_zero
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.utils import iter_full_params
 from tests.support import ranks, streams

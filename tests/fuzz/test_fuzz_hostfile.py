@@ -11,9 +11,8 @@ import pytest
 from hypothesis import strategies as st
 
 from hf_zero.errors import ConfigError
-from hf_zero.launch.command import add_arguments, build_command
+from hf_zero.launch.command import add_arguments, build_command, read_environment_files
 from hf_zero.launch.hosts import MOST_SLOTS, read_hostfile
-from hf_zero.launch.passed_on import read_environment_files
 from hf_zero.launch.placement import find_placement, first_host
 from tests.fuzz.bounded import bounded
 from tests.fuzz.edits import edited, edits

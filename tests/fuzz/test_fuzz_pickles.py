@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from hf_zero.checkpoint.convert.pickle_names import Inert
+from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.torch_files import load_pickle, load_torch_file
 from hf_zero.errors import CheckpointError
 from tests.fuzz.guard import Refused, fuzzed, guarded

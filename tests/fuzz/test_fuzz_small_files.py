@@ -26,8 +26,8 @@ from hf_zero.checkpoint.zero_to_fp32 import Checkpoint
 from hf_zero.config.read import read_config
 from hf_zero.config.sources import read_model_config
 from hf_zero.errors import CheckpointError, printable
+from hf_zero.launch.command import read_environment_files
 from hf_zero.launch.hosts import read_hostfile
-from hf_zero.launch.passed_on import read_environment_files
 from hf_zero.plan.from_fsdp import translate
 from hf_zero.plan.fsdp_source import read_source
 from hf_zero.profiling.recordings import read_recordings

@@ -20,7 +20,7 @@ PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # tells of what
 ROOTS = ("hf_zero", "tests", "benchmarks", "examples", "docs", "kernels", "build_backend", "tools")
 # Files that a page names and that are not ours: of users, of libraries, and such as a run writes.
 FOREIGN = {
-    *("train.py", "script.py"),  # the user's
+    *("train.py", "script.py", "accelerate.py"),  # the user's
     *("sft.py", "dpo.py", "grpo.py", "reward.py", "kto.py", "rloo.py"),  # TRL's
     *("checkpoint-N/averaged/", "report.md", "comparison.md"),  # written by runs
     "Train/Experts/",  # names of metrics

@@ -56,7 +56,7 @@ WRITES = {
     "hf_zero.checkpoint.convert.torch_dcp": {"FileSystemWriter": "is given own_files.for_library"},
     "hf_zero.deepspeed.served.state_files": {"torch.save": "into a file of own_files.replacing"},
     "hf_zero.metrics": {"SummaryWriter": "a folder that was made and opened without links; it gives its files new names by time and host"},
-    "hf_zero.profiling.recorded_step": {"export_chrome_trace": "is given own_files.for_library"},
+    "hf_zero.profiling.recordings": {"export_chrome_trace": "is given own_files.for_library"},
     "hf_zero.system.pictures": {"savefig": "into a file of own_files.replacing"},
 }
 DELETES = {
@@ -75,7 +75,7 @@ READS = {
     "hf_zero.memory.host_memory": {"read_text": "/proc"},
     "hf_zero.system.process": {"read_text": "/proc"},
     "hf_zero.checkpoint.commit.staging": {"read_bytes": "a file of this package"},
-    "hf_zero.system.yaml_text": {"yaml.load": "with a loader that refuses aliases"},
+    "hf_zero.system.text_file": {"yaml.load": "with a loader that refuses aliases"},
 }
 
 

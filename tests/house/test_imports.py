@@ -57,10 +57,10 @@ LAYERS = (
 # Modules that import each other; to be emptied.
 CIRCLES: tuple[frozenset[str], ...] = (
     frozenset({"hf_zero.core.engine", "hf_zero.core.hooks"}),
-    frozenset({"hf_zero.core.units.shard_storage", "hf_zero.core.units.unit"}),
+    frozenset({"hf_zero.core.units.shard", "hf_zero.core.units.unit"}),
 )
 # The only files that issue collectives, so that a test can record them and an error can name the phase.
-COLLECTIVES = ("hf_zero.comm.collectives", "hf_zero.comm.native", "hf_zero.comm.direct_exchange", "hf_zero.comm.all_to_all")
+COLLECTIVES = ("hf_zero.comm.collectives", "hf_zero.comm.back_end", "hf_zero.comm.direct_exchange")
 GROUPS = ("comm/bootstrap.py", "comm/process_groups.py")  # the only files that make process groups
 
 

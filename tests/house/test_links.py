@@ -22,10 +22,8 @@ from hf_zero.deepspeed.served.universal import main as to_universal
 from hf_zero.errors import CheckpointError, ConfigError, HfZeroError
 from hf_zero.metrics import build_sinks
 from hf_zero.plan.written import write_files
-from hf_zero.profiling.overlap import overlap_of
-from hf_zero.profiling.overlap_report import draw, write_trace
-from hf_zero.profiling.recorded_step import RecordedStep
-from hf_zero.profiling.recordings import Event, Recording
+from hf_zero.profiling.overlap import draw, overlap_of, write_trace
+from hf_zero.profiling.recordings import Event, RecordedStep, Recording
 from hf_zero.profiling.report import write_report
 from hf_zero.system import own_files, pictures
 from hf_zero.system.folder import Folder

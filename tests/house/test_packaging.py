@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import zipfile
 from pathlib import Path
 
@@ -17,7 +18,7 @@ from tests.support.processes import REPO, environment
 from tests.support.rows import slow_but
 
 SOURCES = ("hf_zero", "build_backend", "kernels")
-FILES = ("pyproject.toml", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
+FILES = ("pyproject.toml", "setup.py", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
 QUESTION = """
 import importlib.metadata as m, importlib.util, sys
 import hf_zero.deepspeed
@@ -81,7 +82,7 @@ def test_alias_is_active_after_every_kind_of_install(kind: str, source: Path, wh
     _pip("install", "--no-deps", "--no-build-isolation", *what, python=python)
     origin, alias_version, version, file = _ask(python)
     assert (origin, alias_version) == ("hf_zero", "0.19.6")
-    assert version == _project()["version"]
+    assert version == _version()
     expected = source if kind == "editable" else tmp_path / "venv"
     assert Path(file).resolve().is_relative_to(expected.resolve())
     assert (tmp_path / "venv" / "bin" / "hf-zero").exists()
@@ -251,15 +252,87 @@ def test_entry_point_and_extras_are_declared(wheel: Path) -> None:
         entry_points = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
         metadata = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
     assert "hf-zero = hf_zero.cli:main" in entry_points and "deepspeed = hf_zero.deepspeed.launcher:main" in entry_points
-    assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)) == {"examples", "lightning", "test", "audit", "docs", "dev"}
+    assert set(re.findall(r"^Provides-Extra: (.+)$", metadata, re.MULTILINE)) == {
+        "examples",
+        "lightning",
+        "test",
+        "audit",
+        "dev",
+        "docs",
+        "release",
+    }
     assert "License-Expression: Apache-2.0" in metadata and "Requires-Dist: torch>=2.8" in metadata
     assert "Requires-Dist: deepspeed" not in metadata
 
 
-def test_version_is_one() -> None:
-    import hf_zero
+def test_version_stands_in_one_place(wheel: Path) -> None:
+    project = _project()
+    assert "version" not in project and "version" in project["dynamic"]
+    assert wheel.name.startswith(f"hf_zero-{_version()}-")
+    # `make release` refuses a version without a section.
+    assert re.search(rf"^## {re.escape(_version())}\b", (REPO / "CHANGELOG.md").read_text(), re.MULTILINE)
 
-    assert hf_zero.__version__ == _project()["version"]
+
+def test_the_page_of_the_package_index_has_no_dead_links(wheel: Path) -> None:
+    """Relative links of README.md lead to the files of this version there; pictures are shown."""
+    with zipfile.ZipFile(wheel) as archive:
+        page = next(archive.read(name).decode() for name in archive.namelist() if name.endswith("METADATA"))
+    project = _project()
+    relative = re.findall(r"\]\((?![a-z]+:|#)([^)]+)\)", (REPO / "README.md").read_text())
+    assert relative, "README.md has no link to a file of the repository: this test sees nothing"
+    for path in relative:
+        kind = "raw" if path.endswith((".png", ".svg")) else "blob"
+        assert f"]({project['urls']['Repository']}/{kind}/v{_version()}/{path})" in page
+    assert not re.findall(r"\]\((?![a-z]+:|#)[^)]*\)", page)
+    assert "Description-Content-Type: text/markdown" in page
+    assert {f"Project-URL: {name}, {url}" for name, url in project["urls"].items()} <= set(page.splitlines())
+
+
+def test_the_sdist_holds_what_testing_it_takes(source: Path, tmp_path: Path) -> None:
+    """All that is kept under version control, but for local files; `make test` runs in an unpacked one."""
+    here = tmp_path / "source"
+    shutil.copytree(source, here)
+    for folder in ("tests", "benchmarks", "examples", "docs", ".ci"):
+        shutil.copytree(REPO / folder, here / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", ".gpu-bundle"))
+    for path in REPO.iterdir():
+        if path.is_file() and path.name != ".git":
+            shutil.copy(path, here / path.name)
+    code = "import hf_zero_build, sys; print(hf_zero_build.build_sdist(sys.argv[1]))"
+    env = environment({"PYTHONPATH": str(here / "build_backend")})
+    done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=here, env=env, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr
+    (sdist,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(sdist) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    local = ("hf_zero.egg-info", "__pycache__", ".pytest_cache", ".mypy_cache", ".ruff_cache", ".hypothesis")
+    files = [path.relative_to(here) for path in here.rglob("*") if path.is_file() and path.suffix not in (".so", ".pyc")]
+    wanted = {path.as_posix() for path in files if not set(path.parts) & set(local)}
+    assert not wanted - held
+
+
+def test_a_wheel_for_a_platform_is_never_made_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(REPO / "build_backend"))
+    import hf_zero_build
+    import native_library
+
+    assert hf_zero_build.get_requires_for_build_wheel({"wheel": "pure"}) == hf_zero_build.build_meta.get_requires_for_build_wheel()
+    for name in native_library.PLATFORMS:
+        assert {"ninja", "ziglang>=0.13"} <= set(hf_zero_build.get_requires_for_build_wheel({"wheel": name}))
+        assert native_library.platform_tag(name) == f"py3-none-{name}.manylinux2014_{name.removeprefix('manylinux_2_17_')}"
+    with pytest.raises(ValueError, match="wheel is 'manylinux1'; allowed are pure, manylinux_2_17_x86_64"):
+        hf_zero_build.get_requires_for_build_wheel({"wheel": "manylinux1"})
+    monkeypatch.setattr(native_library.sys, "executable", "/bin/false")
+    with pytest.raises(RuntimeError, match="the library for manylinux_2_17_x86_64 was not built: `cmake"):
+        native_library.build_for("manylinux_2_17_x86_64", tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_oldest_versions_are_the_lower_bounds() -> None:
+    command = [sys.executable, str(REPO / "build_backend" / "oldest.py"), "torch==2.13.0"]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
+    bounds = {item.partition(">=")[0]: item.partition(">=")[2] for item in _project()["dependencies"] if ">=" in item}
+    assert bounds["torch"] == "2.8"
+    assert dict(line.split("==") for line in lines) == bounds | {"torch": "2.13.0"}
 
 
 def test_every_dependency_is_pinned_and_the_makefile_agrees() -> None:
@@ -270,7 +343,16 @@ def test_every_dependency_is_pinned_and_the_makefile_agrees() -> None:
     wanted = project["dependencies"] + [item for extra in project["optional-dependencies"].values() for item in extra]
     names = {re.split(r"[<>=!~; \[]", item)[0].lower().replace("_", "-") for item in wanted}
     assert not names - pins.keys()
-    assert f"torch=={pins['torch']}\n" in (REPO / "Makefile").read_text()
+    makefile = (REPO / "Makefile").read_text()
+    assert set(re.findall(r"torch==[\d.]+", makefile)) == {f"torch=={pins['torch']}"}
+    tools = re.search(r"^RELEASE_TOOLS := (.+)$", makefile, re.MULTILINE)[1].split()
+    assert tools == [re.split(r"[<>=]", item)[0] for item in project["optional-dependencies"]["release"]]
+
+
+def _version() -> str:
+    import hf_zero
+
+    return hf_zero.__version__
 
 
 def _project() -> dict[str, object]:

@@ -31,6 +31,12 @@ FAILURES = {
     "key-1": "raise ConfigError('a key of this rank alone')",
     "ends-0": "raise KeyboardInterrupt",
     "ends-1": "sys.exit(3)",
+    "stops-0": "raise KeyboardInterrupt",
+    "stops-1": "time.sleep(0.5)\n" + NETWORK,
+    "apart-0": "raise ValueError('the same words')",
+    "apart-1": "\nraise ValueError('the same words')",
+    "script-0": "raise ValueError('on all ranks')",
+    "script-1": "raise ValueError('on all ranks')",
 }
 
 
@@ -51,7 +57,9 @@ def told(found: Ended) -> tuple[str, int]:
 
 def test_an_error_of_all_ranks_is_printed_by_one(ended: dict[str, Ended]) -> None:
     assert told(ended["shared-0"])[0] == "StateError: all ranks have this" and "Traceback" in ended["shared-0"].err
-    assert ended["shared-1"].err == "[hf_zero] rank 1 ends with the same StateError as the first rank here\n"
+    assert ended["shared-1"].err == "" and told(ended["shared-1"])[0] == "rank 1 ends with the same StateError as the first rank here"
+    assert "Traceback" in ended["script-0"].err and ended["script-1"].err == "", "errors of a script as well"
+    assert all("Traceback" in ended[name].err for name in ("apart-0", "apart-1")), "the same words at two places are two errors"
     assert told(ended["shared-1"])[1] > told(ended["shared-0"])[1]
 
 
@@ -59,7 +67,8 @@ def test_the_first_failure_is_that_of_the_rank_that_failed(ended: dict[str, Ende
     """Both within one second, and torch takes the earlier number."""
     assert told(ended["cause-1"])[0] == "ValueError: on purpose" and told(ended["cause-0"])[0] == "CollectiveError: others are gone"
     assert told(ended["cause-1"])[1] < told(ended["cause-0"])[1]
-    assert all("Traceback" in ended[name].err for name in ("cause-0", "cause-1"))
+    assert "Traceback" in ended["cause-1"].err and "Traceback" not in ended["cause-0"].err, "only one of the two has a cause to show"
+    assert "CollectiveError: others are gone" in ended["cause-0"].err
 
 
 def test_a_wrong_key_is_its_message_and_the_line_of_the_script(ended: dict[str, Ended]) -> None:
@@ -71,4 +80,5 @@ def test_a_wrong_key_is_its_message_and_the_line_of_the_script(ended: dict[str, 
 def test_an_interruption_is_one_line_and_an_exit_none(ended: dict[str, Ended]) -> None:
     found = ended["ends-0"]
     assert found.err.startswith("[hf_zero] rank 0: interrupted in <script>, line") and found.err.count("\n") == 1, found
+    assert ended["stops-1"].err == "" and ended["stops-1"].status != 0, "that the network has gone follows from the interruption"
     assert found.status != 0 and (ended["ends-1"].status, ended["ends-1"].err) == (3, "")

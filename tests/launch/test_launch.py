@@ -134,7 +134,7 @@ HOSTFILE = "# two nodes\nworker-1 slots=4\n\nworker-2 slots=2 # older\n"
 def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     for name in ("PYTHONPATH", "HF_HOME", "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr("hf_zero.launch.passed_on.PREFIXES", ("NCCL_",))
+    monkeypatch.setattr("hf_zero.launch.command.PREFIXES", ("NCCL_",))
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))

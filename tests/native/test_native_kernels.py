@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import platform
 import random
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +16,7 @@ from hypothesis import strategies as st
 
 from hf_zero import native
 from hf_zero.errors import HfZeroError
+from hf_zero.native import library as loader
 from hf_zero.native.crc32 import crc32_chunks, crc32_chunks_reference
 from hf_zero.native.library import Library
 from tests.support.drawn import drawn
@@ -33,6 +37,17 @@ common = st.fixed_dictionaries(
         "weight_decay": st.sampled_from([0.0, 0.1]),
     }
 )
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64" or not Path("/proc/cpuinfo").exists(), reason="reads what Linux says of an x86-64")
+@needs_library
+def test_the_library_finds_the_instruction_sets_that_the_system_finds() -> None:
+    """A library that finds too few is as exact and many times slower, in silence."""
+    flags = set(re.search(r"^flags\s*:(.*)$", Path("/proc/cpuinfo").read_text(), re.MULTILINE)[1].split())
+    avx2 = {"avx2", "fma", "f16c", "pclmulqdq"}
+    avx512 = avx2 | {"avx512f", "avx512bw", "avx512dq", "avx512vl"}
+    wanted = {"baseline": set(), "avx2": avx2, "avx512": avx512, "avx512bf16": avx512 | {"avx512_bf16"}}
+    assert set(loader.library().supported) == {name for name, needed in wanted.items() if needed <= flags}
 
 
 def tensors(count: int, case: dict[str, Any], *, positive_state: bool = False, finite: bool = False) -> list[torch.Tensor | None]:

@@ -20,8 +20,7 @@ from torch import Tensor
 from hf_zero import native
 from hf_zero.native import quantize
 from hf_zero.native.adagrad import adagrad_update
-from hf_zero.native.adam import adam_update
-from hf_zero.native.adam_rule import AdamRule
+from hf_zero.native.adam import AdamRule, adam_update
 from hf_zero.native.lion import lion_update
 from hf_zero.native.sgd import sgd_update
 from tests.support import block_codes

@@ -69,6 +69,7 @@ def test_every_one_is_elementwise_and_steps_a_subset(ours: type, theirs: type, o
     (HostSGD, {"momentum": -0.5}, "momentum is -0.5"),
     (HostSGD, {"nesterov": True, "dampening": 0.5}, "nesterov needs"),
     (HostLion, {"betas": (0.9, 1.0)}, "betas is"),
+    (HostLion, {"moment_dtype": torch.float16}, "moment_dtype is"),
 ])  # fmt: skip
 def test_wrong_hyperparameters_are_refused(kind: type, wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -124,6 +125,25 @@ def test_a_parameter_in_16_bit_is_widened_a_piece_at_a_time(kind: Any, dtype: to
         found.append([param.detach(), low, *optimizer.state[param].values()])
     assert all(torch.equal(whole, pieces) for whole, pieces in zip(*found, strict=True))
     assert not torch.equal(found[0][0], start)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_lion_keeps_its_momentum_in_bf16_where_it_is_told_to(dtype: torch.dtype) -> None:
+    start, grads = torch.randn(7, 30).to(dtype), torch.randn(3, 7, 30).to(dtype)
+    param = torch.nn.Parameter(start.clone())
+    optimizer = HostLion([param], lr=0.1, weight_decay=0.1, moment_dtype=torch.bfloat16)
+    value, momentum = start.clone(), torch.zeros(7, 30, dtype=torch.bfloat16)
+    for grad in grads:
+        optimizer.update([param], [grad])
+        step = torch.nn.Parameter(value.float())
+        wide = Lion([step], lr=0.1, weight_decay=0.1, betas=(0.9, 0.999))
+        wide.state[step]["exp_avg"] = momentum.float()
+        step.grad = grad.float()
+        wide.step()
+        value, momentum = step.detach().to(dtype), wide.state[step]["exp_avg"].bfloat16()
+    found = optimizer.state[param]["exp_avg"]
+    assert found.dtype == torch.bfloat16 and torch.equal(found, momentum)
+    assert torch.equal(param.detach(), value) and not torch.equal(value, start)
 
 
 def test_states_keep_their_types_in_a_state_dict() -> None:

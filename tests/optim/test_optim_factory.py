@@ -137,15 +137,18 @@ def test_groups_keep_their_own_options() -> None:
 # --- kernels ---
 
 
-def test_moments_of_another_type_than_the_masters_need_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("name", "host", "plain"), [("AdamW", HostAdam, torch.optim.AdamW), ("Lion", HostLion, Lion)])
+def test_moments_of_another_type_than_the_masters_need_no_kernels(
+    monkeypatch: pytest.MonkeyPatch, name: str, host: type, plain: type
+) -> None:
     monkeypatch.setenv("HF_ZERO_NATIVE", "0")
-    mixed = build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.float32)
-    assert isinstance(mixed, HostAdam) and mixed.moment_dtype == torch.float32
-    assert type(build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)) is torch.optim.AdamW
+    mixed: Any = build_optimizer(name, {}, make_params(), offloaded=True, moment_dtype=torch.float32)
+    assert isinstance(mixed, host) and mixed.moment_dtype == torch.float32
+    assert type(build_optimizer(name, {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)) is plain
     monkeypatch.delenv("HF_ZERO_NATIVE")
     if library() is not None:
-        low = build_optimizer("AdamW", {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)
-        assert isinstance(low, HostAdam) and low.moment_dtype == torch.bfloat16
+        low: Any = build_optimizer(name, {}, make_params(), offloaded=True, moment_dtype=torch.bfloat16)
+        assert isinstance(low, host) and low.moment_dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(("name", "kind"), [("AdamW", HostAdam), ("Adam", HostAdam), ("Lion", HostLion)])

@@ -1,4 +1,4 @@
-"""Twin of ``hf_zero/core/optimizer/owners.py``, and what ``hf_zero/core/optimizer/tensor_moves.py`` moves."""
+"""Twin of ``hf_zero/core/optimizer/owners.py``, and what ``hf_zero/core/optimizer/owners.py`` moves."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.core.optimizer.owners import assign_owners, holders, spread_of
-from hf_zero.core.optimizer.tensor_moves import TensorMoves
+from hf_zero.core.optimizer.owners import TensorMoves, assign_owners, holders, spread_of
 from hf_zero.core.units.layout import FROZEN, UnitLayout, build_layout
 from tests.support import ranks
 from tests.support.models import CASES

@@ -12,6 +12,9 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import StateError, UnsupportedError
 from tests.support import ranks
+from tests.support.script_grammar import parse
+from tests.support.script_report import everywhere
+from tests.support.script_verdict import verdicts_of
 
 Change = Callable[[nn.Module, Any], None]  # gets the model, and what has ``add_param_group``
 
@@ -227,6 +230,87 @@ def _apart() -> None:
 
 def test_ranks_that_freeze_differently_are_told() -> None:
     ranks.run_ranks(_apart, 2)
+
+
+# What requires no gradient when the step comes has one of a backward before: torch's optimizers look at ``grad`` alone.
+FROZEN_BEHIND_BACKWARD = (
+    "add_adapter layer=blocks.0 how=group trains=1; forward data=0; backward; freeze layer=blocks.0; step; forward data=1; backward; step",
+    "cell frozen=blocks.0; unfreeze layer=blocks.0; forward data=0; backward; freeze layer=blocks.0; step; forward data=1; backward; step",
+    "freeze layer=blocks.1; forward data=0; backward; step; unfreeze layer=blocks.1; forward data=1; backward; freeze layer=blocks.1; "
+    "step; forward data=2; backward; step",
+)
+IN_A_WINDOW = (
+    "cell accumulation=2; add_adapter layer=blocks.0 how=group trains=1; forward data=0; backward; freeze layer=blocks.0; step; "
+    "zero_grad how=engine; forward data=1; backward; step; forward data=2; backward; step; forward data=3; backward; step",
+    "cell accumulation=2 frozen=head; unfreeze layer=head; forward data=0; backward; step; freeze layer=head; forward data=1; backward; "
+    "step; unfreeze layer=head; forward data=2; backward; step; forward data=3; backward; freeze layer=head; step",
+)
+
+
+@pytest.mark.parametrize("texts", [FROZEN_BEHIND_BACKWARD, IN_A_WINDOW], ids=["each step", "accumulation"])
+def test_a_gradient_counts_whatever_is_frozen_behind_its_backward(texts: tuple[str, ...]) -> None:
+    scripts = [script for text in texts for script in everywhere(parse(text))]
+    found = {str(script): verdict for script, verdict in zip(scripts, verdicts_of(scripts), strict=True) if verdict.word != "equal"}
+    assert not found, "\n".join(f"{verdict}: {script}" for script, verdict in found.items())
+
+
+def _added_to_one_group() -> None:
+    """A frozen parameter with a gradient, in the param group of one rank only, is one error on all of them."""
+    for stage in (0, 3):
+        model = _model()
+        optimizer = _optimizer("adamw", _groups(model))
+        engine = _engine(model, optimizer, stage)
+        adapter = model.layers[1].adapter = nn.Linear(8, 8)
+        if ranks.rank() == 0:
+            optimizer.param_groups[0]["params"].append(adapter.weight)
+        engine.backward(engine(_rows(0, 0, ranks.rank())).square().mean())
+        adapter.requires_grad_(False)
+        with pytest.raises(StateError, match=r"layers\.1\.adapter\.weight: trained for the first time .* on some ranks"):
+            engine.step()
+        engine.destroy()
+
+
+def test_a_frozen_parameter_that_joins_on_one_rank_is_told() -> None:
+    ranks.run_ranks(_added_to_one_group, 2)
+
+
+def _broken_off() -> None:
+    """A backward that broke off leaves no gradient anywhere, nor in a parameter that is to join."""
+
+    def fail(grad: torch.Tensor) -> None:
+        raise ArithmeticError
+
+    for stage in (0, 3):
+        model = _model()
+        engine = _engine(model, _optimizer("adamw", _groups(model)), stage)
+        _add_adapter(model, engine.optimizer)
+        rows = _rows(0, 0, ranks.rank()).requires_grad_()
+        rows.register_hook(fail)
+        with pytest.raises(ArithmeticError):
+            engine.backward(engine(rows).square().mean())
+        assert all(param.grad is None for param in model.parameters()), stage
+        engine.destroy()
+
+
+def test_a_backward_that_broke_off_leaves_no_gradient_to_join_with() -> None:
+    ranks.run_ranks(_broken_off, 2)
+
+
+def _first_update_without_backward() -> None:
+    """``step`` updates with a gradient that was written to a parameter which no step has trained."""
+    for stage in (0, 1, 2):  # a rank that has a part of a parameter refuses the assignment
+        model = _model()
+        engine = _engine(model, torch.optim.SGD(_groups(model), lr=0.5), stage, gradient_clipping=0.0)
+        before = _whole(model)["layers.0.first.bias"]
+        model.layers[0].first.bias.grad = torch.full((12,), float(1 + ranks.rank()))
+        engine.step()
+        after = _whole(model)["layers.0.first.bias"]
+        torch.testing.assert_close(after, before - 0.5 * 1.5, msg=f"stage {stage}")
+        engine.destroy()
+
+
+def test_a_gradient_that_was_written_to_a_frozen_parameter_counts() -> None:
+    ranks.run_ranks(_first_update_without_backward, 2)
 
 
 def _foreign() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import loaded_types, ranks, zoo
+from tests.support import loaded_types, ranks, senses, zoo
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import DTYPES, Run, check, check_bitwise, initialize, prepare, reference, train
 from tests.support.rows import thinned
@@ -36,6 +37,14 @@ SOME = [
     "Ernie4_5_MoeForCausalLM",  # frozen fp32 parameters
 ]
 
+SOME_SENSES = [
+    "ResNetForImageClassification",  # batch norms
+    "Wav2Vec2ForSequenceClassification",  # a weight that a parametrization makes
+    "MobileNetV2ForImageClassification",  # many small batch norms
+    "WhisperForConditionalGeneration",  # sound in, text out
+    "Qwen2VLForConditionalGeneration",  # rotary tables of pictures
+]
+
 
 def _shown(rows: list[loaded_types.Row]) -> list[str]:
     return [f"{row.name}: {text}" for row in rows for text in row.differences]
@@ -51,12 +60,21 @@ def test_some_architectures_stay_as_loaded() -> None:
 
 
 @TRANSFORMERS_5
-@pytest.mark.slow
-def test_all_architectures_stay_as_loaded() -> None:
-    names = [item.name for item in zoo.architectures()]
-    rows = list(loaded_types.measure_all([*names, *loaded_types.other_architectures()]))
+def test_some_models_of_images_and_sound_stay_as_loaded() -> None:
+    rows = ranks.run_ranks(loaded_types.measure_each, 2, SOME_SENSES, True)[0]
     assert _shown(rows) == []
-    assert len(rows) > len(names)
+    assert [row.name for row in rows if row.notes] == []
+    assert all(row.engines >= 1 for row in rows)
+    assert sum(row.forwards for row in rows) >= 3 and sum(row.buffers for row in rows) >= 40
+
+
+@TRANSFORMERS_5
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [loaded_types.text_names, senses.architectures], ids=["text", "images and sound"])
+def test_all_architectures_stay_as_loaded(names: Callable[[], list[str]]) -> None:
+    rows = list(loaded_types.measure_all(names()))
+    assert _shown(rows) == []
+    assert len(rows) == len(names()) > 0
 
 
 # ------------------------------------------------------------------------------------------------ long positions

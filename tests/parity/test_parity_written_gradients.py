@@ -166,3 +166,106 @@ def test_what_cannot_be_taken_is_one_error_on_every_rank() -> None:
         assert "0.bias.grad was written by hand on rank(s) 1 of 2 only" in text
     for text in ranks.run_ranks(_refused, 2, 3, True):
         assert "0.bias.grad was written by hand" in text and "safe_set_full_grad" in text
+
+
+def _seen() -> None:
+    """``safe_get_full_grad`` shows the gradient that the step takes: the mean of written ones, zero where one was removed."""
+    for stage in (0, 1, 2):
+        engine = _engine(stage, gradient_clipping=0.0)
+        first, second, third = list(engine.parameters())[:3]
+        engine.backward(engine(_rows(0)).square().mean())
+        own = [torch.full(first.shape, float(rank)) for rank in range(ranks.world())]
+        first.grad = own[ranks.rank()]
+        mean = torch.stack(own).mean(0)
+        torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(first), mean, msg=f"stage {stage}")
+        assert first.grad is own[ranks.rank()], "a look takes nothing away"
+        with pytest.raises(StateError, match=r"0\.weight.*was written by hand.*safe_get_full_grad"):
+            hf_zero.utils.safe_get_local_grad(first)
+        hf_zero.utils.safe_update_full_grad_vectorized([first], lambda grad, _: grad * 2)
+        torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(first), 2 * mean, msg=f"stage {stage}")
+        second.grad = None
+        if stage == 0:
+            assert not hf_zero.utils.safe_get_full_grad(second).any()
+        hf_zero.utils.safe_set_full_grad(second, torch.ones(second.shape))
+        third.grad = torch.ones_like(third)
+        hf_zero.utils.safe_set_full_grad(third, torch.full(third.shape, 3.0))  # what is set last counts
+        found = [hf_zero.utils.safe_get_full_grad(param) for param in engine.parameters()]
+        for grad, value in zip(found[1:3], (1.0, 3.0), strict=True):
+            torch.testing.assert_close(grad, torch.full_like(grad, value), msg=f"stage {stage}")
+        engine.step()
+        norm = torch.stack([grad.norm() for grad in found]).norm()
+        torch.testing.assert_close(torch.tensor(float(engine.get_global_grad_norm())), norm, msg=f"stage {stage}")
+        engine.destroy()
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_written_gradient_is_seen(world: int) -> None:
+    ranks.run_ranks(_seen, world)
+
+
+def _seen_on_one_rank() -> str:
+    engine = _engine(1)
+    weight = next(engine.parameters())
+    engine.backward(engine(_rows(0)).square().mean())
+    if ranks.rank() == 1:
+        weight.grad = torch.ones_like(weight)
+    with pytest.raises(StateError) as raised:
+        hf_zero.utils.safe_get_full_grad(weight)
+    engine.destroy()
+    return str(raised.value)
+
+
+def test_a_look_at_what_one_rank_has_written_is_one_error_on_every_rank() -> None:
+    for text in ranks.run_ranks(_seen_on_one_rank, 2):
+        assert "0.weight.grad was written by hand on rank(s) 1 of 2 only" in text
+
+
+def _between(who: tuple[int, ...]) -> None:
+    """Written between two micro-steps: plain PyTorch replaces the first's gradient and adds the second's to it."""
+    for stage in (0, 1, 2):
+        written, beside = (_engine(stage, gradient_accumulation_steps=2) for _ in range(2))
+        weight = next(written.parameters())
+
+        def train(engine: Any, step: int) -> None:
+            engine.backward(engine(_rows(step)).square().mean())
+            engine.step()
+
+        train(written, 0)
+        if ranks.rank() in who:
+            weight.grad = torch.ones_like(weight)
+        with pytest.raises(StateError, match=r"0\.weight\.grad was written by hand between the micro-steps"):
+            train(written, 1)
+        written.zero_grad()
+        for engine in (written, beside):
+            train(engine, 2)
+            train(engine, 3)
+        assert written.global_steps == beside.global_steps == 1
+        for mine, other in zip(written.parameters(), beside.parameters(), strict=True):
+            torch.testing.assert_close(mine, other, rtol=0, atol=0, msg=f"stage {stage}")
+        written.destroy()
+        beside.destroy()
+
+
+def test_a_gradient_written_between_micro_steps_is_refused() -> None:
+    ranks.run_ranks(_between, 1, (0,))
+    for who in ((0, 1), (1,)):
+        ranks.run_ranks(_between, 2, who)
+
+
+def _after_zero_grad() -> None:
+    """Without a backward since ``zero_grad``, the step takes what is written and zeros, as plain PyTorch would with zeros written."""
+    for stage in (0, 1, 2):
+        engine = _engine(stage, gradient_clipping=0.0)
+        weight = next(engine.parameters())
+        engine.backward(engine(_rows(0)).square().mean())
+        engine.zero_grad()
+        weight.grad = torch.full_like(weight, 2.0)
+        torch.testing.assert_close(hf_zero.utils.safe_get_full_grad(weight), torch.full_like(weight, 2.0), msg=f"stage {stage}")
+        engine.step()
+        assert engine.global_steps == 1
+        assert abs(float(engine.get_global_grad_norm()) - 2 * weight.numel() ** 0.5) < 1e-4, stage
+        engine.destroy()
+
+
+def test_a_gradient_written_after_zero_grad_counts_alone() -> None:
+    ranks.run_ranks(_after_zero_grad, 2)

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import hf_zero
+from hf_zero.core.units.unit import is_sharded
 from hf_zero.errors import StateError
 from tests.support import ranks
 
@@ -226,3 +227,84 @@ def _onebit() -> None:
 
 def test_onebit_adam_goes_on_after_an_assignment() -> None:
     ranks.run_ranks(_onebit, 2)
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden + torch.tanh(self.linear(hidden))
+
+
+def _divided() -> Any:
+    """An engine at stage 3 whose blocks are divided between forward and backward."""
+    torch.manual_seed(3)
+    config = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": LR}},
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0},
+    }
+    return hf_zero.initialize(model=nn.Sequential(_Block(), _Block(), _Block()), config=config)[0]
+
+
+def _written_divided(moment: str, who: tuple[int, ...]) -> None:
+    """What is assigned to divided parameters is one error, and training goes on without it; an engine beside it hears of nothing."""
+    written, beside = _divided(), _divided()
+    for step in range(3):
+        rows = _rows(step, ranks.rank(), torch.float32)
+
+        def write(now: str, step: int = step) -> None:
+            if (step, now) == (1, moment) and ranks.rank() in who:
+                weight = written.module[1].linear.weight
+                assert is_sharded(weight)
+                weight.data = torch.full((6, 6), 0.5)
+
+        def train(engine: Any, write: Callable[[str], None], rows: torch.Tensor = rows) -> None:
+            loss = engine(rows).square().mean()
+            write("before backward")
+            engine.backward(loss)
+            write("before step")
+            engine.step()
+
+        if step == 1:
+            with pytest.raises(StateError, match=r"1\.linear\.weight was given data while it was divided .*modifier_rank=0"):
+                train(written, write)
+            written.zero_grad()
+        train(beside, lambda _: None)
+        train(written, lambda _: None)
+    for mine, other in zip(written.module.parameters(), beside.module.parameters(), strict=True):
+        found, expected = hf_zero.utils.safe_get_full_fp32_param(mine), hf_zero.utils.safe_get_full_fp32_param(other)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    written.destroy()
+    beside.destroy()
+
+
+@pytest.mark.parametrize("moment", ["before backward", "before step"])
+@pytest.mark.parametrize("who", [(0, 1), (1,)])
+def test_what_is_assigned_to_a_divided_parameter_is_refused(moment: str, who: tuple[int, ...]) -> None:
+    ranks.run_ranks(_written_divided, 2, moment, who)
+
+
+def _read_next() -> None:
+    """The next use is not always a backward: a forward, a gather or a save finds it too."""
+    engine = _divided()
+    rows = _rows(0, ranks.rank(), torch.float32)
+    weight = engine.module[1].linear.weight
+    for use in (
+        lambda: engine(rows),
+        lambda: hf_zero.zero.GatheredParameters([weight]).__enter__(),
+        lambda: hf_zero.utils.safe_get_full_fp32_param(weight),
+    ):
+        loss = engine(rows).square().mean()
+        engine.module[1].linear.weight.data = torch.zeros(6, 6)
+        with pytest.raises(StateError, match=r"1\.linear\.weight was given data while it was divided"):
+            use()
+        engine.backward(loss)
+        engine.step()
+    engine.destroy()
+
+
+def test_the_next_use_of_an_assigned_parameter_is_refused() -> None:
+    ranks.run_ranks(_read_next, 2)

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.script_grammar import Script, parse
-from tests.support.script_known import KNOWN_OPEN, known, mended, without_known
+from tests.support.script_grammar import Script, keep_valid, parse, valid
+from tests.support.script_known import KNOWN_OPEN, Known, known, mended, without_known
 from tests.support.script_report import draw, shrink
 from tests.support.script_verdict import Verdict, verdicts_of
 
@@ -42,9 +42,37 @@ def test_scripts_that_failed_once() -> None:
 
 
 def test_an_open_fault_is_left_out_of_the_scripts_that_show_it() -> None:
-    for one in KNOWN_OPEN:
+    closed = Known(
+        "",
+        "stage=3 dtype=bf16 | write how=mul/clamp at=c | freeze",
+        "",
+        ("cell stage=3 dtype=bf16; forward data=0; backward; write param=head.weight how=clamp; step; freeze layer=head",),
+    )  # the patterns work also where nothing is open
+    for one in (*KNOWN_OPEN, closed):
         assert one.scripts, one
         for text in one.scripts:
             script = parse(text)
-            assert known(script) is not None, f"{one.pattern} does not match {text}"
-            assert known(without_known(script)) is None, text
+            assert known(script, [one]) is not None, f"{one.pattern} does not match {text}"
+            assert known(without_known(script, [one]), [one]) is None, text
+            assert known(parse(text.replace("stage=3", "stage=2")), [closed]) is None
+
+
+def test_a_rank_that_loses_a_batch_alone_is_refused_and_one_that_runs_it_again_is_served() -> None:
+    lost, again, served = (
+        parse(f"cell stage=0 ranks=2; fail_forward layer=blocks.0 who={who} data={data}; forward data=0; backward; step")
+        for who, data in ((0, 1), (0, 0), ("all", 1))
+    )
+    assert [verdict.word for verdict in verdicts_of([lost, again, served])] == ["refused", "equal", "equal"]
+    # A forward of one rank alone meets no other rank's: at stage 3 these would wait for each other.
+    alone = "cell stage=3 ranks=2; fail_forward layer=blocks.0 who=0 data=1; evaluate data=20; fail_forward layer=blocks.0 who=0 data=1"
+    assert [operation.name for operation in keep_valid(parse(alone))] == ["evaluate"]
+    assert valid(lost) and not valid(parse(alone)) and valid(parse(alone.replace("ranks=2", "ranks=1")))
+
+
+def test_what_must_be_refused_goes_on_to_a_step_and_a_save() -> None:
+    """A script may end before anything looks at what one rank has written."""
+    texts = (
+        "cell stage=1 ranks=2; forward data=0; backward; write_grad param=head.weight who=0",
+        "cell stage=0 ranks=2; gather_write param=blocks.1.gain modifier=none who=0",
+    )
+    assert [verdict.word for verdict in verdicts_of([parse(text) for text in texts])] == ["refused", "refused"]

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.core.schedule.in_place import InPlace
+from hf_zero.core.units.memory_uses import InPlace
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks

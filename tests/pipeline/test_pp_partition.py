@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.pipeline.balance import balanced_runs
-from hf_zero.pipeline.partition import make_plan, replan
+from hf_zero.pipeline.partition import balanced_runs, make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.tensor_parallel.skeleton import skeleton
 from tests.support import zoo

@@ -15,6 +15,20 @@ It says nothing about speed, nccl, fragments of CUDA's own allocator or Triton. 
 other stream touches run at once.
 
 Environment: ``PRETEND_DEVICES`` (2), ``PRETEND_MEMORY`` (bytes per device, 2 GiB).
+
+``tests/pretend/`` is a device type for torch, compiled once by the tests that use it, which skip without a C++ compiler; it is not in the
+wheel. It computes with the CPU's kernels, at addresses that fault when host code uses them. Fresh and freed memory is NaN, tensors of two
+devices do not mix, and copies from and to page-locked memory run as late as a device may run them. Every stream has a clock and every
+block of memory knows who has used which bytes, so a missing ``wait_stream`` or event is an error each time, memory given away too early
+too, not a wrong number now and then. It tells of every wait of the host for the device (``tests/pretend/test_host_waits.py`` allows one
+per optimizer step). ``tests/pretend/network.py`` puts collectives in the order nccl has, over gloo. With it the tests train, offload,
+checkpoint, save in the background and generate as on a device, against the CPU's numbers, and take waits out of the package to see that
+this is noticed (``tests/pretend/test_pretend_engine.py``). Everything that does not put its tensors on the CPU itself can run on it:
+``HF_ZERO_TEST_DEVICE=pretend make test TEST_ARGS=...``. It also counts what a device does in silence
+(``tests/pretend/test_pretend_memory.py``): memory that a caching allocator would hold while the host is as far ahead as it may be,
+page-locked bytes as torch's allocator and as a driver count them, and the devices that a process has called the driver on; its network
+wants a rank's tensors on one device, objects included. What it cannot show is speed, nccl, the limits and fragments of CUDA's allocator
+and driver, and Triton.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests import pretend
 from tests.pretend import network
@@ -48,6 +49,23 @@ def test_a_step_in_bf16_waits_once_at_most(stage: int) -> None:
     for steps in on_devices(Run(stage=stage, dtype="bf16", accumulation=2, clip=1.0)):
         for waits in steps:
             assert len(waits) <= 1, "\n".join(f"{what}: {where}" for what, where in waits)
+
+
+def _votes_of_a_split_model() -> Waits:
+    """All ranks of a model that two hold together vote, for a step and for a save, while the device is busy."""
+    engine = initialize(CASES["gpt2"].build(), Run(stage=1, extra={"tensor_parallel": {"autotp_size": 2}}))
+    steps, saves = engine.stepper.everyone, engine.checkpoints.state_of(engine).everyone
+    assert steps.world == saves.world == 2 and steps.topology.group is saves.topology.group is not dist.group.WORLD
+    with pretend.host_waits() as waits:
+        torch.ones(64, device=ranks.device()).mul_(2)
+        assert all(everyone.any_rank(ranks.rank() == 1, "a vote") for everyone in (steps, saves))
+    engine.destroy()
+    return waits
+
+
+def test_ranks_that_hold_one_model_vote_on_the_host() -> None:
+    env = {"HF_ZERO_TEST_DEVICE": pretend.NAME, "HF_ZERO_TEST_BACKEND": network.NAME}
+    assert ranks.run_ranks(_votes_of_a_split_model, 2, env=env, timeout=200.0) == [[], []]
 
 
 def _one_of_each() -> Waits:

@@ -15,8 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import hf_zero
 from hf_zero.metrics import Sink
 from hf_zero.profiling.costs import ModelOperations, OperationCounter
-from hf_zero.profiling.device_peaks import PEAK_TFLOPS, peak_tflops
-from hf_zero.profiling.step_metrics import batch_size
+from hf_zero.profiling.step_metrics import PEAK_TFLOPS, batch_size, peak_tflops
 from hf_zero.profiling.waits import WaitTimes
 from tests import pretend
 from tests.pretend import network

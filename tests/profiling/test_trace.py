@@ -12,8 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from hf_zero.cli import main
-from hf_zero.profiling.intervals import difference, intersection, length, union
-from hf_zero.profiling.overlap import COMPUTE, RowTotal, Span, overlap_of
+from hf_zero.profiling.overlap import COMPUTE, RowTotal, Span, difference, intersection, length, overlap_of, union
 from hf_zero.profiling.recordings import read_recordings
 from tests.support import parity, ranks
 from tests.support.models import CASES

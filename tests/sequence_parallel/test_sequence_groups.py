@@ -19,7 +19,7 @@ from hf_zero.deepspeed.served import groups, sequence_state
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, prepare
-from hf_zero.sequence_parallel.heads import key_heads
+from hf_zero.sequence_parallel.exchange import key_heads
 from hf_zero.sequence_parallel.layer import DistributedAttention, SeqAllToAll
 from tests.support import ranks
 from tests.support.models import CASES

@@ -76,8 +76,8 @@ def _counts_experts(config: Any) -> bool:
 
 def measure(name: str, split: bool = False, dtype: torch.dtype = torch.float32) -> Row:
     """One architecture, experts over all ranks of the job, on this rank; its batch is its own, unless they ``split`` the layers too."""
+    from hf_zero.comm.axes import divide_experts
     from hf_zero.comm.back_end import build_collectives
-    from hf_zero.comm.expert_axes import divide_experts
     from hf_zero.comm.topology import build_topology
     from hf_zero.core.units.tp_shard import cut, tp_shard_of
     from hf_zero.expert_parallel.apply import divide_model

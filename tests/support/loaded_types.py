@@ -1,6 +1,7 @@
 """Trains a tiny model of every architecture in 16 bit, and compares the types and values of what shall stay with what was loaded.
 
 python -m tests.support.loaded_types                    # every architecture over 2 ranks; prints the rows that differ, and counts
+python -m tests.support.loaded_types text               # those that read text; senses: images or sound
 python -m tests.support.loaded_types T5ForConditionalGeneration
 """
 
@@ -18,8 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
-from tests.support import ranks, zoo
+from tests.support import ranks, senses, zoo
 from tests.support.parity import DTYPES, Run, initialize
 from tests.support.zero3 import transformers_zero3, whole_parameters
 
@@ -28,6 +30,7 @@ CHECKPOINTED = (0, 3)  # stages that write in different ways
 WRITTEN, READ = (2, 3), (2, 3)  # stages whose whole model is written to one file, or was read from one
 HALF = ("bf16", "fp16")
 CELLS = tuple((dtype, stage) for dtype in HALF for stage in STAGES)
+SENSES_CELLS = (("bf16", 1), ("bf16", 3), ("fp16", 2))
 SHOWN = 3
 WRITES = {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}}
 Types = dict[str, torch.dtype]
@@ -58,35 +61,12 @@ class Row:
 
 def build(name: str) -> nn.Module:
     """A tiny model in fp32: of a text architecture, or of one that reads images or sound."""
-    if name in {item.name for item in zoo.architectures()}:
-        return zoo.build(name)
-    import transformers
-
-    cls = getattr(transformers, name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model: nn.Module = cls(zoo.shrink(cls.config_class, {}))
-        return model.train()
+    return zoo.build(name) if name in text_names() else senses.build(name)
 
 
-def other_architectures() -> list[str]:
-    """Classes that read images or sound, whose tiny configurations can be built."""
-    from transformers.models.auto import modeling_auto
-
-    found: dict[str, None] = {}
-    for mapping in ("IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION", "SPEECH_SEQ_2_SEQ"):
-        for names in getattr(modeling_auto, f"MODEL_FOR_{mapping}_MAPPING_NAMES").values():
-            found.update(dict.fromkeys([names] if isinstance(names, str) else names))
-    text = {item.name for item in zoo.architectures()}
-    return [name for name in found if name not in text and _builds(name)]
-
-
-def _builds(name: str) -> bool:
-    try:
-        build(name)
-    except Exception:  # noqa: BLE001 - any of them says that this class needs more than small numbers, or a package
-        return False
-    return True
+def text_names() -> list[str]:
+    """Names of the classes that read text alone."""
+    return [item.name for item in zoo.architectures()]
 
 
 def types_of(model: nn.Module) -> Types:
@@ -231,23 +211,40 @@ def _check_loaded(row: Row, cls: Any, path: str, plain: nn.Module, run: Run, nam
 
 
 def _logits(name: str, model: Any) -> Tensor | str | None:
-    """The logits of a text model, or the error that its types end in; None for others."""
-    if name not in {item.name for item in zoo.architectures()}:
+    """The logits of a model, or the first tensor of its outputs, or the error that its types end in; None where no input is at hand."""
+    batch = _batch(name, model)
+    if batch is None:
         return None
-    batch = {key: value.to(ranks.device()) for key, value in zoo.batch(name, torch.Generator().manual_seed(0)).items() if key != "labels"}
-    if zoo.architecture(name).task == "seq2seq":
-        batch["decoder_input_ids"] = batch["input_ids"]
     model.eval()
     try:
         torch.manual_seed(3)
         with torch.no_grad():
             found = zoo.forward(model, batch)
-        logits: Tensor = found.logits
-        return logits
-    except Exception as error:  # noqa: BLE001 - what is said without an engine must be said with one
+        return _first_tensor(found)
+    except Exception as error:  # noqa: BLE001 - an error without an engine must be the same with one
         return f"{type(error).__name__}: {str(error).splitlines()[0]}"
     finally:
         model.train()
+
+
+def _batch(name: str, model: Any) -> dict[str, Tensor] | None:
+    """Inputs of a model on its device, images and sound in the type of its parameters; None where ``senses`` has none."""
+    module = getattr(model, "module", model)
+    if name not in text_names():
+        dtypes = [param.dtype for param in module.parameters()]
+        values = senses.inputs(module)
+        return values and {key: value.to(ranks.device(), max(set(dtypes), key=dtypes.count)) for key, value in values.items()}
+    values = {key: value.to(ranks.device()) for key, value in zoo.batch(name, torch.Generator().manual_seed(0)).items() if key != "labels"}
+    if zoo.architecture(name).task == "seq2seq":
+        values["decoder_input_ids"] = values["input_ids"]
+    return values
+
+
+def _first_tensor(found: Any) -> Tensor | None:
+    if isinstance(getattr(found, "logits", None), Tensor):
+        return found.logits  # type: ignore[no-any-return]
+    tensors = [leaf for leaf in tree_leaves(dict(found)) if isinstance(leaf, Tensor)]
+    return tensors[0] if tensors else None
 
 
 def _shown(value: Any) -> str:
@@ -273,7 +270,8 @@ def measure_each(names: list[str], thinned: bool = False) -> list[Row]:
         torch.distributed.broadcast_object_list(shared, 0)
         rows = []
         for index, name in enumerate(names):
-            rows.append(measure(name, shared[0], [CELLS[index % len(CELLS)]] if thinned else CELLS))
+            cells = CELLS if name in text_names() else SENSES_CELLS
+            rows.append(measure(name, shared[0], [cells[index % len(cells)]] if thinned else cells))
             torch.distributed.barrier()
     return rows
 
@@ -293,18 +291,24 @@ def measure_all(names: list[str], at_once: int = 12) -> Iterator[Row]:
 
 
 def main() -> None:
-    names = sys.argv[1:] or [*(item.name for item in zoo.architectures()), *other_architectures()]
+    kinds = {"text": text_names, "senses": senses.architectures}
+    names = [name for word in sys.argv[1:] or kinds for name in (kinds[word]() if word in kinds else [word])]
     total = Row("all")
     rows = 0
     for row in measure_all(names):
         rows += 1
         for number in ("engines", "kept", "buffers", "forwards"):
             setattr(total, number, getattr(total, number) + getattr(row, number))
+        total.differences += row.differences
         if row.differences or row.notes or len(names) < 20:
             print(row.name, row.engines, row.kept, row.buffers, row.forwards, *row.notes, *row.differences, sep="\n    ", flush=True)
     print(
-        f"{rows} architectures, {total.engines} engines, {total.kept} kept parameters, {total.buffers} buffers, {total.forwards} forwards"
+        f"{rows} architectures, {total.engines} engines, {total.kept} kept parameters, {total.buffers} buffers, {total.forwards} forwards, "
+        f"{len(total.differences)} differences"
     )
+    if not {*sys.argv[1:]} or "senses" in sys.argv[1:]:
+        for name, why in senses.refusals().items():
+            print(f"not built: {name}: {why}")
 
 
 if __name__ == "__main__":

@@ -101,19 +101,20 @@ class Kind:
         gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step, "z" at the
             end: what always raises.
         refusal: "never": it must be served. "named": an error on all ranks that names the parameter or layer of ``args`` will do.
-            "any": an error of the package on all ranks will do.
+            "any": an error of the package on all ranks will do. Words: where one rank alone does it, an error on all ranks with one of
+            these will do.
     """
 
     args: dict[str, tuple[Any, ...]]
     gaps: str
-    refusal: str = "never"
+    refusal: str | tuple[str, ...] = "never"
 
 
 _DATA = tuple(range(20, 26))
 _ONE: dict[str, tuple[Any, ...]] = {"param": PARAMETERS}
 KINDS: dict[str, Kind] = {
     # The training itself, drawn in its own order.
-    "forward": Kind({"data": tuple(range(10))}, ""),
+    "forward": Kind({"data": (*range(10), *_DATA)}, ""),
     "backward": Kind({}, ""),
     "step": Kind({}, "a"),
     # Forwards without training.
@@ -123,7 +124,7 @@ KINDS: dict[str, Kind] = {
     "call_module": Kind({"data": _DATA}, "abc"),
     "forward_lost": Kind({"data": _DATA}, "a"),
     # Errors that the script catches.
-    "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": _DATA}, "ac"),
+    "fail_forward": Kind({"layer": LAYERS[:2], "who": ("all", 0), "data": (*range(10), *_DATA)}, "ac", ("numbers of micro-steps",)),
     "fail_backward": Kind({"layer": LAYERS[:2], "data": _DATA}, "a"),
     "bad_save": Kind({"who": ("all", 0), "what": ("none", "number")}, "z", "any"),
     # Files.
@@ -165,15 +166,24 @@ NEEDS = {
 }
 
 
-def refusal_words(operation: Operation) -> list[str]:
-    """The names that an error which refuses ``operation`` may use; none where any error of the package will do."""
-    if KINDS[operation.name].refusal != "named":
-        return []
+def refusal_words(operation: Operation) -> Sequence[str] | None:
+    """The words that an error which refuses ``operation`` may use; "" stands for any error of the package, None: it must be served."""
+    refusal = KINDS[operation.name].refusal
+    if refusal == "never" or (isinstance(refusal, tuple) and operation.get("who") == "all"):
+        return None
+    if refusal != "named":
+        return [""] if isinstance(refusal, str) else refusal
     # A tied matrix has two names; a write to a module may be refused by that of its parameter.
     found = [str(value) for key, value in operation.args if key in ("param", "layer")]
     if operation.get("how") == "group":
         found.append("param group")
     return found + [name for word in found if word in ("embed.weight", "head.weight") for name in ("embed.weight", "head.weight")]
+
+
+def fails_alone(script: Script, place: int) -> bool:
+    """Whether the operation at ``place`` is a forward that raises on one rank, while the others are at the operation behind it."""
+    operation = script.operations[place]
+    return operation.name == "fail_forward" and operation.get("who") == 0 and script.cell.ranks > 1
 
 
 class Course:
@@ -221,8 +231,7 @@ class Course:
 
 def valid(script: Script) -> bool:
     """Whether every operation makes sense where it stands: what is loaded was saved, what is removed was added, and so on."""
-    course = Course(script.cell)
-    return all(course.take(operation) for operation in script.operations)
+    return keep_valid(script) == list(script.operations)
 
 
 # -- text ----------------------------------------------------------------------------------------------------------------
@@ -278,6 +287,9 @@ def scripts(draw: Any) -> Script:
     if not draw(strategies.integers(0, 7)):
         operations += _others(draw, "z")
     operations = list(_with_needs(operations))
+    for place, (operation, following) in enumerate(itertools.pairwise(operations)):
+        if (operation.name, operation.get("who"), following.name) == ("fail_forward", 0, "forward") and draw(strategies.booleans()):
+            operations[place + 1] = Operation("forward", (("data", operation.get("data")),))
     return Script(cell, tuple(keep_valid(Script(cell, tuple(operations)))))
 
 
@@ -312,7 +324,10 @@ def variants(name: str) -> tuple[Operation, ...]:
 def keep_valid(script: Script) -> list[Operation]:
     """The operations of ``script`` without those that make no sense after what is before them."""
     course = Course(script.cell)
-    return [operation for operation in script.operations if course.take(operation)]
+    kept = Script(script.cell, tuple(operation for operation in script.operations if course.take(operation)))
+    # The other ranks' forward is the one that a rank tries again: any other operation there is a collective that a rank runs alone.
+    behind = [*(operation.name for operation in kept.operations[1:]), ""]
+    return [operation for place, operation in enumerate(kept.operations) if behind[place] == "forward" or not fails_alone(kept, place)]
 
 
 def simpler(script: Script) -> Iterator[Script]:

@@ -71,6 +71,7 @@ class Plain:
         self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
         self.awaits = False  # a backward came after the last call of `step`
         self.norm: float | None = None
+        self.failed_alone: int | None = None  # the batch of a forward that raised on one rank, until the next forward
         self.saved: list[State] = []
         self.shadow: dict[str, Tensor] = {}
         self.candidates: list[State] = []
@@ -78,6 +79,9 @@ class Plain:
     # -- training ---------------------------------------------------------------------------------------------------------
 
     def forward(self, data: int) -> Seen:
+        failed, self.failed_alone = self.failed_alone, None
+        if failed not in (None, data):
+            raise MustRefuse(f"rank 0 has lost batch {failed}")
         self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
         return {"loss": self.losses[self.rank].detach().clone()}
 
@@ -98,23 +102,22 @@ class Plain:
         if self.calls < self.cell.accumulation:
             return {}
         self.calls = 0
-        if not self.micro:
+        if not self.micro and not self.sums:
             return {}
         self.adopt()
         model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
         grouped = {name for group in self.groups for name in group}
-        # [Note: choices of a step] In PyTorch a gradient that a parameter had before it was frozen is still used; one without a gradient is
-        # left alone, where the package documents a gradient of zero; what was added to the model and no optimizer may join the first group.
-        late = [name for name in sums if name in grouped and not model[name].requires_grad]
+        # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
+        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward.
         idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before = self.state()
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (late, idle, bare)]):
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, bare)]):
             self.restore(before)
-            used = {name: value for name, value in sums.items() if not (choice[0] and name in late)}
-            if choice[1]:
+            used = dict(sums)
+            if choice[0]:
                 used.update({name: torch.zeros_like(self.masters[name]) for name in idle})
-            if choice[2]:
+            if choice[1]:
                 self._join(bare)
                 used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
             self._update(used)
@@ -168,6 +171,7 @@ class Plain:
     # -- caught errors ------------------------------------------------------------------------------------------------------
 
     def fail_forward(self, layer: str, who: Any, data: int) -> Seen:
+        self.failed_alone = data if who == 0 and self.cell.ranks > 1 else None
         for rank in self._each_rank():
             if who in ("all", rank):
                 self.model.get_submodule(layer).fails = "forward"

@@ -34,11 +34,12 @@ from hf_zero.errors import CollectiveError, HfZeroError
 from tests.support import collective_order, ranks
 from tests.support.collective_log import recording
 from tests.support.script_engine import Zero
-from tests.support.script_grammar import KINDS, Operation, Script, refusal_words
+from tests.support.script_grammar import Operation, Script, refusal_words
 from tests.support.script_model import ScriptError
 from tests.support.script_plain import MustRefuse, Plain, State
 
 GOOD = ("equal", "refused", "raised")
+_CLOSING = (Operation("step"), Operation("save"))  # of a script that has to be refused: at the latest these do it
 LOOKS = ("step", "load")  # after these everything is compared, and ranks tell each other how they are
 # Relative to the largest element of a tensor, or to 0.01. In 16 bit a step starts from the same masters: one unit in the last place of a
 # gradient is what differs.
@@ -141,6 +142,9 @@ def _play(script: Script, folder: Path, group: Any, status: Status, sides: list[
             if any(one.stops for one in everyone):
                 return everyone
     last = len(script.operations)
+    for operation in _CLOSING if status.plain == "refuse" else ():
+        if not status.error:
+            _perform(plain, zero, operation, last, status)
     if not status.error:
         _attempt(status, last, partial(_look, plain, zero, last, status, moments=True))
     return _exchange(status, group)
@@ -304,9 +308,7 @@ def _judge_error(script: Script, everyone: Sequence[Status]) -> Verdict:
 
 def _may_refuse(operation: Operation, everyone: Sequence[Status]) -> bool:
     words = refusal_words(operation)
-    if KINDS[operation.name].refusal == "never" or any(one.kind != "package" for one in everyone):
-        return False
-    return not words or all(any(word in one.error for word in words) for one in everyone)
+    return words is not None and all(one.kind == "package" and any(word in one.error for word in words) for one in everyone)
 
 
 # ------------------------------------------------------------------------------------------------ in pytest's process

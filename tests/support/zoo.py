@@ -69,7 +69,8 @@ OVERRIDES: dict[str, dict[str, Any]] = {
     "esmc": {"num_key_value_heads": 4},
     "flint": {"mlp_only_layers": []},
     "funnel": {"block_sizes": (1, 1), "d_head": 8},
-    "gemma3n_text": {"layer_types": _TWO_KINDS, "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": None,
+    "gemma3n_text": {"layer_types": _TWO_KINDS, "intermediate_size": 64, "num_hidden_layers": 4,
+                     "num_kv_shared_layers": 2, "activation_sparsity_pattern": None,
                      "hidden_size_per_layer_input": 8, "laurel_rank": 8},
     "gemma4": {"text_config": {"enable_moe_block": True}},
     "gemma4_text": {"enable_moe_block": True},
@@ -183,9 +184,10 @@ def shrink(config_class: type, overrides: dict[str, Any]) -> Any:
     """An instance of ``config_class`` whose sizes are those of ``SIZES`` and ``overrides``, sub-configs included."""
     defaults = config_class()
     values = vars(defaults)
-    taken = {*inspect.signature(config_class.__init__).parameters, *getattr(config_class, "attribute_map", {})}
+    aliases = getattr(config_class, "attribute_map", {})
+    taken = {*inspect.signature(config_class.__init__).parameters, *aliases}
     names = [name for name in taken if name in values or name in SIZES]
-    small = {name: _small_value(name, values.get(name), overrides) for name in names}
+    small = {name: _small_value(name, values.get(aliases.get(name, name)), overrides) for name in names}
     changes = {name: value for name, value in small.items() if value is not None}
     if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # multi-head latent attention shares no heads
         changes["num_key_value_heads"] = changes["num_attention_heads"]
@@ -216,7 +218,7 @@ def _small_value(name: str, value: Any, overrides: dict[str, Any]) -> Any:
     if isinstance(value, PretrainedConfig):
         return shrink(type(value), overrides.get(name, {})).to_dict()
     if name in SIZES:
-        return SIZES[name]
+        return type(value)(SIZES[name] for _ in value) if isinstance(value, list | tuple) else SIZES[name]
     if ("drop" in name and isinstance(value, float)) or "jitter" in name:
         return 0.0
     if name.endswith(("token_id", "token_index")) and isinstance(value, int) and value >= FIRST_TOKEN:

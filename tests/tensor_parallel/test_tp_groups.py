@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from hf_zero.comm.mpu import model_parallel_group
+from hf_zero.comm.axes import model_parallel_group
 from hf_zero.deepspeed.served import groups
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.plan import TpPlan

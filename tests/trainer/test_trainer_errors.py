@@ -21,7 +21,7 @@ def _mismatches(models: Path, folder: Path) -> None:
     config = trainers.zero_config(2, optimizer=optimizer, gradient_clipping=0.5, train_micro_batch_size_per_gpu=4)
     with trainers.clean_state():
         text = trainers.error_of(lambda: _train(models, folder, config))
-    for part in ("optimizer.params.lr=5e-05", "gradient_clipping=0.5", "train_micro_batch_size_per_gpu=4", "'auto'"):
+    for part in ("optimizer.params.lr=5e-05", "gradient_clipping=0.5", "train_micro_batch_size_per_gpu=4", '"auto"'):
         assert part in text, text
 
 

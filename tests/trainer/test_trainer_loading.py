@@ -156,3 +156,36 @@ def _built_too_early() -> list[str]:
 def test_a_large_model_built_too_early_is_told_once() -> None:
     first, second = ranks.run_ranks(_built_too_early, 2)
     assert len(first) == 1 and "TrainingArguments" in first[0] and not second
+
+
+def _without_counters(folder: Path) -> None:
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    from tests.support import senses
+    from tests.support.parity import Run
+    from tests.support.zero3 import transformers_zero3, whole_parameters
+
+    name = "ResNetForImageClassification"
+    plain: Any = senses.build(name)
+    for module in plain.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.normal_(module.running_mean)
+    if ranks.rank() == 0:
+        plain.save_pretrained(folder)
+        values = load_file(folder / "model.safetensors")
+        kept = {name: value for name, value in values.items() if not name.endswith("num_batches_tracked")}
+        assert len(kept) < len(values)
+        save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+    torch.distributed.barrier()
+    with transformers_zero3(Run(3)):
+        model = getattr(transformers, name).from_pretrained(folder)
+    for name, value in whole_parameters(model).items():
+        assert torch.equal(value.cpu(), plain.get_parameter(name)), name
+    for name, buffer in plain.named_buffers():
+        assert torch.equal(model.get_buffer(name).cpu(), buffer), name
+    assert not any("_load_from_state_dict" in vars(module) for module in model.modules())
+
+
+def test_a_checkpoint_without_counters_of_batch_norms_loads(tmp_path: Path) -> None:
+    ranks.run_ranks(_without_counters, 2, tmp_path / "resnet", timeout=100.0, group_timeout=60.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.convert.pickle_names import Inert
+from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.torch_files import load_pickle, load_torch_bytes
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.convert import fields
-from hf_zero.checkpoint.convert.pickle_names import Inert
+from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.source import FROZEN, Source, SourceParam, SourceTensor, joined, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.files.rows import Elsewhere

@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 from hf_zero.checkpoint.convert import companions, fields
-from hf_zero.checkpoint.convert.pickle_names import Inert
+from hf_zero.checkpoint.convert.pickles import Inert
 from hf_zero.checkpoint.convert.source import Progress, Source, SourceParam, SourceTensor, row_of, tensor_source
 from hf_zero.checkpoint.convert.torch_files import load_torch_file, require_trust
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry

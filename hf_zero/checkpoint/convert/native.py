@@ -14,16 +14,17 @@ from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry, whole
 from hf_zero.checkpoint.files.tensor_reader import RangeReader
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
-from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
 from hf_zero.checkpoint.format.index import Index
 from hf_zero.checkpoint.format.names import (
     CHUNK_BYTES,
     CONVERTED,
+    DTYPES,
     INDEX_FILE,
     LATEST_FILE,
     MASTER,
     MODULE,
     VALUES_FILE,
+    dtype_name,
     shard_file,
     state_kind,
 )

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.planner import WriteItem
 from hf_zero.checkpoint.convert.dcp_files import METADATA, DcpFolder
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.files.rows import Elsewhere
-from hf_zero.checkpoint.format.element_types import DTYPES, dtype_name
-from hf_zero.checkpoint.format.json_records import read_record
+from hf_zero.checkpoint.format.names import DTYPES, dtype_name
+from hf_zero.checkpoint.format.records import read_record
 from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once

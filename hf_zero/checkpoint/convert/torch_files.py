@@ -19,8 +19,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from hf_zero.checkpoint.convert.pickle_names import Inert, Name, Names
-from hf_zero.checkpoint.convert.pickles import Machine
+from hf_zero.checkpoint.convert.pickles import Inert, Machine, Name, Names
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
 from hf_zero.system.text_file import limit_beside, opened_file, read_bytes

@@ -13,8 +13,7 @@ import torch
 
 from hf_zero.checkpoint.files.rows import WINDOW_BYTES, Elsewhere, Row
 from hf_zero.checkpoint.format.checksum import digits_of, digits_of_range, first_damaged
-from hf_zero.checkpoint.format.element_types import DTYPES, ITEM_BYTES
-from hf_zero.checkpoint.format.names import CHUNK_BYTES
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, DTYPES, ITEM_BYTES
 from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown

@@ -12,10 +12,9 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.format import consistency
-from hf_zero.checkpoint.format.json_records import read_record
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, FORMAT, VERSION
 from hf_zero.checkpoint.format.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
-from hf_zero.checkpoint.format.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord
+from hf_zero.checkpoint.format.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord, read_record
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import parse_json, reading, shown

@@ -1,8 +1,14 @@
-"""The format of a checkpoint folder: its version and the names of its files. ``docs/checkpoint-format.md`` describes it byte for byte."""
+"""Name the parts of a checkpoint folder: format version, file names, and element types as safetensors spells them.
+
+``docs/checkpoint-format.md`` describes the format byte for byte.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Final
+
+import torch
 
 from hf_zero.errors import CheckpointError
 
@@ -58,3 +64,36 @@ def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_wo
 def values_file(rank: int) -> str:
     """Name of the file with the tensors of ``rank``'s client state."""
     return VALUES_FILE if rank == 0 else f"values-{rank:05d}.safetensors"
+
+
+DTYPES: Final[dict[str, torch.dtype]] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+NAMES: Final[dict[torch.dtype, str]] = {dtype: name for name, dtype in DTYPES.items()}
+ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype, what: str) -> str:
+    """The name of ``dtype`` in a file.
+
+    Raises:
+        CheckpointError: safetensors has no such type; names ``what``.
+    """
+    if dtype not in NAMES:
+        raise CheckpointError(f"{what} has element type {dtype}, which safetensors cannot hold; allowed are {sorted(DTYPES)}")
+    return NAMES[dtype]

@@ -11,6 +11,7 @@ import base64
 import datetime
 import math
 import pathlib
+import pickle
 import types
 from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable
@@ -19,10 +20,29 @@ from typing import Any
 import numpy as np
 import torch
 
-from hf_zero.checkpoint.format.element_types import DTYPES, NAMES
-from hf_zero.checkpoint.format.pickled import PICKLE_KEY, pickled, unpickled
+from hf_zero.checkpoint.format.names import DTYPES, NAMES
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading
+
+PICKLE_KEY = "hf_zero.pickle_client_state"
+
+
+def pickled(value: Any, what: str) -> bytes:
+    """The pickle of ``value``.
+
+    Raises:
+        CheckpointError: It cannot be pickled; says ``what`` it is.
+    """
+    try:
+        return pickle.dumps(value)
+    except Exception as error:  # whatever the value's own class raises
+        raise CheckpointError(f"{what}, cannot be pickled ({type(error).__name__}: {error}); leave it out") from error
+
+
+def unpickled(data: bytes) -> Any:
+    """The value again. Runs what the writer of ``data`` wanted: asked for by the user's configuration alone."""
+    return pickle.loads(data)
+
 
 _TAG = "$"
 _NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from hf_zero.checkpoint.files.header import D, header_of, in_file_order
+from hf_zero.checkpoint.files.tensor_writer import D, header_of, in_file_order
 from hf_zero.errors import CheckpointError
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder

@@ -12,8 +12,7 @@ import torch
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, Piece
 from hf_zero.checkpoint.files.tensor_reader import Copy
-from hf_zero.checkpoint.format.element_types import DTYPES
-from hf_zero.checkpoint.format.names import MASTER, state_kind
+from hf_zero.checkpoint.format.names import DTYPES, MASTER, state_kind
 from hf_zero.checkpoint.format.plausible import check_alike, check_group, missing_settings
 from hf_zero.checkpoint.format.records import GroupRecord, OptimizerRecord, ScalarRecord, UnitRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar

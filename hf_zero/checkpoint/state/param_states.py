@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_map_only
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_reader import RangeReader
-from hf_zero.checkpoint.format.element_types import DTYPES
-from hf_zero.checkpoint.format.names import state_kind
+from hf_zero.checkpoint.format.names import DTYPES, state_kind
 from hf_zero.checkpoint.format.records import ParamStateRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan

@@ -1,12 +1,16 @@
-"""Which rank updates which parameter when an optimizer needs whole tensors. Arithmetic only: no tensor is touched here."""
+"""Choose a rank that owns each whole parameter, and move parameters between their shards and their owners, unit by unit."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.units.layout import FROZEN, ParamSlot, Range, UnitLayout
-from hf_zero.core.units.tp_shard import TpShard
+from hf_zero.core.units.tp_shard import TpShard, cut, paste
+from hf_zero.core.units.unit import Unit
 
 
 @dataclass(frozen=True)
@@ -175,3 +179,160 @@ def holders(layout: UnitLayout, wanted: Range, world: int) -> list[Range]:
     if layout.world == 1:
         return [wanted] * world
     return [wanted.intersect(layout.shard_range(rank)) for rank in range(world)]
+
+
+Tensors = Mapping[str, torch.Tensor]  # by the parameter's name; of its whole shape
+_Parts = list[list[tuple[str, Piece]]]  # by rank
+
+
+class TensorMoves:
+    """The exchange for one unit. Where each rank has all of its parameters, and where a shard holds all of one, nothing travels.
+
+    Args:
+        unit: The unit.
+        owned: Its trained parameters and their owners.
+        collectives: The axis that parameters are divided over.
+    """
+
+    def __init__(self, unit: Unit, owned: Sequence[Owned], collectives: Collectives) -> None:
+        self.unit = unit
+        self._collectives, self._rank = collectives, collectives.rank
+        world = range(collectives.world)
+        self.own = tuple(entry for entry in owned if entry.rank == self._rank or not entry.travels)
+        moving = [entry for entry in owned if entry.travels]
+        self._divided = bool(moving)
+        # [Note: messages of an exchange] Between two ranks a message is the parts of the one's shard that the other owns, by
+        # offset. Both derive it from the layout and the owners alone. What several groups of ranks hold (experts, at stage 0) comes from
+        # the owner's group, and goes back to all.
+        mine = [entry for entry in moving if entry.rank == self._rank]
+        self._taken: _Parts = [[(entry.slot.name, piece) for entry in mine if (piece := entry.given_by(rank))] for rank in world]
+        self._given: _Parts = [
+            [(entry.slot.name, piece) for entry in moving if entry.rank == rank and (piece := entry.given_by(self._rank))] for rank in world
+        ]
+        self._returned = [_held(mine, rank) for rank in world]
+        self._updated = [_held([entry for entry in moving if entry.rank == rank], self._rank) for rank in world]
+
+    def stays(self, entry: Owned) -> bool:
+        """Whether this rank's shard holds all of the parameter."""
+        return entry.spread.pieces[self._rank].inside.numel == entry.slot.numel
+
+    def collect(self, flat: torch.Tensor, what: str) -> tuple[dict[str, torch.Tensor], Pending]:
+        """Brings the parameters that this rank owns together; collective.
+
+        Args:
+            flat: (shard_numel,): this rank's part of masters, gradients or the like; must stay untouched until the end.
+            what: Name for labels.
+
+        Returns:
+            Whole tensors, filled when the exchange has been waited for. Those that need not travel are views of ``flat``.
+        """
+        rows = {entry.slot.name: self._room(entry, flat) for entry in self.own}
+        whole = {entry.slot.name: _shaped(rows[entry.slot.name], entry) for entry in self.own}
+        here = {entry.slot.name for entry in self.own if self.stays(entry)}
+        outgoing = self._for_peers(self._given, flat, lambda _, piece: _within(flat, piece))
+        incoming = self._from_peers(self._taken, flat)
+        pending = self._exchange(outgoing, incoming, f"{self.unit.name}: {what}")
+
+        def place() -> None:
+            for rank, parts in enumerate(self._taken):
+                offset = 0
+                for name, piece in parts:
+                    if name in here:
+                        continue
+                    numel = piece.inside.numel
+                    source = incoming[rank][offset : offset + numel] if rank != self._rank else _within(flat, piece)
+                    rows[name][_inside(piece)] = source
+                    offset += numel
+            for entry in self.own:
+                _place_parts(whole[entry.slot.name], rows[entry.slot.name], entry)
+
+        return whole, _then(pending, place)
+
+    def scatter(self, tensors: Tensors, flat: torch.Tensor, what: str) -> Pending:
+        """The way back: fills ``flat``, (shard_numel,), from the owners' whole ``tensors``; what lies in no parameter stays. Collective."""
+        rows = {entry.slot.name: _row(tensors[entry.slot.name], entry) for entry in self.own}
+        outgoing = self._for_peers(self._returned, flat, lambda name, piece: rows[name][_inside(piece)])
+        incoming = self._from_peers(self._updated, flat)
+        pending = self._exchange(outgoing, incoming, f"{self.unit.name}: {what}")
+
+        def place() -> None:
+            for rank, parts in enumerate(self._updated):
+                offset = 0
+                for _, piece in parts:
+                    if rank != self._rank:
+                        _within(flat, piece).copy_(incoming[rank][offset : offset + piece.inside.numel])
+                    offset += piece.inside.numel
+            for entry in self.own:
+                piece = entry.spread.pieces[self._rank]
+                here, new = _within(flat, piece), rows[entry.slot.name][_inside(piece)]
+                if piece.inside.numel and here.data_ptr() != new.data_ptr():
+                    here.copy_(new)
+
+        return _then(pending, place)
+
+    def _room(self, entry: Owned, flat: torch.Tensor) -> torch.Tensor:
+        return _within(flat, entry.spread.pieces[self._rank]) if self.stays(entry) else flat.new_empty(entry.slot.numel)
+
+    def _exchange(self, outgoing: list[torch.Tensor], incoming: list[torch.Tensor], label: str) -> Pending:
+        if not self._divided:
+            return Pending(label, [])
+        return self._collectives.exchange_parts(outgoing, incoming, label)
+
+    def _for_peers(self, parts_of: _Parts, flat: torch.Tensor, values: Callable[[str, Piece], torch.Tensor]) -> list[torch.Tensor]:
+        """One message per rank; nothing for this one."""
+        return [
+            flat.new_empty(0) if rank == self._rank or not parts else torch.cat([values(name, piece) for name, piece in parts])
+            for rank, parts in enumerate(parts_of)
+        ]
+
+    def _from_peers(self, parts_of: _Parts, flat: torch.Tensor) -> list[torch.Tensor]:
+        """Room for one message of every other rank."""
+        sizes = [sum(piece.inside.numel for _, piece in parts) for parts in parts_of]
+        return [flat.new_empty(0 if rank == self._rank else size) for rank, size in enumerate(sizes)]
+
+
+def _held(owned: Sequence[Owned], rank: int) -> list[tuple[str, Piece]]:
+    """What ``rank`` holds of some parameters."""
+    pieces = [(entry.slot.name, entry.spread.pieces[rank]) for entry in owned]
+    return [(name, piece) for name, piece in pieces if piece.inside.numel]
+
+
+def _within(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """``piece`` in this rank's ``flat``."""
+    return flat[piece.start : piece.start + piece.inside.numel]
+
+
+def _inside(piece: Piece) -> slice:
+    return slice(piece.inside.start, piece.inside.stop)
+
+
+def _shaped(row: torch.Tensor, entry: Owned) -> torch.Tensor:
+    """The parameter in its whole shape: ``row`` itself, or room for it where its parts lie in another order."""
+    return row.new_empty(entry.slot.shape) if entry.spread.parts else row.view(entry.slot.shape)
+
+
+def _place_parts(whole: torch.Tensor, row: torch.Tensor, entry: Owned) -> None:
+    first = 0
+    for part in entry.spread.parts:
+        numel = sum(piece.numel for piece in part.ranges) * (whole.numel() // whole.shape[part.dim])
+        paste(whole, row[first : first + numel], part.dim, part.ranges)
+        first += numel
+
+
+def _row(whole: torch.Tensor, entry: Owned) -> torch.Tensor:
+    """(numel,) elements in the order of the pieces."""
+    parts = entry.spread.parts
+    return torch.cat([cut(whole, part).view(-1) for part in parts]) if parts else whole.reshape(-1)
+
+
+def _then(pending: Pending, place: Callable[[], None]) -> Pending:
+    """``pending`` with ``place`` called at its end."""
+    finish = pending.finish
+
+    def both() -> torch.Tensor | None:
+        result = finish() if finish is not None else None
+        place()
+        return result
+
+    pending.finish = both
+    return pending

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
 import torch
@@ -20,10 +20,10 @@ class ParamStates(Protocol):
         """The whole state, a new tensor; None where there is none, as before the first step. Collective."""
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """Sets the whole state; every rank calls it.
+        """Sets the whole state; collective.
 
         Raises:
-            StateError: There is no such state yet, or it has another shape.
+            StateError: On all ranks, if there is no such state yet, or it has another shape.
         """
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
@@ -40,6 +40,9 @@ class ParamStates(Protocol):
 class SegmentStates:
     """States that lie like the shards.
 
+    A parameter's states are those of the segments with elements of it: others of its unit may rest, and have none. A rank without elements
+    of the parameter cannot tell whether there is a state, so the ranks vote.
+
     Args:
         segments: Of all units on this rank.
         settle: Waits for updates that are under way.
@@ -51,64 +54,61 @@ class SegmentStates:
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``, of the parameter's shape."""
-        flat = self._flat(unit, key)
-        if unit.layout.world > 1:
-            # A rank whose shard is padding alone has no state and cannot tell whether there is one.
-            known = flat is not None and bool(self._segments.of(unit))
-            if not unit.collectives.any_rank(known, f"{unit.name}: {key}"):
-                return None
-            flat = flat if flat is not None else _row(unit)
-        return gather_param(unit, index, flat, key) if flat is not None else None
+        parts = self._parts(unit, index, key)
+        return gather_param(unit, index, _flat(unit, parts or []), key) if self._is_anywhere(unit, index, key, parts) else None
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``; local."""
-        parts, flat = self._present(unit, key)
+        """As in ``ParamStates``."""
+        parts = self._parts(unit, index, key)
+        if not self._is_anywhere(unit, index, key, parts):
+            raise no_state(key)
+        flat = _flat(unit, parts or [])
         write_param(unit, index, flat, value)
-        for segment, state in parts:
+        for segment, state in parts or []:
             state.copy_(segment.within(flat))
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """As in ``ParamStates``."""
-        flat = self._flat(unit, key)
-        return unit.shard_part(index, flat) if flat is not None else None
+        parts = self._parts(unit, index, key)
+        return unit.shard_part(index, _flat(unit, parts)) if parts is not None else None
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """As in ``ParamStates``."""
-        parts, flat = self._present(unit, key)
+        parts = self._parts(unit, index, key)
+        if parts is None:
+            raise no_state(key)
+        flat = _flat(unit, parts)
         unit.shard_part(index, flat).copy_(value)
         for segment, state in parts:
             state.copy_(segment.within(flat))
 
-    def _present(self, unit: Unit, key: str) -> tuple[list[tuple[OwnedSegment, torch.Tensor]], torch.Tensor]:
-        parts, flat = self._parts(unit, key), self._flat(unit, key)
-        if parts is None or flat is None:
-            raise no_state(key)
-        return parts, flat
-
-    def _parts(self, unit: Unit, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+    def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
+        """Return the segments with elements of the parameter, and their states; None where any has none, or before the first step."""
         self._settle()
-        parts = []
-        for segment in self._segments.of(unit):
-            value = segment.state.get(key)
-            if not isinstance(value, torch.Tensor) or value.shape != segment.tensor.shape:
-                return None
-            parts.append((segment, value))
-        return parts
+        found = [(segment, segment.state.get(key)) for segment in self._segments.of(unit)]
+        having = [(segment, value) for segment, value in found if isinstance(value, torch.Tensor) and value.shape == segment.tensor.shape]
+        where = unit.layout.slots[index].range.intersect(unit.owned).shift(-unit.owned.start)
+        parts = [(segment, value) for segment, value in having if segment.range.intersect(where).numel]
+        covered = sum(segment.range.intersect(where).numel for segment, _ in parts)
+        stepped = bool(having) or all(segment.rests for segment, _ in found)  # told by the others where it has no elements here
+        return parts if covered == where.numel and stepped else None
 
-    def _flat(self, unit: Unit, key: str) -> torch.Tensor | None:
-        parts = self._parts(unit, key)
-        if parts is None:
-            return None
-        flat = _row(unit)
-        for segment, value in parts:
-            segment.within(flat).copy_(value)
-        return flat
+    def _is_anywhere(self, unit: Unit, index: int, key: str, parts: Sequence[tuple[OwnedSegment, torch.Tensor]] | None) -> bool:
+        """Return whether there is a state of the parameter, from this rank's ``parts`` of it; collective where parameters are divided."""
+        known = parts is not None and bool(parts or not unit.layout.slots[index].numel)
+        return unit.collectives.any_rank(known, f"{unit.name}: {key}") if unit.layout.world > 1 else known
 
 
-def _row(unit: Unit) -> torch.Tensor:
-    """Return zeros like the unit's master, in fp32 at least: states may be wider than it, and a rank that has none cannot tell."""
+def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:
+    """Return ``parts`` where they lie in this rank's shard, (shard_numel,), zeros elsewhere.
+
+    The type is fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
+    """
     master = master_of(unit)
-    return torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
+    flat = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
+    for segment, value in parts:
+        segment.within(flat).copy_(value)
+    return flat
 
 
 def no_state(key: str) -> StateError:

@@ -6,10 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
-from hf_zero.core.optimizer.segments import OwnedSegment, Segments
-from hf_zero.core.optimizer.sub_groups import SubGroupStepper
-from hf_zero.core.units.layout import Range
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.optimizer.segments import OwnedSegment, Segments, SubGroupStepper
+from hf_zero.core.units.layout import Range, UnitState
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import publish, shard_changed
 from hf_zero.memory import host_memory

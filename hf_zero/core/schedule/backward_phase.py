@@ -14,7 +14,7 @@ from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import call_after_backward, outside_compile, outside_transforms, reaches
-from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs
+from hf_zero.core.schedule.watched_outputs import WatchedForward, WatchedOutputs, tensors_in
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError, StateError
 from hf_zero.observe import logger, note, span
@@ -58,6 +58,7 @@ class BackwardPhase:
         self._collects = False  # whether the backward that runs hands gradients to parameters
         self._looked = False  # whether the backward that runs has looked ahead
         self.outputs = WatchedOutputs(root)
+        self._part_hook = _hook_of_parts(ref(self))
         self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
 
     def attach(self) -> None:
@@ -69,7 +70,10 @@ class BackwardPhase:
         """Put hooks on the parameters of one unit."""
         for index, param in enumerate(entry.unit.params):
             if param is not None:
+                requires = param.requires_grad
+                param.requires_grad_(True)  # torch takes hooks of no other; a parameter that was frozen behind its gradient may train again
                 self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
+                param.requires_grad_(requires)
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Takes the hook of one parameter out: another engine trains it."""
@@ -128,6 +132,23 @@ class BackwardPhase:
         wanted = self.schedule is not None or (block is self._root and self.reducer is not None)
         if wanted and torch.is_grad_enabled():
             self.outputs.left(block, output, self._fired)
+
+    def watch_part(self, output: Any) -> None:
+        """Arranges for a backward to be noticed that comes to ``output`` of a module inside a block, and to no output of a block before.
+
+        The loss of such a backward is made of what a hook or an attribute has kept. The blocks that it reaches are then found as others
+        of which nothing tells, [Note: what tells of a backward].
+        """
+        if self.schedule is None or self.begun or not torch.is_grad_enabled():
+            return
+        for tensor in (output,) if isinstance(output, torch.Tensor) else tensors_in(output):
+            if tensor.grad_fn is not None:
+                tensor.register_hook(self._part_hook)
+
+    def _reached_part(self) -> None:
+        if not self.begun:
+            self._notice()
+            self._look_ahead()
 
     def _fired(self, forward: WatchedForward) -> None:
         """A gradient of an output of ``forward`` is known."""
@@ -300,6 +321,24 @@ class BackwardPhase:
         self.outputs.clear()
         for block in self._blocks:
             block.reset()
+
+
+def _hook_of_parts(weak: ref[BackwardPhase]) -> Callable[[torch.Tensor], None]:
+    """The hook of all outputs of modules inside blocks; [Note: hooks of autograd hold nothing]."""
+
+    def fired(_grad: torch.Tensor) -> None:
+        phase = weak()
+        if phase is not None:
+            phase._reached_part()
+
+    run = outside_compile(fired)
+
+    def hook(grad: torch.Tensor) -> None:
+        phase = weak()
+        if phase is not None and not phase.begun:
+            run(grad)
+
+    return hook
 
 
 def begin_inside(phase: BackwardPhase, parts: int) -> None:

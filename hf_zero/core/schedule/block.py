@@ -8,7 +8,7 @@ from functools import cached_property
 from torch import nn
 
 from hf_zero.core.schedule.gradients import UnitGradients
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import logger
 

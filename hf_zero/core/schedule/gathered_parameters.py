@@ -12,14 +12,16 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
 from hf_zero.native.crc32 import crc32_chunks
 
 _CHUNK_BYTES = 1 << 22  # of a checksum
+_PIECE = 1 << 22  # elements that a checksum widens to 64 bits at a time
+_ODD = 0x1F58476D1CE4E5B9  # any odd number with as many ones as zeros
 
 
 class GatheredParameters:
@@ -164,7 +166,11 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number that two tensors with other bits hardly share."""
+    """Return a number that two tensors with other bits, or with the same ones in another order, hardly share.
+
+    On a device it is ``sum(mixed(bits[i] * (2 * i + 1)))`` modulo 2^64: each element enters with its place, and a mix of the high bits into
+    the low ones, as in the finalizer of SplitMix64, keeps changes of two elements from cancelling.
+    """
     values = tensor.detach().contiguous().view(-1)
     if not values.numel():
         return 0
@@ -172,8 +178,22 @@ def _checksum(tensor: torch.Tensor) -> int:
         # Not through ``numpy()``, which takes the right to free its memory from a buffer for good.
         rows = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
         return zlib.crc32(crc32_chunks(memoryview(rows), _CHUNK_BYTES).tobytes())
+    return _sum_of_places(values)
+
+
+def _sum_of_places(values: torch.Tensor) -> int:
+    """As ``_checksum`` on a device; ``values`` is flat, and pieces of it are widened to 64 bits one after the other."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
-    return int(values.view(whole).sum(dtype=torch.int64))
+    bits = values.view(whole)
+    total = torch.zeros((), dtype=torch.int64, device=values.device)
+    for start in range(0, len(bits), _PIECE):
+        piece = bits[start : start + _PIECE].to(torch.int64)
+        places = torch.arange(start, start + len(piece), dtype=torch.int64, device=values.device)
+        # Without the odd constant all elements of 0 would be alike wherever they lie.
+        piece = (piece + _ODD) * (2 * places + 1)
+        piece = (piece ^ (piece >> 30)) * _ODD
+        total += (piece ^ (piece >> 27)).sum(dtype=torch.int64)
+    return int(total)
 
 
 def _loose_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[tuple[torch.Tensor, Collectives]]:

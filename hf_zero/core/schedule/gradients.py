@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.core.schedule.in_place import InPlace, memory_to_keep
 from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.memory_uses import InPlace, memory_to_keep
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory

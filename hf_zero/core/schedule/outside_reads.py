@@ -20,11 +20,11 @@ from hf_zero.core.schedule.late_values import lend
 from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.grouping import enclosing
+from hf_zero.core.units.guards import refuse_sharded
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.sharded_parameter import OWNER
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import find_unit, is_sharded
-from hf_zero.core.units.unprepared import refuse_sharded
 from hf_zero.observe import note
 
 RAISED = object()  # stands for what a forward that raised has returned
@@ -173,6 +173,8 @@ class OutsideReads:
         def after(output: Any) -> None:
             if by_itself and by_itself.pop():
                 leave(block, output)
+            elif output is not RAISED:
+                self._backward.watch_part(output)
 
         self._handles += hook_forward(module, before, after)
 

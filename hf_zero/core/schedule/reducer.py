@@ -6,12 +6,56 @@ import sys
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 
 from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
-from hf_zero.core.schedule.home_stream import HomeStream
 from hf_zero.core.schedule.shown_gradients import ShownGradients
+
+_STAYS = nullcontext()
+
+
+class HomeStream:
+    """The stream that was current when a backward began; nothing where training runs in host memory.
+
+    [Note: one stream for gradients] autograd runs the backward of an operation on the stream of its forward, so a block that computes on
+    several streams hands in gradients on several. They share one flat buffer, small ones are copied into it later than they
+    arrive, and buffers go from unit to unit. So all of that happens on one stream, which waits for the stream of each gradient that came on
+    another; the memory of that gradient is not given away before (``record_stream``: rare enough here for its price).
+
+    Args:
+        device: Where gradients are computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._module: Any = torch.get_device_module(device) if device.type != "cpu" else None
+        self._stream: Any = None
+
+    def begin(self) -> None:
+        """A backward begins on the current stream, unless one runs already."""
+        if self._module is not None and self._stream is None:
+            self._stream = self._module.current_stream(self._device)
+
+    def end(self) -> None:
+        """It has ended: what follows on the current stream waits for what was done here."""
+        stream, self._stream = self._stream, None
+        if stream is not None and (current := self._module.current_stream(self._device)) != stream:
+            current.wait_stream(stream)
+
+    def entered(self, grad: torch.Tensor | None = None) -> AbstractContextManager[None]:
+        """Return a context in which the current stream is this one. It waits for ``grad``, if one is given that comes on another stream."""
+        if self._stream is None or (current := self._module.current_stream(self._device)) == self._stream:
+            return _STAYS
+        if grad is not None:
+            self._stream.wait_stream(current)
+            for part in (grad._indices(), grad._values()) if grad.is_sparse else (grad,):
+                part.record_stream(self._stream)
+        entered: AbstractContextManager[None] = self._module.stream(self._stream)
+        return entered
+
 
 # Reductions in flight at once. Two keep one on the wire while the next fills; more only hold more flat buffers alive.
 _IN_FLIGHT = 2
@@ -85,6 +129,7 @@ class Reducer:
         shown: Those that scripts see.
         layouts: How often the units were others than before.
         pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
+        added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
 
     Args:
         gradients: As the attribute.
@@ -111,6 +156,7 @@ class Reducer:
         self._factor = 1.0
         self.layouts = 0
         self.pieces = False
+        self.added_to: dict[str, None] = {}
         self._home = HomeStream(device)
         self._overlap = overlap
         self._agree = agree
@@ -249,9 +295,15 @@ class Reducer:
         self._reset()
         return errors
 
-    def reduce_deferred(self) -> None:
-        """Reduces what earlier backwards have left where it was; collective."""
-        if not self.exchange.keeps_whole:
+    def complete(self, defers: bool) -> None:
+        """Reduce what earlier backwards have left on this rank, where no backward completes the optimizer step; collective.
+
+        Args:
+            defers: Backwards may have reduced nothing; else only what arrived behind its place in the order is left.
+        """
+        if not defers:
+            self.reduce_late()
+        elif not self.exchange.keeps_whole:
             self._reduces = True
             _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
             self.flush()
@@ -314,6 +366,7 @@ class Reducer:
     def clear(self) -> None:
         """Forgets all gradients."""
         self._home.end()
+        self.added_to.clear()
         self.shown.end()
         for entry in self.gradients:
             entry.clear()

@@ -16,8 +16,8 @@ from hf_zero.core.schedule.outside_reads import RAISED, OutsideReads, hook_forwa
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.schedule.torch_internals import in_backward
+from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.unprepared import unguard_unprepared
 from hf_zero.errors import StateError
 
 _ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import nn
@@ -72,8 +72,17 @@ class ShownGradients:
                 "itself. Call engine.backward(loss), or let the loss come from the whole model's forward"
             )
 
-    def drop_removed(self) -> None:
-        """Zeroes the gradients that a script has set to None; local."""
-        for param, view in self._views.values():
+    def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
+        """Zeroes the gradients that a script has set to None, of ``params`` or all; local."""
+        shown = self._views.values() if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
+        for param, view in shown:
             if param.grad is None:
                 view.zero_()
+
+    def is_written(self, param: torch.Tensor) -> bool:
+        """Whether a script has given ``param`` a gradient of its own, which the coming step takes instead of what is reduced; local."""
+        return param.grad is not None and not self.has(param)
+
+    def forget_written(self, param: torch.Tensor) -> None:
+        """Shows what is reduced again, or nothing, in place of what a script has made of ``param.grad``; local."""
+        param.grad = self._views[id(param)][1] if id(param) in self._views else None

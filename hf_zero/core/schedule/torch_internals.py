@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.units.guards import HOOKED_MODULE
 from hf_zero.core.units.memory_uses import ordinary_tensors
-from hf_zero.core.units.unprepared import HOOKED_MODULE
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
 

@@ -74,8 +74,10 @@ class WatchedOutputs:
     - The caller changes an output in place that is a view: autograd gives it another node, and the hook stays with the old one, which no
       backward comes to. When the next block begins or ends, the hook is put on the new node too.
     - The loss is made of what a hook or an attribute has taken out of the block, and the output is not used, or was not the last thing
-      made. When backward begins (``foretell``), the nodes of the outputs are asked whether it will come to them. A block of which nothing
-      tells in time is unsharded together with the one before it in backward's order: as early as prefetching asks for it, at most.
+      made. Outputs of modules with parameters inside a block tell that a backward has begun, where no output of a block does
+      (``BackwardPhase.watch_part``). When it begins (``foretell``), the nodes of the outputs are asked whether it will come to them. A
+      block of which nothing tells in time is unsharded together with the one before it in backward's order: as early as prefetching asks
+      for it, at most.
     - The forward has recorded something and returned no tensor that can be found (an object with slots of its own, a closure). When
       its backward comes is unknown, so the block is *silent*: what autograd saved keeps its memory until backward is over.
 

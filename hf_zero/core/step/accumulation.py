@@ -166,6 +166,10 @@ class Accumulation:
         self._in_cycle = self._steps_called = self._backwards = self._lost = 0
         self.boundary = self._awaits_step = self.held_back = self._broke = False
 
+    def refused(self) -> None:
+        """The call of ``step`` that was to update has raised: it can be made again, or ``zero_grad`` forgets the gradients."""
+        self._awaits_step = self.boundary
+
     def discarded(self) -> None:
         """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
         self.micro_steps -= self._in_cycle

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.step.same_facts import differing, fact, ranks_by_facts
+from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 

@@ -31,10 +31,12 @@ class Agreed(NamedTuple):
     Attributes:
         written: A script has written gradients of its own, on any rank.
         signal: Number of a signal that asks a rank to end (the highest, where several were heard); 0 when none has heard one.
+        waits: A parameter that the last step has not trained has a gradient, on any rank.
     """
 
     written: bool
     signal: int
+    waits: bool
 
 
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:

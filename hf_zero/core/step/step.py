@@ -20,7 +20,7 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_groups import same_clipping, same_groups
 from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
-from hf_zero.core.step.written_gradients import have_written, take_written
+from hf_zero.core.step.written_gradients import have_written, none_added, note_added, require_none_added, take_written
 from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.unit import Unit, trained_of
 from hf_zero.core.units.values import all_gather_updated
@@ -91,7 +91,7 @@ class Stepper:
         self.on_joined: WeakMethod[Callable[[Sequence[UnitGradients]], None]] | None = None  # gets the gradients of new units
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
-        self._everyone = everyone or collectives.data  # the ranks that have to agree before a step
+        self.everyone = everyone or collectives.data  # the ranks that have to agree before a step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -113,6 +113,7 @@ class Stepper:
             factor: What its gradients are multiplied with.
         """
         self.prepare(boundary)
+        note_added(self.reducer, factor)
         self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor, completes=boundary)
 
     def prepare(self, boundary: bool) -> None:
@@ -151,40 +152,59 @@ class Stepper:
         """
         look = WrittenValues(self.runtime.units())
         alike = [same_pace(self.runtime.micro_steps)]
-        if self._everyone is self.collectives.data:  # stages of a pipeline have units of their own
-            alike.append(look.alike())
+        if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
+            alike += [look.alike(), none_added(self.reducer)]
         if self.trained is not None:
             alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
-        told = [int(have_written(self.reducer)), signals.heard()]
-        if self._everyone.world > 1:
-            told = agree(self._everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
+        told = [int(have_written(self.reducer)), signals.heard(), int(self._waits())]
+        if self.everyone.world > 1:
+            told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
-        return Agreed(bool(told[0]), told[1])
+        require_none_added(self.reducer)
+        return Agreed(bool(told[0]), told[1], bool(told[2]))
 
     def signal_of_any(self) -> int:
         """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
-        return int(self._everyone.largest_of([signals.heard()], "signals")[0])
+        return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def waiting(self) -> frozenset[int]:
         """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
         if self.trained is None:
             return frozenset()
         self.trained.look()
-        return frozenset(id(joining.param) for joining in self.trained.joining()) if self.trained.changed else frozenset()
+        return frozenset(id(entry.param) for entry in self.trained.waiting())
 
-    def _follow(self, trained: TrainedSet) -> None:
+    def forget_waiting(self) -> None:
+        """Forget the gradients that wait in ``param.grad`` for the coming step; local."""
+        if self.trained is not None:
+            self.trained.look()
+            for entry in self.trained.waiting():
+                entry.param.grad = None
+
+    def _waits(self) -> bool:
+        """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
+        if self.trained is None:
+            return False
+        rested = (entry.used(index) for entry in self.reducer.gradients for index in self._resting.get(id(entry.unit), ()))
+        return any(rested) or bool(self.trained.waiting())
+
+    def _follow(self, trained: TrainedSet, waits: bool) -> None:
         """Train what is to be trained now; collective. See [Note: what is trained].
+
+        Args:
+            trained: What the script trains.
+            waits: A parameter that rests, or is in no trained unit, has a gradient on any rank.
 
         Raises:
             StateError: On all ranks, where a parameter cannot join or rest.
         """
         trained.require_own()
-        entries, joining = list(self.reducer.gradients), trained.joining()
+        entries = list(self.reducer.gradients)
+        joining = trained.agree_on_joining(self.everyone) if waits else []
         idle = [(entry, trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [entry.used(index) for entry, indices in idle for index in indices] + [new.param.grad is not None for new in joining]
+        used = [entry.used(index) for entry, indices in idle for index in indices]
         anywhere = iter(self.collectives.data.any_of(used, "frozen parameters") if used else ())
         resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
-        joining = [new for new in joining if next(anywhere)]
         for entry in entries:
             self._require_divisible(entry.unit, resting[id(entry.unit)])
         rested = [entry for entry in entries if entry.unit.rests]
@@ -226,8 +246,8 @@ class Stepper:
         """
         self.reducer.shown.drop_removed()
         agreed = self.agree()
-        if self.trained is not None and self.trained.changed:
-            self._follow(self.trained)
+        if self.trained is not None and (self.trained.changed or agreed.waits):
+            self._follow(self.trained, agreed.waits)
         if agreed.written:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:

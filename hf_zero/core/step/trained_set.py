@@ -57,11 +57,12 @@ class TrainedSet:
 
     - A parameter of a unit that was frozen *rests*: its elements become segments of their own, which no update touches. Its state
       stays, and its number of steps stands still until it has a gradient again.
-    - A parameter that is trained for the first time *joins*: it gets a new unit. Its gradients of this step lie in ``param.grad``,
+    - A parameter that has a gradient for the first time *joins*: it gets a new unit. Its gradients of this step lie in ``param.grad``,
       whole and of this rank, and are reduced as those of any unit.
 
     In both cases gradients decide: a parameter that was frozen after it had one is updated once more, and one that was unfrozen is not
-    updated before any rank has one.
+    updated before any rank has one. A script may unfreeze a parameter, run a backward and freeze it again before the step, which finds
+    the set of the last look. So each rank tells in the same vote whether a parameter that rests or is in no trained unit has a gradient.
 
     Attributes:
         digest: Of the names and groups of the trained parameters; equal on all ranks, or one of them trains other parameters.
@@ -82,6 +83,7 @@ class TrainedSet:
         self._params: list[nn.Parameter] = []
         self._lengths: list[int] = []
         self._registrations = -1
+        self._outside: list[Joining] | None = None  # see `outside`; None until somebody asks
         self._read()
         self._flags = self._requiring()
         self.digest = self._digest()
@@ -95,7 +97,7 @@ class TrainedSet:
             self._read()
         flags = self._requiring()
         if anew or flags != self._flags:
-            self._flags = flags
+            self._flags, self._outside = flags, None
             digest = self._digest()
             self.changed |= digest != self.digest
             self.digest = digest
@@ -132,9 +134,31 @@ class TrainedSet:
                 "add the module to the model first, then its parameters to the optimizer, or train it with an optimizer of its own"
             )
 
-    def joining(self) -> list[Joining]:
-        """Return the parameters that are trained and belong to no trained unit, in the model's order; local."""
-        return [Joining(name, param, group) for name, param, group in self._trained() if not _is_in_trained_unit(param)]
+    def outside(self) -> list[Joining]:
+        """Return the parameters of param groups that belong to no trained unit, frozen or not, in the model's order; local."""
+        if self._outside is None:
+            self._outside = [Joining(*entry) for entry in self._grouped() if not _is_in_trained_unit(entry[1])]
+        return self._outside
+
+    def waiting(self) -> list[Joining]:
+        """Return the parameters of ``outside`` that have a gradient on this rank; local."""
+        return [entry for entry in self.outside() if entry.param.grad is not None]
+
+    def agree_on_joining(self, everyone: Collectives) -> list[Joining]:
+        """Return the parameters that wait with a gradient on any rank, in the model's order; collective.
+
+        Raises:
+            StateError: On all ranks, where one of them is in no param group on another rank.
+        """
+        by_rank: list[list[str]] = everyone.gather_objects([entry.name for entry in self.waiting()], "parameters that join")
+        somewhere = set[str]().union(*by_rank)
+        found = [entry for entry in self.outside() if entry.name in somewhere]
+        if everyone.any_rank(len(found) < len(somewhere), "parameters that join"):
+            raise StateError(
+                f"{', '.join(sorted(somewhere)[:5])}: trained for the first time after initialize(), and on some ranks not in the model or "
+                "not in a param group of the optimizer: add modules and param groups on all ranks alike"
+            )
+        return found
 
     def idle(self, unit: Unit, resting: Collection[int]) -> list[int]:
         """Return the positions in ``unit`` of the parameters that rest, or required no gradient at this look or the last; local."""
@@ -149,14 +173,15 @@ class TrainedSet:
         """Note for which parameters units and segments are laid out now.
 
         Where a parameter does not rest and requires no gradient, or rests and requires one, the next step looks again: the one rests from
-        then on, the other waits for its first gradient. So does a parameter that is to join.
+        then on, the other waits for its first gradient.
 
         Args:
             resting: Positions of the parameters that rest, by id of their unit.
             units: All trained units.
         """
+        self._outside = None
         self._frozen = {id(param) for unit in units for param in unit.params if param is not None and not param.requires_grad}
-        self.changed = bool(self.joining()) or any(
+        self.changed = any(
             param is not None and slot.numel and param.requires_grad is (index in resting.get(id(unit), ()))
             for unit in units
             for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
@@ -187,12 +212,17 @@ class TrainedSet:
             group["params"] = [tensor for tensor in group["params"] if id(tensor) in own]
         self._lengths = self._group_lengths()
 
-    def _trained(self) -> Iterator[tuple[str, nn.Parameter, int]]:
-        """Yield name, parameter and param group of what is trained."""
-        for name, param, requires in zip(self._names, self._params, self._flags, strict=True):
-            group = self._groups.get(id(param), self._default_group) if requires else None
+    def _grouped(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """Yield name, parameter and param group of what is in one."""
+        for name, param in zip(self._names, self._params, strict=True):
+            group = self._groups.get(id(param), self._default_group)
             if group is not None:
                 yield name, param, group
+
+    def _trained(self) -> Iterator[tuple[str, nn.Parameter, int]]:
+        """Yield name, parameter and param group of what is trained."""
+        required = {id(param) for param, requires in zip(self._params, self._flags, strict=True) if requires}
+        return (entry for entry in self._grouped() if id(entry[1]) in required)
 
     def _trained_names(self) -> Iterator[str]:
         return (f"{name} (param group {group})" for name, _, group in self._trained())

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Sequence
+from typing import NoReturn
 
 import torch
 
@@ -10,6 +12,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import write_param
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.shown_gradients import ShownGradients
+from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 
 
@@ -42,12 +46,87 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
         if param is None or grad is None:
             continue
         param.grad = None
-        whole = (grad.to_dense() if grad.is_sparse else grad).detach().to(entry.exchange.policy.accumulation_dtype, copy=True)
-        if collectives.world > 1 and not entry.exchange.keeps_whole:
-            whole = whole.contiguous()
-            collectives.all_reduce(whole, f"{entry.unit.name}: written gradient").wait()
-            whole.div_(collectives.world)
-        write_gradient(entry, index, whole)
+        write_gradient(entry, index, _mean(entry, grad, None if entry.exchange.keeps_whole else collectives))
+
+
+def _mean(entry: UnitGradients, grad: torch.Tensor, collectives: Collectives | None) -> torch.Tensor:
+    """Return the mean of the ranks' ``grad``, a copy in the type of sums; collective. None as ``collectives``: this rank's own."""
+    whole = (grad.to_dense() if grad.is_sparse else grad).detach().to(entry.exchange.policy.accumulation_dtype, copy=True)
+    if collectives is not None and collectives.world > 1:
+        whole = whole.contiguous()
+        collectives.all_reduce(whole, f"{entry.unit.name}: written gradient").wait()
+        whole.div_(collectives.world)
+    return whole
+
+
+def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, collectives: Collectives) -> torch.Tensor | None:
+    """Return the gradient of one parameter that the coming step takes because scripts have written it; collective.
+
+    Args:
+        entry: Gradients of its unit.
+        index: Position in the unit.
+        shown: Gradients that are shown and not written.
+        collectives: All ranks whose gradients are in the mean.
+
+    Returns:
+        The mean over ranks, of the parameter's shape, with the loss scale; None where no rank has written any.
+
+    Raises:
+        StateError: On every rank; the parameter is sharded, or only some ranks have written a gradient.
+    """
+    param = entry.unit.params[index]
+    written = param is not None and shown.is_written(param)
+    if not collectives.any_rank(written, "written gradients"):
+        return None
+    by_rank: list[list[str]] = collectives.gather_objects([entry.unit.layout.slots[index].name] * written, "written gradients")
+    _require_whole(by_rank, entry.unit.reshards)
+    _require_same(by_rank)
+    return None if param is None or param.grad is None else _mean(entry, param.grad, collectives)
+
+
+def note_added(reducer: Reducer, factor: float) -> None:
+    """Note the written gradients that the backward which begins will add to, where the sum would not be PyTorch's; local.
+
+    [Note: a gradient written between micro-steps] In plain PyTorch it takes the place of those of the micro-steps before it, and the next
+    backward adds to it. Here the ones before are in the sums already, which may be divided over ranks: the step refuses.
+
+    Args:
+        reducer: Of all trained units.
+        factor: What the gradients of the backward are multiplied with.
+    """
+    for entry in reducer.gradients:
+        for index, param in enumerate(entry.unit.params):
+            if (factor != 1.0 or entry.used(index)) and param is not None and reducer.shown.is_written(param):
+                reducer.added_to[entry.unit.layout.slots[index].name] = None
+
+
+def none_added(reducer: Reducer) -> Alike:
+    """Return the digest of what ``note_added`` has noted, for a vote, with the error that names parameter and ranks."""
+    names = list(reducer.added_to)
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        by_rank: list[list[str]] = collectives.gather_objects(names, "written gradients")
+        raise _added(next(name for line in by_rank for name in line))
+
+    return Alike([zlib.crc32(repr(names).encode()) if names else 0], refuse)
+
+
+def require_none_added(reducer: Reducer) -> None:
+    """Raise where ``note_added`` has noted anything, on all ranks alike.
+
+    Raises:
+        StateError: It has.
+    """
+    for name in reducer.added_to:
+        raise _added(name)
+
+
+def _added(name: str) -> StateError:
+    return StateError(
+        f"{name}.grad was written by hand between the micro-steps of an optimizer step, and the next backward has added to it: the "
+        "gradients of the micro-steps before would count too, where plain PyTorch has replaced them. Write it after the last backward, "
+        "before step(); zero_grad() forgets what has been summed up"
+    )
 
 
 def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) -> None:
@@ -68,7 +147,7 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
 def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:
     for entry in reducer.gradients:
         for index, param in enumerate(entry.unit.params):
-            if param is not None and param.grad is not None and not reducer.shown.has(param):
+            if param is not None and reducer.shown.is_written(param):
                 yield entry, index
 
 

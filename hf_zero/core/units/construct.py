@@ -11,7 +11,7 @@ from torch import nn
 from hf_zero.core.units.layout import build_layout
 from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.registration import register
-from hf_zero.core.units.shard_storage import ON_DEVICE
+from hf_zero.core.units.shard import ON_DEVICE
 from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape
 from hf_zero.core.units.whole_buffer import view_of
 from hf_zero.errors import StateError

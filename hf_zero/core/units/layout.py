@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from enum import Enum
 from functools import cached_property
 
 import torch
@@ -168,3 +169,11 @@ def build_layout(
     multiple = max(world, pieces) * ALIGNMENT
     padded = max(round_up(offset, multiple), multiple)
     return UnitLayout(name, tuple(slots), padded, world, dtype), order
+
+
+class UnitState(Enum):
+    """Where a unit's parameters are; the values are labels in traces. Written by ``Unit`` alone."""
+
+    SHARDED = "sharded"  # each rank holds 1/world; parameters are empty tensors
+    UNSHARDING = "gathering"  # the whole buffer is allocated, the all-gather is in flight
+    UNSHARDED = "gathered"  # the whole buffer is there, parameters are views of it

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.state import UnitState
+from hf_zero.core.units.layout import UnitState
 
 
 class ParamListener:

@@ -2,20 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from weakref import ref
 
 import torch
+from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, with_outer
-from hf_zero.core.units.sharded_parameter import OWNER, set_class
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
+from hf_zero.core.units.sharded_parameter import OWNER, set_class, whole_class
 from hf_zero.core.units.stand_in import refusal
-from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
-from hf_zero.core.units.unit_copy import copy_unit
+from hf_zero.core.units.unit import Unit, UnitSpec, find_unit, full_shape, is_sharded
+from hf_zero.memory import host_memory
+
+
+def copy_unit(unit: Unit) -> Unit:
+    """A sharded unit with a copy of ``unit``'s shard and of each of its parameters, trained by nobody; local.
+
+    It rests in memory: where ``unit`` rests in a file, the file is another engine's.
+    """
+    empty = torch.empty(0, dtype=unit.layout.dtype, device=unit.collectives.topology.device)
+    params = [None if param is None else _param_like(param, empty) for param in unit.params]
+    copied = _unit_of(unit, unit.layout.dtype, params)
+    copied.reshard()
+    copied.built = unit.built
+    return copied
+
+
+def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | None]) -> Unit:
+    """Return a unit of ``params`` with the values of ``unit``'s shard, whole buffer allocated but undefined outside of that."""
+    layout = replace(unit.layout, dtype=dtype, slots=tuple(replace(slot, group=FROZEN) for slot in unit.layout.slots))
+    unit.shard_storage.flush()
+    buffer = host_memory.empty(layout.padded_numel, dtype, unit.collectives.topology.device)
+    buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
+    storage = unit.shard_storage.of_copies()
+    spec = UnitSpec(unit.collectives, shards=True, reshards=True, shard_storage=storage, listener=unit.listener)
+    return Unit(layout, params, spec, buffer)
+
+
+def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
+    if is_packed(param):  # of a class whose constructor wants more
+        copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
+        mark_packed(copied)
+        return copied
+    return whole_class(type(param))(empty, param.requires_grad)  # type: ignore[no-any-return]
+
 
 _ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
 

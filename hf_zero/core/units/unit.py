@@ -16,19 +16,58 @@ from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.quantized import all_gather_codes, coded
 from hf_zero.core.units.alone import AloneParams
-from hf_zero.core.units.built import Built
-from hf_zero.core.units.layout import FROZEN, UnitLayout
+from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.own_part import OwnPart, require_memory
 from hf_zero.core.units.packed import is_wrapped
-from hf_zero.core.units.pins import Pins
 from hf_zero.core.units.secondary import SecondaryCopy
-from hf_zero.core.units.shard_storage import ON_DEVICE, ShardStorage
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage, require_memory
 from hf_zero.core.units.sharded_parameter import OWNER
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
+
+
+@dataclass(frozen=True)
+class Built:
+    """Type and device that the parameters of a unit had when their module was built.
+
+    [Note: as it was built] A random number depends on the type and the device it is drawn for: a 16-bit normal distribution is no rounded
+    fp32 one, and each device has a generator of its own. So until the model is built its units have the type that constructors gave,
+    whoever makes a parameter whole sees it on the device that it was built on, and the cast to the run's type comes at the end. A model
+    that is built divided then has the bits of one that was built whole and cast.
+
+    Attributes:
+        dtype: The type.
+        device: The device.
+        shown: The model is still being built: whole parameters have this type and device.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    shown: bool
+
+
+class Pins:
+    """One entry for each holder, the innermost last; false when there is none."""
+
+    def __init__(self) -> None:
+        self._modifier_ranks: list[int | None] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._modifier_ranks)
+
+    def add(self, modifier_rank: int | None) -> None:
+        """Adds a holder; before it lets go it broadcasts the changes of ``modifier_rank``, unless that is None."""
+        self._modifier_ranks.append(modifier_rank)
+
+    def remove(self) -> None:
+        """Removes the innermost holder."""
+        self._modifier_ranks.pop()
+
+    @property
+    def modifier_of_outer(self) -> int | None:
+        """The modifier rank of a holder outside the innermost one, if any has one."""
+        return next((rank for rank in self._modifier_ranks[:-1] if rank is not None), None)
 
 
 @dataclass(frozen=True)
@@ -128,7 +167,7 @@ class Unit:
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
-        self.whole = WholeBuffer(layout, buffer, self.params)
+        self.whole = WholeBuffer(layout, buffer, self.params, self.alone)
         own = buffer[self.owned.start : self.owned.stop]
         self.shard_storage = spec.shard_storage
         shard = host_memory.empty(own.numel(), own.dtype, own.device).copy_(own) if self.reshards else own
@@ -186,7 +225,6 @@ class Unit:
         """
         if self.state is not UnitState.SHARDED:
             return
-        self.whole.refuse_assigned(self.alone)
         self.alone.take_assigned()
         if self.own.offloaded:
             require_memory(self.own.shard, f"unit {self.name}")
@@ -210,7 +248,14 @@ class Unit:
         return pending
 
     def unshard(self, exact: bool = False) -> None:
-        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective. ``exact`` as in ``start_unshard``."""
+        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective.
+
+        Args:
+            exact: As in ``start_unshard``.
+
+        Raises:
+            StateError: One was given data while it had no values; all are whole nevertheless.
+        """
         if self.state is UnitState.UNSHARDED:
             self.whole.require_shown(f"unit {self.name}")
         else:
@@ -223,6 +268,7 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
+        self.whole.refuse_assigned()
 
     def show_placeholders(self) -> None:
         """Gives sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.

@@ -9,8 +9,8 @@ import torch
 
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import coded
+from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.sharded_parameter import point
-from hf_zero.core.units.state import UnitState
 from hf_zero.core.units.unit import Unit
 from hf_zero.system.planning import planning
 
@@ -76,8 +76,8 @@ def adopt_writes(unit: Unit) -> None:
     """
     if unit.own.offloaded:
         return  # the holder of ``offload_states`` has carried it over before
+    unit.whole.refuse_assigned()
     if unit.state is not UnitState.UNSHARDED:
-        unit.whole.refuse_assigned(unit.alone)
         unit.alone.adopt()
         return
     assigned = unit.whole.adopt()

@@ -11,8 +11,8 @@ from torch import nn
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
 from hf_zero.core.units.memory_uses import ordinary_tensors, other_uses
-from hf_zero.core.units.own_part import has_memory, require_memory
 from hf_zero.core.units.packed import bytes_as
+from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
@@ -37,13 +37,23 @@ class WholeBuffer:
         layout: Offsets of the parameters.
         flat: The buffer, allocated; the parameters become views of it.
         params: The parameters; None where one has moved to another unit. The unit's own list, which may change.
+        alone: Positions of parameters that have values of their own while the others have none; live.
+
+    [Note: data for a divided parameter] ``param.data = value`` while the parameter has no values here would be lost where it gets them.
+    A rank cannot raise alone in the middle of what the ranks do together, so it notes the parameter whenever another memory is shown,
+    drops the data, and raises where that is safe: when the parameters have become whole, or in the vote before a step or a save.
     """
 
-    def __init__(self, layout: UnitLayout, flat: torch.Tensor, params: Sequence[nn.Parameter | None]) -> None:
+    def __init__(
+        self, layout: UnitLayout, flat: torch.Tensor, params: Sequence[nn.Parameter | None], alone: Container[int] = frozenset()
+    ) -> None:
         self.flat = flat
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
         self._params = params
+        self._alone = alone
+        self._given: list[int] = []  # positions of parameters that were given data while they had no values
+        self._placed: list[int] = []  # addresses of the placeholders
         dtypes = [slot.shown_as or flat.dtype for slot in layout.slots]
         unknown = {dtype: _unknown(dtype, flat.device) for dtype in set(dtypes)}
         empty = {dtype: torch.empty(0, dtype=dtype, device=flat.device) for dtype in set(dtypes)}
@@ -51,13 +61,15 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of the parameters when their values were shown
+        self._versions: list[int] = []  # of the parameters when their values, or placeholders, were shown
+        self._shown = Shown.VALUES
         self.show()
 
     def _make_views(self) -> list[torch.Tensor]:
         return [view_of(self.flat, slot) for slot in self._layout.slots]
 
     def _point(self, values: Iterable[torch.Tensor], shown: Shown) -> None:
+        self._note_assigned()
         for param, value in zip(self._params, values, strict=False):
             if param is not None:
                 point(param, value, empties=shown is Shown.NOTHING)
@@ -89,11 +101,14 @@ class WholeBuffer:
 
         If ``free`` has left values for autograd, it shows these.
         """
-        if self._shown is not Shown.PLACEHOLDERS and self._left:
-            self._point(self._left, Shown.PLACEHOLDERS)
-        elif self._shown is not Shown.PLACEHOLDERS:
-            slots = self._layout.slots
-            self._point((value.expand(slot.shape) for value, slot in zip(self._unknown, slots, strict=True)), Shown.PLACEHOLDERS)
+        if self._shown is not Shown.PLACEHOLDERS:
+            values = [self._placeholder(index) for index in range(len(self._params))]
+            self._point(values, Shown.PLACEHOLDERS)
+            self._placed = [value.data_ptr() for value in values]
+            self.note_versions()
+
+    def _placeholder(self, index: int) -> torch.Tensor:
+        return self._left[index] if self._left else self._unknown[index].expand(self._layout.slots[index].shape)
 
     def hide(self) -> None:
         """Empties the parameters."""
@@ -116,23 +131,42 @@ class WholeBuffer:
         if self._shown is not Shown.VALUES:
             require_memory(self.flat, what)
 
-    def refuse_assigned(self, alone: Container[int]) -> None:
-        """Raises when an empty parameter was given values: they would be lost.
+    def _note_assigned(self) -> list[int]:
+        """Note the parameters that show values which they were given while they have none; local. Returns their positions."""
+        if self._shown is Shown.VALUES:
+            return []
+        placeholders = self._shown is Shown.PLACEHOLDERS
+        with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would answer with the whole shape
+            given = [
+                index
+                for index, param in enumerate(self._params)
+                if param is not None
+                and param.numel()
+                and index not in self._alone
+                and not (placeholders and param.data_ptr() == self._placed[index] and param._version == self._versions[index])
+            ]
+        self._given += given
+        return given
 
-        Args:
-            alone: Parameters that are not empty for a good reason, by position.
+    def refuse_assigned(self) -> None:
+        """Raises when parameters were given values while they had none, which are dropped: [Note: data for a divided parameter]; local.
 
         Raises:
-            StateError: It names the parameter.
+            StateError: It names the first of them.
         """
-        if self._shown is not Shown.NOTHING:
-            return
-        with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would answer with the whole shape
-            given = [index for index, param in enumerate(self._params) if param is not None and param.numel() and index not in alone]
-        for index in given:
+        for index in self._note_assigned():
+            param, empties = self._params[index], self._shown is Shown.NOTHING
+            value = self._empty[index] if empties else self._placeholder(index)
+            if param is not None:
+                point(param, value, empties)
+                if not empties:
+                    self._placed[index], self._versions[index] = value.data_ptr(), param._version
+        given, self._given = self._given, []
+        if given:
             raise StateError(
-                f"parameter {self._layout.slots[index].name} was given data while it was divided (ZeRO stage 3). Set it on all ranks "
-                "inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+                f"parameter {self._layout.slots[given[0]].name} was given data while it was divided (ZeRO stage 3) or offloaded, and the "
+                "data is dropped. Set it on all ranks inside "
+                "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 
     def written_values(self) -> Iterator[tuple[int, torch.Tensor]]:

@@ -112,7 +112,7 @@ _PROFILER = ("profiling.flops_profiler", "profiling.flops_profiler.profiler")
 _PROFILING = {
     "FlopsProfiler": "hf_zero.profiling.flops_profiler:FlopsProfiler",
     "get_model_profile": "hf_zero.profiling.model_profile:get_model_profile",
-    **{name: f"hf_zero.profiling.readable_numbers:{name}" for name in _UNIT_TEXTS},
+    **{name: f"hf_zero.profiling.report:{name}" for name in _UNIT_TEXTS},
 }
 _NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
 _ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")

@@ -10,9 +10,9 @@ from hf_zero import activation_checkpointing
 from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, is_configured, random_states, reset, seed_model_parallel
 from hf_zero.activation_checkpointing import RandomStates as CudaRNGStatesTracker
 from hf_zero.activation_checkpointing.settings import checkpoint_settings
+from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.mpu import model_parallel_group
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

@@ -7,8 +7,7 @@ from typing import Any
 import torch.distributed as dist
 
 from hf_zero.comm.back_end import build_collectives
-from hf_zero.comm.comms_log import CommsLogSettings, CommsRow, current_log, start_log, stop_log
-from hf_zero.comm.comms_table import table_text
+from hf_zero.comm.comms_log import CommsLogSettings, CommsRow, current_log, start_log, stop_log, table_text
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

@@ -1,0 +1,76 @@
+"""Whether the other ranks come to a collective call that a script may have meant for one rank alone, without waiting for ever.
+
+[Note: calls of one rank] At stage 3 a model is loaded by all ranks together. A script that has trained may load one on rank 0 alone, while
+the others wait at its next barrier: neither goes on. No rank can know that from its own state, so those that come count themselves in the
+store, and one that has waited for a moment asks where others are, as a long wait does ([Note: long waits]). A rank that waits in a
+collective for which this one has not come, in a group of both, waits for this one; so the two would wait for each other, and
+the call is this rank's own. So it is where another rank has ended. A rank that computes meanwhile may still come, and is asked again.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch.distributed as dist
+
+from hf_zero.comm import hang_watch
+from hf_zero.comm.standing import Standing, look
+
+_PATIENCE = 1.0  # seconds before anybody is asked: ranks seldom come at the same time
+_OFTEN = 0.02
+_ROUND = 6.0  # seconds until the next ranks are asked; the threads that answer look every five
+_ASKED = 8  # ranks in one round
+
+_joint = 0  # calls to which all ranks have come
+_of: dist.Store | None = None
+
+
+def comes_alone() -> bool:
+    """Waits until all ranks have called this, or until it is certain that some do not; collective, or this rank's own.
+
+    Returns:
+        Whether this rank is by itself; False without others, and where they cannot be asked: before there is an engine.
+    """
+    global _joint, _of
+    watch = hang_watch.current()
+    if watch is None or dist.get_world_size() == 1:
+        return False
+    if _of is not watch.store:
+        _joint, _of = 0, watch.store
+    store, world, key = dist.PrefixStore(hang_watch.KEY, watch.store), dist.get_world_size(), f"joint/{_joint}"
+    store.add(key, 1)
+    start, rounds = time.monotonic(), 0
+    question, asked = 0, start + _PATIENCE - _ROUND
+    while store.add(key, 0) < world:
+        now = time.monotonic()
+        if now - asked > _ROUND:
+            question, asked, rounds = store.add("asked", 1), now, rounds + 1
+        if question and any(_is_elsewhere(store, rank, question) for rank in _those_of_round(rounds - 1)):
+            store.add(key, -1)
+            return True
+        time.sleep(_OFTEN)
+    _joint += 1
+    return False
+
+
+def _those_of_round(number: int) -> list[int]:
+    """The ranks behind this one, some in each round."""
+    world, own = dist.get_world_size(), dist.get_rank()
+    others = [(own + 1 + step) % world for step in range(world - 1)]
+    first = number * _ASKED % len(others)
+    return others[first : first + _ASKED]
+
+
+def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
+    """Whether a rank is known not to come before this one goes on."""
+    if not store.check([key := f"standing/{rank}"]):
+        return False
+    number, _, text = bytes(store.get(key)).decode().partition(" ")
+    if text == hang_watch.ENDED:
+        return True
+    return int(number) >= question and _waits_for_this_rank(Standing.from_text(text))
+
+
+def _waits_for_this_rank(other: Standing) -> bool:
+    own = look().issued
+    return bool(other.operation) and other.issued.get(other.group, 0) > own.get(other.group, other.issued.get(other.group, 0))

@@ -1,0 +1,245 @@
+"""Exchange gradients in other ways than one sum over all ranks.
+
+Sum inside each node before anything crosses to other nodes; sum codes of 8 or 4 bits (ZeRO++); sum inside a shard group, and once per
+optimizer step over its replicas.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from hf_zero.comm.collectives import Collectives, Pending
+from hf_zero.comm.nodes import TwoHops
+from hf_zero.comm.quantized import reduce_scatter_codes
+from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPlace, GradientPolicy, UnitGradients
+from hf_zero.core.units.unit import Unit
+from hf_zero.errors import StateError
+from hf_zero.native.block_codes import KeptError, message_bytes, scales_of
+from hf_zero.native.quantize import can_quantize
+
+
+@dataclass(frozen=True)
+class ErrorFeedback:
+    """How what codes lose is kept (Xie et al., "LoCo", arXiv:2407.04480).
+
+    Attributes:
+        keep: Weight of the old error when a new one is mixed in, from 0 to 1.
+        reset_steps: Errors start from zero again after so many optimizer steps.
+    """
+
+    keep: float
+    reset_steps: int
+
+
+GRADIENT_ERROR = "loco_error"
+# No unit is called so.
+_STEPS = "(steps)"
+_PARTS = "(parts)"
+_SECOND_HOP = " (second hop)"
+
+
+class QuantizedExchange(GradientExchange):
+    """Reduces codes of 4 bits to the owner of each shard, in one hop, or inside nodes and then, coded anew, over them.
+
+    [Note: errors of gradients] An error is what a rank's own codes of one unit have lost, in the scale of the loss at that time; the codes
+    of the second hop have errors of their own. When the loss scale changes, so do the errors. A step that is skipped drops them all,
+    because the gradients that they belong to are dropped.
+
+    Args:
+        collectives: Network of the reductions.
+        policy: Element types and factors.
+        feedback: How errors are kept; None keeps none.
+        hops: Networks of the two hops over the ranks of ``collectives``; None is one hop.
+    """
+
+    def __init__(
+        self, collectives: Collectives, policy: GradientPolicy, feedback: ErrorFeedback | None = None, hops: TwoHops | None = None
+    ) -> None:
+        super().__init__(collectives, policy)
+        self.feedback = feedback
+        self.hops = hops
+        self._errors: dict[str, tuple[KeptError, int]] = {}  # by unit and hop, with the elements of a part
+        self._loaded: dict[str, torch.Tensor] = {}  # errors of a checkpoint, until they are needed
+        self._steps = 0
+
+    def start(self, message: torch.Tensor, unit: str) -> Pending:
+        if self.collectives.world == 1 or not can_quantize(message.dtype):
+            return super().start(message, unit)
+        error = self._error(message, unit, self.collectives.world)
+        if self.hops is None:
+            return reduce_scatter_codes(self.collectives, message, self.policy.accumulation_dtype, unit, error)
+        return reduce_scatter_codes(self.hops.inside, message, torch.float32, unit, error, each=self.hops.across.world)
+
+    def crosses(self, dtype: torch.dtype) -> bool:
+        return self.hops is not None and can_quantize(dtype)
+
+    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
+        if self.hops is None:
+            return super().cross(partial, travelled, unit)
+        error = self._error(partial, unit + _SECOND_HOP, self.hops.across.world)
+        return reduce_scatter_codes(self.hops.across, partial, self.policy.accumulation_dtype, unit, error)
+
+    def _error(self, message: torch.Tensor, name: str, parts: int) -> KeptError | None:
+        """What the codes of one hop have lost of a unit, for a message in so many parts."""
+        if self.feedback is None:
+            return None
+        if name not in self._errors:
+            numel = message.numel() // parts
+            codes = torch.zeros(parts, message_bytes(numel, 8), dtype=torch.uint8, device=message.device)
+            saved = self._loaded.pop(name, None)
+            if saved is not None and saved.numel() == codes.numel():
+                codes.view(-1).copy_(saved)
+            self._errors[name] = KeptError(codes, self.feedback.keep), numel
+        return self._errors[name][0]
+
+    def stepped(self, skipped: bool, growth: float) -> None:
+        if self.feedback is None:
+            return
+        self._steps += 1
+        if skipped or self._steps % self.feedback.reset_steps == 0:
+            self._errors.clear()
+            self._loaded.clear()
+        elif growth != 1.0:
+            for error, numel in self._errors.values():
+                scales_of(error.messages, numel).mul_(growth)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------------
+
+    def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
+        """This rank's errors as their codes, (parts * message_bytes,) uint8 per unit and hop, the parts, and the optimizer steps so far."""
+        if self.feedback is None:
+            return {}
+        errors = self._loaded | {name: error.messages.view(-1) for name, (error, _) in self._errors.items()}
+        return {GRADIENT_ERROR: {**errors, _STEPS: torch.tensor([self._steps]), _PARTS: self._parts()}}
+
+    def _parts(self) -> torch.Tensor:
+        """Into how many parts the messages of each hop are divided."""
+        return torch.tensor([self.collectives.world, self.hops.across.world if self.hops is not None else 1])
+
+    def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
+        """Restores what ``rank_states`` returned for this rank; errors of other parts, or that are not there, start from zero."""
+        saved = dict(states.get(GRADIENT_ERROR, {}))
+        steps, parts = saved.pop(_STEPS, None), saved.pop(_PARTS, None)
+        self._steps = int(steps) if steps is not None else 0
+        self._errors.clear()
+        self._loaded = saved if parts is not None and parts.tolist() == self._parts().tolist() else {}
+
+
+class NodeExchange(GradientExchange):
+    """Reduces to the owner of each shard in two hops: of each element one sum leaves a node, in the type of the message.
+
+    So in 16 bit the sum of a node is rounded once before it crosses, as that of a shard group is.
+
+    Args:
+        collectives: Network of all ranks of the axis.
+        policy: Element types and factors.
+        hops: The same ranks as nodes.
+    """
+
+    def __init__(self, collectives: Collectives, policy: GradientPolicy, hops: TwoHops) -> None:
+        super().__init__(collectives, policy)
+        self.hops = hops
+
+    def start(self, message: torch.Tensor, unit: str) -> Pending:
+        return self.hops.inside.reduce_scatter(self.hops.swizzled(message), self.policy.accumulation_dtype, unit)
+
+    def crosses(self, dtype: torch.dtype) -> bool:
+        return True
+
+    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
+        return self.hops.across.reduce_scatter(partial.to(travelled), self.policy.accumulation_dtype, unit)
+
+
+class ReplicatedGradients(UnitGradients):
+    """The flat gradient of one trainable unit, whose shard other groups hold too.
+
+    [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward
+    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, as a further part of it
+    ([Note: parts of a reduction]). What is late comes through both parts once more. One
+    micro-step's sum travels in the type that its reduction had, that of several in the accumulation type. ``post_scale`` comes last:
+    until then fp16 has the headroom that ``pre_scale`` gave it.
+
+    Args:
+        unit: The unit.
+        exchange: How gradients become one inside the shard group.
+        pool: Of flat buffers.
+        place: Where sums are kept.
+        replicas: The network of the ranks that hold this shard.
+    """
+
+    def __init__(
+        self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None, replicas: Collectives
+    ) -> None:
+        super().__init__(unit, exchange, pool, place)
+        self._replicas = replicas
+        self._partial = False  # ``shard`` is a sum over the shard group alone, without ``post_scale``
+        self._waiting: torch.Tensor | None = None  # what goes to the replicas next, in the type in which it goes
+        self._replicating: Pending | None = None
+
+    def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
+        wide = self._policy.accumulation_dtype
+        if not self.exchange.completes:
+            self._make_partial()
+            self.shard = self.place.add(self.unit, self.shard, received, wide)
+            self._partial = True
+            return
+        if self._partial:
+            received, travelled = self._fetch_partial(wide).add_(received), wide
+        self._waiting = received.to(self._policy.message_dtype or travelled)
+
+    def _fetch_partial(self, dtype: torch.dtype) -> torch.Tensor:
+        """The sum over the shard group so far, which is forgotten here."""
+        if self.shard is None:
+            raise StateError(f"unit {self.unit.name}: no sum to send to the replicas")
+        total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, dtype), None, False
+        return total
+
+    def _make_partial(self) -> None:
+        """Makes a sum over all ranks one to which micro-steps can be added: one replica keeps it, the others have none of it."""
+        if self.shard is None or self._partial:
+            return
+        if self._replicas.rank > 0:
+            self.shard = None
+        elif self._policy.post_scale != 1.0:
+            self.shard.div_(self._policy.post_scale)
+
+    def start_next_part(self) -> bool:
+        if super().start_next_part():
+            return True
+        if self._waiting is None or self._replicating is not None:
+            return False
+        self._replicating = self._replicas.all_reduce(self._waiting, self.unit.name)
+        return True
+
+    def finish_reduce(self) -> None:
+        """As ``UnitGradients.finish_reduce``, for the part that is in flight."""
+        super().finish_reduce()
+        if self._replicating is not None and self._waiting is not None:
+            self._replicating.wait()
+            received, self._replicating, self._waiting = self._waiting, None, None
+            super()._take(received, received.dtype)
+
+    def reduced(self) -> torch.Tensor:
+        """As ``UnitGradients.reduced``; collective where no boundary has brought the sum to the replicas."""
+        self.finish_reduce()
+        if self._partial:
+            wide = self._policy.accumulation_dtype
+            self._waiting = self._fetch_partial(wide).to(self._policy.message_dtype or wide)
+            self.start_next_part()
+        return super().reduced()
+
+    def held(self) -> torch.Tensor | None:
+        """As ``UnitGradients.held``; collective in the middle of an accumulation, where the sum is a copy."""
+        held = super().held()
+        if held is None or not self._partial:
+            return held
+        total = self.place.fetch(self.unit, held, self._policy.accumulation_dtype).clone()
+        self._replicas.all_reduce(total, f"{self.unit.name}: gradient so far").wait()
+        return total.mul_(self._policy.post_scale)
+
+    def clear(self) -> None:
+        self.finish_reduce()
+        self._partial, self._waiting = False, None
+        super().clear()

@@ -1,0 +1,219 @@
+"""Compare facts over ranks: settings, the model that each rank brings to ``initialize``, and first values of parameters.
+
+All ranks compare digests in one vote. Only where these differ do they send the facts themselves, and every rank raises the same error.
+Values are compared by their sums; values that differ are taken from rank 0.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import zip_longest
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives, as_sent
+from hf_zero.core.units.grouping import NamedParam
+from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.tp_shard import is_expert, whole_shape
+from hf_zero.core.units.unit import full_shape
+from hf_zero.errors import StateError
+from hf_zero.memory.host_memory import mapped_files
+from hf_zero.observe import warn_once
+from hf_zero.system.planning import planning
+
+# What of a digest is compared: so many numbers of so many hexadecimal digits, 24 bits.
+_PIECES, _DIGITS = 10, 6
+_MOST_KINDS = 4  # kinds of ranks that are told apart in a message
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Ranks with the same facts.
+
+    Attributes:
+        ranks: Which, on the axis.
+        lines: Their facts.
+    """
+
+    ranks: list[int]
+    lines: list[str]
+
+    @property
+    def named(self) -> str:
+        """The ranks in words."""
+        return name_ranks(self.ranks)
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """Says "rank 1", or "ranks 0, 2": at most the first eight."""
+    shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
+    return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
+
+
+def ranks_by_facts(lines: Sequence[str], collectives: Collectives, what: str) -> list[Kind]:
+    """The ranks by what they have in ``lines``, rank 0's kind first; one kind where all have the same. Collective.
+
+    One vote where all have the same; more is exchanged where they have not. Of more than a few kinds the first are returned.
+
+    Args:
+        lines: This rank's facts, in an order that all ranks use.
+        collectives: The ranks that must have them alike.
+        what: What they are of, for labels.
+    """
+    everybody = list(range(collectives.world))
+    digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
+    pieces = [int(digest[start : start + _DIGITS], 16) for start in range(0, _PIECES * _DIGITS, _DIGITS)]
+    most = collectives.largest_of([*pieces, *(-piece for piece in pieces)], f"digest of the {what}")
+    if most[:_PIECES] == [-least for least in most[_PIECES:]]:
+        return [Kind(everybody, list(lines))]
+    ranks: dict[str, list[int]] = {}
+    for rank, theirs in enumerate(collectives.gather_objects(digest, f"digests of the {what}")):
+        ranks.setdefault(theirs, []).append(rank)
+    kinds = list(ranks.values())[:_MOST_KINDS]
+    return [Kind(kind, collectives.broadcast_object(list(lines), kind[0], what)) for kind in kinds]
+
+
+def fact(key: str, value: object) -> str:
+    """A line that says what ``key`` is."""
+    return f"{key}\t{value}"
+
+
+def is_fact(line: str | None) -> bool:
+    """Whether ``fact`` has made ``line``."""
+    return line is not None and "\t" in line
+
+
+def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key: "not there", most: int = 8) -> list[str]:
+    """For each fact that the kinds of ranks do not have alike a clause with its key, all values and their ranks.
+
+    Args:
+        kinds: The ranks by what they have.
+        default: The value of a key that a kind does not name.
+        most: At most so many.
+    """
+    tables = [dict(line.split("\t", 1) for line in kind.lines if is_fact(line)) for kind in kinds]
+    clauses = []
+    for key in dict.fromkeys(key for table in tables for key in table):
+        by_value: dict[str, list[int]] = {}
+        for kind, table in zip(kinds, tables, strict=True):
+            by_value.setdefault(table[key] if key in table else default(key), []).extend(kind.ranks)
+        if len(by_value) > 1:
+            clauses.append(f"{key} is " + ", ".join(f"{value} on {name_ranks(sorted(ranks))}" for value, ranks in by_value.items()))
+    return clauses[:most] + ([f"and {len(clauses) - most} more"] if len(clauses) > most else [])
+
+
+def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
+    """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups, and the same notes; collective.
+
+    Units would otherwise differ in size, and the first exchange of one would end in an error of the network, or in none.
+
+    Args:
+        module: The user's module.
+        members: Its parameters.
+        collectives: The data-parallel axis.
+        notes: What else has to be the same, in words: of the optimizer, its groups' hyper-parameters.
+
+    Raises:
+        StateError: They differ; on every rank, with the first difference, or all of those of the optimizer.
+    """
+    if collectives.world == 1:
+        return
+    kinds = ranks_by_facts([*notes, *map(_line, members), *_buffer_lines(module)], collectives, "model")
+    if len(kinds) > 1:
+        different = next(pair for pair in zip_longest(*(kind.lines for kind in kinds)) if len(set(pair)) > 1)
+        if any(is_fact(line) for line in different):
+            raise _other_optimizer(kinds)
+        told = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
+        counts = " and ".join(str(len(kind.lines)) for kind in kinds)
+        raise StateError(
+            f"the model is not the same on all data-parallel ranks: {told} ({counts} entries in all). Build it from the same "
+            "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
+        )
+
+
+def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> None:
+    """Returns when all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
+
+    Raises:
+        StateError: They differ; on every rank, with all of the differences.
+    """
+    if collectives.world > 1:
+        kinds = ranks_by_facts(notes, collectives, "optimizer")
+        if len(kinds) > 1:
+            raise _other_optimizer(kinds)
+
+
+def _other_optimizer(kinds: Sequence[Kind]) -> StateError:
+    told = "; ".join(differing(kinds))
+    return StateError(
+        f"the optimizer is not the same on all ranks: {told}. Each rank updates its part of the parameters by its own rule: make the same "
+        "optimizer with the same hyper-parameters on every rank"
+    )
+
+
+def _line(member: NamedParam) -> str:
+    group = "frozen" if member.group == FROZEN else f"in param group {member.group}"
+    shape = whole_shape(member.param) if is_expert(member.param) else full_shape(member.param)
+    return f"{member.name} {tuple(shape or ())} {member.param.dtype} {group}"
+
+
+def _buffer_lines(module: nn.Module) -> list[str]:
+    """Of the buffers that rank 0 gives to all."""
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.numel() and not buffer.is_meta)
+    return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers]
+
+
+_WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
+
+
+def equal_values(tensors: Mapping[str, torch.Tensor], collectives: Collectives, group: str) -> None:
+    """Takes rank 0's values of what the ranks of a group, called ``group``, do not start with alike; collective.
+
+    Args:
+        tensors: The same names, shapes and types on every rank; those without values are passed over.
+        collectives: The group.
+        group: For the warning.
+    """
+    if not tensors or collectives.world == 1 or planning():  # the ranks of a plan are alike
+        return
+    files, device = mapped_files(), collectives.topology.device
+    marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
+    own = torch.tensor(marks, dtype=torch.float64, device=device)
+    first = own.clone()
+    collectives.broadcast(first, 0, "sums of rank 0's values")
+    differing = (own != first).to(torch.float32)
+    collectives.all_reduce(differing, "equal values").wait()
+    unequal = [named for named, ranks in zip(tensors.items(), differing.tolist(), strict=True) if ranks]
+    if not unequal:
+        return
+    warn_once(f"the ranks of {group} start with different weights: rank 0's are used")
+    with torch.no_grad():
+        for name, tensor in unequal:
+            if has_no_values(tensor):
+                continue
+            values = tensor.detach().to(device).contiguous()
+            collectives.broadcast(values, 0, name)
+            tensor.data.copy_(values)
+
+
+def _mark(tensor: torch.Tensor, in_file: bool) -> float:
+    """A sum that differs where values do.
+
+    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of those only a
+    few windows are looked at, so that a rank reads its own shards and little more.
+    """
+    if tensor.numel() == 0 or tensor.is_meta or has_no_values(tensor):
+        return 0.0
+    values = as_sent(tensor.detach()).reshape(-1)
+    if in_file and values.numel() > _WINDOWS * _WINDOW:
+        step = (values.numel() - _WINDOW) // (_WINDOWS - 1)
+        values = values.as_strided((_WINDOWS, _WINDOW), (step, 1))
+    return float(values.sum(dtype=torch.float64))
+
+
+def has_no_values(tensor: torch.Tensor) -> bool:
+    """Whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
+    return tensor.dim() > 0 and not any(tensor.stride())

@@ -1,0 +1,88 @@
+"""What torchrun and accelerate print when their ranks have ended: the cause, in place of a traceback of the launcher's own.
+
+The process that starts ranks comes here through ``torch.distributed.launcher.api.launch_agent``, which both of them call. Nothing changes
+for code that catches what it raises, for the exit status, and for ranks of other libraries: the report replaces the traceback only
+where an exception ends the process and the files of the ranks (``last_words``) say that they were ours.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hf_zero.system.last_words import INTERRUPTED, MARK, SETTINGS
+from hf_zero.system.text_file import SMALL_BYTES, read_text
+
+_FILES = "*/attempt_*/*/error.json"  # below torch's folder of logs
+_MOST_LINES = 15  # of a cause: with the launcher's own lines it stays within the last twenty
+
+
+def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """torch's function that starts the ranks of this machine and waits for them; an exception of it is reported by its cause.
+
+    Args:
+        method: The function itself.
+        *args: Its arguments, of which the first is the launcher's configuration.
+        **kwargs: As the function's.
+    """
+    config, start = (args[0] if args else kwargs.get("config")), time.time()
+    try:
+        return method(*args, **kwargs)
+    except BaseException as error:
+        sys.excepthook = _Report(sys.excepthook, error, getattr(getattr(config, "logs_specs", None), "root_log_dir", None), start)
+        raise
+
+
+class _Report:
+    """Stands in for ``sys.excepthook`` of a launcher.
+
+    Args:
+        former: The one that was there.
+        error: The exception that is reported in another way.
+        folder: Where the ranks' files are; None where that is not known.
+        start: When the first of them can have been written, in seconds since the epoch.
+    """
+
+    def __init__(self, former: Callable[..., Any], error: BaseException, folder: Any, start: float) -> None:
+        self._former, self._error, self._folder, self._start = former, error, folder, start
+
+    def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        """Prints the cause where the ranks have left one, and what would have been printed where they have not."""
+        text = self._text() if error is self._error else None
+        if text is None:
+            self._former(kind, error, trace)
+        elif text:
+            print(text, file=sys.stderr, flush=True)
+
+    def _text(self) -> str | None:
+        """The report; "" where a rank has printed all that is to be said, None where nothing of ours is known."""
+        name = type(self._error).__name__
+        if name == "SignalException":
+            return "" if any(kind == INTERRUPTED for kind in self._kinds()) else None
+        if name != "ChildFailedError":
+            return None
+        rank, failure = self._error.get_first_failure()  # type: ignore[attr-defined]
+        message = failure.error_file_data.get("message") if isinstance(failure.error_file_data, dict) else None
+        told = message.get("extraInfo") if isinstance(message, dict) else None
+        if not isinstance(message, dict) or not isinstance(told, dict) or MARK not in told:
+            return None
+        ended = f"[hf_zero] rank {rank} ended first, with exit status {failure.exitcode}"
+        if told[MARK] == SETTINGS:
+            return f"{ended}: see its {str(message['message']).partition(':')[0]} above"
+        cause = str(told.get("py_callstack", "")).splitlines()
+        left_out = [f"  ... {len(cause) - _MOST_LINES} more lines above"] if len(cause) > _MOST_LINES else []
+        return "\n".join([f"{ended}:", *cause[:_MOST_LINES], *left_out])
+
+    def _kinds(self) -> Iterator[str]:
+        """The marks in the files of the ranks of this run."""
+        for path in Path(self._folder).glob(_FILES) if self._folder else ():
+            try:
+                if path.stat().st_mtime >= self._start - 1:
+                    yield str(json.loads(read_text(path, SMALL_BYTES))["message"]["extraInfo"].get(MARK, ""))
+            except (OSError, ValueError, LookupError, TypeError, AttributeError):
+                continue  # of another library

@@ -1,0 +1,41 @@
+"""Who is known not to come to a call before this rank goes on."""
+
+from __future__ import annotations
+
+import pytest
+import torch.distributed as dist
+
+from hf_zero.comm import companions, hang_watch
+from hf_zero.comm.standing import Standing
+
+
+@pytest.mark.parametrize(
+    ("text", "elsewhere"),
+    [
+        (f"0 {hang_watch.ENDED}", True),
+        (f"7 {Standing('barrier', '0', issued={'0': 5}).as_text()}", True),  # this rank has issued 4 in the group of both
+        (f"6 {Standing('barrier', '0', issued={'0': 5}).as_text()}", False),  # an answer to a question before
+        (f"7 {Standing('all_reduce', '0', issued={'0': 4}).as_text()}", False),  # of which this rank has issued its part
+        (f"7 {Standing('all_reduce', '9', issued={'0': 5, '9': 5}).as_text()}", False),  # in a group without this rank
+        (f"7 {Standing('', '', issued={'0': 5}).as_text()}", False),  # it computes, and may come
+    ],
+)
+def test_where_another_rank_is(text: str, elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(companions, "look", lambda: Standing(issued={"0": 4}))
+    store = dist.HashStore()
+    assert not companions._is_elsewhere(store, 1, 7)
+    store.set("standing/1", text)
+    assert companions._is_elsewhere(store, 1, 7) is elsewhere
+
+
+def test_each_rank_is_asked_in_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "get_rank", lambda *_: 2)
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 20)
+    asked = [rank for number in range(3) for rank in companions._those_of_round(number)]
+    assert asked[:3] == [3, 4, 5] and set(asked) == set(range(20)) - {2}
+    monkeypatch.setattr(dist, "get_world_size", lambda *_: 3)
+    assert companions._those_of_round(0) == companions._those_of_round(5) == [0, 1]
+
+
+def test_without_an_engine_nobody_is_asked() -> None:
+    assert companions.comes_alone() is False
