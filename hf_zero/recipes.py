@@ -16,13 +16,13 @@ from hf_zero.errors import ConfigError
 
 Task = Literal["full", "lora", "qlora", "long", "moe"]
 _TRL_LORA = "--use_peft --lora_target_modules all-linear"
-# Flags of TrainingArguments (and, for adapters, of TRL's scripts) that a task needs in its script.
+# Flags of TrainingArguments, and for adapters of TRL's scripts. TRL's bf16 has no value by default, so that it takes one.
 FLAGS: Mapping[Task, str] = {
-    "full": "--bf16 --gradient_checkpointing",
-    "lora": f"--bf16 --gradient_checkpointing {_TRL_LORA}",
-    "qlora": f"--bf16 --gradient_checkpointing {_TRL_LORA} --load_in_4bit --use_bnb_nested_quant",
-    "long": "--bf16 --gradient_checkpointing",
-    "moe": "--bf16 --gradient_checkpointing",
+    "full": "--bf16 true --gradient_checkpointing",
+    "lora": f"--bf16 true --gradient_checkpointing {_TRL_LORA}",
+    "qlora": f"--bf16 true --gradient_checkpointing {_TRL_LORA} --load_in_4bit --use_bnb_nested_quant",
+    "long": "--bf16 true --gradient_checkpointing",
+    "moe": "--bf16 true --gradient_checkpointing",
 }
 
 

@@ -19,8 +19,8 @@ REPO = Path(__file__).resolve().parent.parent
 FOLDER = REPO / "docs" / "pictures"
 PLANS = FOLDER / "memory-8b.json"
 KINDS = {"parameters": "parameters", "gradients": "gradients", "states": "masters and moments"}
-# Bytes of a parameter: bf16 values, bf16 gradients, fp32 master and two moments of Adam.
-BYTES = {"parameters": 2, "gradients": 2, "states": 12}
+# Bytes of a parameter in bf16: values, gradients summed in fp32 from backward to step, fp32 master and two moments of Adam.
+BYTES = {"parameters": 2, "gradients": 4, "states": 12}
 SHARDED = {0: (), 1: ("gradients", "states"), 2: ("gradients", "states"), 3: ("parameters", "gradients", "states")}
 WORDS = {
     0: "nothing is sharded",
@@ -60,7 +60,7 @@ def stages() -> Svg:
     picture.text(
         16,
         y,
-        "Gradients are there from backward to step; while micro-steps are accumulated their sum is fp32, 4 B. Activations and",
+        "Between backward and step: the gradients are summed in fp32. After the step they are gone. Activations and",
         style="small",
     )
     picture.text(16, y + 16, "the blocks that are gathered come on top.", style="small")
