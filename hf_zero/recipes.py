@@ -210,5 +210,5 @@ def _table() -> str:
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
     return "\n".join(
-        [*lines, "", "hf-zero recipes NAME --out DIR   writes DIR/ds.json and DIR/accelerate.yaml; --gpus N for another number"]
+        [*lines, "", "hf-zero recipes NAME --out DIR   writes both files; --gpus N for another number of GPUs"]
     )

@@ -211,3 +211,18 @@ def test_quickstart_with_trainer(tmp_path: Path, line: int) -> None:
     printed = run_on_two_ranks(tmp_path, TORCHRUN, imports, GPT2, chosen, after)
     engines = [line for line in printed if line.startswith("ENGINE")]
     assert [" hf_zero." in line and line.endswith(" 3") for line in engines] == [True]
+
+
+@pytest.mark.slow
+def test_the_comparison_of_the_migration_page(tmp_path: Path) -> None:
+    """Its two scripts run as printed; the run is compared with a changed copy of its rows."""
+    script, comparison = fenced(REPOSITORY / "docs" / "migrate-from-deepspeed.md", "python")
+    (tmp_path / "engine.py").write_text(script)
+    (tmp_path / "compare.py").write_text(comparison)
+    processes.run([sys.executable, "-m", *TORCHRUN, "engine.py", "2"], cwd=tmp_path, env={"HF_ZERO": "1"}, timeout=150)
+    rows = json.loads((tmp_path / "run1.json").read_text())
+    assert len(rows) == 20 and all(row["loss"] > 0 and row["grad_norm"] > 0 for row in rows)
+    rows[3]["loss"] *= 1.5
+    (tmp_path / "run0.json").write_text(json.dumps(rows))
+    printed = processes.run([sys.executable, "compare.py"], cwd=tmp_path)
+    assert printed.splitlines() == ["loss largest relative difference: 3.3e-01", "grad_norm largest relative difference: 0.0e+00"]
