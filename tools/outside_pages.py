@@ -11,7 +11,7 @@ from posixpath import relpath
 REPO = Path(__file__).resolve().parent.parent
 DOCS = REPO / "docs"
 # Pages that have another place on the site than in the repository.
-MOVED = {"README.md": "index.md", "docs/README.md": "pages.md"}
+MOVED = {"README.md": "index.md", "docs/README.md": "pages.md", "CONTRIBUTING.md": "contributing.md"}
 OUTSIDE = "repository"
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".toml": "toml", ".cpp": "cpp"}
 _FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
@@ -50,8 +50,8 @@ class Outside:
     sources: dict[str, Path] = field(default_factory=dict)  # address on the site -> file of the repository
 
     def collect(self) -> None:
-        """Read docs/ and README.md, follow their links outside docs/, and fill ``pages`` and ``sources``."""
-        for path in [*sorted(DOCS.rglob("*.md")), REPO / "README.md"]:
+        """Read docs/ and the pages of ``MOVED``, follow their links outside docs/, and fill ``pages`` and ``sources``."""
+        for path in dict.fromkeys([*sorted(DOCS.rglob("*.md")), *(REPO / name for name in MOVED)]):
             self.sources[uri_of(path)] = path
             self._follow(path)
         for moved in MOVED.values():
