@@ -146,7 +146,7 @@ def _variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def as_text(facts: Facts) -> str:
-    """The block: one heading per group, one aligned line per fact."""
+    """Return the block: one heading per group, one aligned line per fact."""
     lines = []
     for group, entries in facts.items():
         lines.append(f"{group}:")

@@ -90,7 +90,7 @@ class MonitorSections(Protocol):
 
 
 def build_sinks(config: MonitorSections) -> list[Sink]:
-    """The sinks whose sections are enabled, in the order tensorboard, wandb, comet, csv_monitor, trackio. Call it on one rank only.
+    """Return the sinks whose sections are enabled, in the order tensorboard, wandb, comet, csv_monitor, trackio. Call it on one rank only.
 
     Raises:
         ConfigError: A section is enabled but its package is not installed. No sink is left open.
@@ -264,5 +264,5 @@ class CsvSink(Sink):
 
 
 def _numbered(name: str, number: int) -> str:
-    """The file of the ``number``-th record whose name comes to ``name``: ``a/b`` and ``a_b``, or ``Loss`` and ``loss``."""
+    """Return the file of the ``number``-th record whose name comes to ``name``: ``a/b`` and ``a_b``, or ``Loss`` and ``loss``."""
     return f"{name}.csv" if number == 1 else f"{name}-{number}.csv"

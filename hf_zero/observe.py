@@ -149,24 +149,24 @@ def current_phase() -> str:
 
 
 def recent_labels() -> list[str]:
-    """The labels of the ring, newest last."""
+    """Return the labels of the ring, newest last."""
     return [text for _, text in list(_ring)]
 
 
 def last_event() -> tuple[float, str]:
-    """The label that was noted last, and when, in seconds of the monotonic clock; 0 and "" where there is none."""
+    """Return the label that was noted last, and when, in seconds of the monotonic clock; 0 and "" where there is none."""
     ring = list(_ring)
     return ring[-1] if ring else (0.0, "")
 
 
 def recent_events(count: int = 8) -> str:
-    """The last ``count`` labels with their age in seconds, newest last; part of every collective error."""
+    """Return the last ``count`` labels with their age in seconds, newest last; part of every collective error."""
     now = time.monotonic()
     return "; ".join(f"{text} {now - seconds:.1f}s ago" for seconds, text in list(_ring)[-count:]) or "none"
 
 
 def global_rank() -> int:
-    """This process' rank: the process group's if there is one, else the launcher's environment, else 0."""
+    """Return this process' rank: the process group's if there is one, else the launcher's environment, else 0."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return torch.distributed.get_rank()
     return int(os.environ.get("RANK", "0"))

@@ -81,7 +81,7 @@ _states = RandomStates()
 
 
 def random_states() -> RandomStates:
-    """The states of this process; activation checkpointing restores them for recomputation."""
+    """Return the states of this process; activation checkpointing restores them for recomputation."""
     return _states
 
 

@@ -90,7 +90,7 @@ def configure(settings: CheckpointSettings, collectives: Collectives | None = No
 
 
 def is_configured() -> bool:
-    """Whether ``configure`` was called, by a script or by an engine with an ``activation_checkpointing`` section."""
+    """Return whether ``configure`` was called, by a script or by an engine with an ``activation_checkpointing`` section."""
     return _configured
 
 

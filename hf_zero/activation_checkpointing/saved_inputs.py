@@ -49,7 +49,7 @@ class SavedOnHost:
 
 
 def keeps(tensor: Tensor) -> bool:
-    """Whether an input stays as it is: weights live anyway, and integers and single numbers are not worth moving."""
+    """Return whether an input stays as it is: weights live anyway, and integers and single numbers are not worth moving."""
     return isinstance(tensor, Parameter) or not tensor.is_floating_point() or tensor.numel() < 2
 
 
@@ -64,7 +64,7 @@ class DividedInputs:
         self.collectives = collectives
 
     def save(self, tensor: Tensor) -> Any:
-        """The tensor itself when it stays, else a ``SavedPart`` with a part of its own memory."""
+        """Return the tensor itself when it stays, else a ``SavedPart`` with a part of its own memory."""
         if keeps(tensor) or tensor.numel() < self.collectives.world:
             return tensor
         world, rank = self.collectives.world, self.collectives.rank
@@ -75,7 +75,7 @@ class DividedInputs:
         return SavedPart(tensor.shape, tensor.numel(), part)
 
     def load(self, saved: Any) -> Tensor:
-        """The whole input; collective over the axis."""
+        """Return the whole input; collective over the axis."""
         if not isinstance(saved, SavedPart):
             whole: Tensor = saved
             return whole
@@ -108,7 +108,7 @@ class HostInputs:
         self._sides: dict[torch.device, _Side] = {}
 
     def save(self, tensor: Tensor) -> Any:
-        """The tensor itself when it stays, else a ``SavedOnHost``."""
+        """Return the tensor itself when it stays, else a ``SavedOnHost``."""
         if keeps(tensor) or (tensor.device.type == "cpu" and not self.copies_always):
             return tensor
         value = tensor.detach()
@@ -123,7 +123,7 @@ class HostInputs:
         return saved
 
     def load(self, saved: Any) -> Tensor:
-        """The input on its device again; begins to fetch the one saved before it."""
+        """Return the input on its device again; begins to fetch the one saved before it."""
         if not isinstance(saved, SavedOnHost):
             stayed: Tensor = saved
             return stayed

@@ -38,7 +38,7 @@ class Axes:
 
 
 def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tuple[Axes, dict[str, Any]]:
-    """The axes, and the configuration with its batch counted over replicas; collective.
+    """Return the axes, and the configuration with its batch counted over replicas; collective.
 
     Args:
         source: The configuration as the user gave it.

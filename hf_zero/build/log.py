@@ -78,6 +78,6 @@ def _batch(resolved: ResolvedConfig) -> str:
 
 
 def _clipping(resolved: ResolvedConfig) -> str:
-    """The norm; where nobody has written it down, that as well."""
+    """Return the norm; where nobody has written it down, that as well."""
     norm, origin = resolved.config.gradient_clipping, resolved.origin.get("gradient_clipping", "default")
     return (f"clipping at {norm:g}" if norm else "no clipping") + (" (DeepSpeed's default)" if origin == "default" else "")

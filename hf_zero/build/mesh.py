@@ -25,7 +25,7 @@ _OF_MPU = f"the model-parallel group of the mpu object ({' or '.join(f'{name}()'
 
 
 def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None) -> Mesh:
-    """The mesh of an engine, which every source fits; collective where ``mpu`` is another library's object.
+    """Return the mesh of an engine, which every source fits; collective where ``mpu`` is another library's object.
 
     Args:
         source: The configuration as the user gave it.
@@ -69,7 +69,7 @@ def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = No
 
 
 def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
-    """How many adjacent ranks hold all experts between them, and which of these this one is, before there is an engine; local.
+    """Return how many adjacent ranks hold all experts between them, and which of these this one is, before there is an engine; local.
 
     Args:
         source: The configuration as the user gave it.
@@ -83,19 +83,19 @@ def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tup
 
 
 def pipeline_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
-    """How many ranks hold all layers between them, and which of these this one is; otherwise as ``expert_ranks``."""
+    """Return how many ranks hold all layers between them, and which of these this one is; otherwise as ``expert_ranks``."""
     mesh = _mesh_of_load(source, claims, "pp")
     return (mesh.pp, dist.get_rank() // (mesh.ranks // mesh.pp)) if mesh is not None else (1, 0)
 
 
 def _mesh_of_load(source: Mapping[str, Any], claims: Iterable[Claim], axis: str) -> Mesh | None:
-    """The mesh before there is a model; None where nobody says anything of ``axis``."""
+    """Return the mesh before there is a model; None where nobody says anything of ``axis``."""
     said = [*_claims_around(source), *claims]
     return solve(said, dist.get_world_size()) if any(claim.axis == axis for claim in said) else None
 
 
 def shards(source: Mapping[str, Any]) -> bool:
-    """Whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
+    """Return whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
     zero = source.get("zero_optimization")
     return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
 
@@ -120,7 +120,7 @@ def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
 
 
 def fits_own_node(size: int) -> bool:
-    """Whether groups of ``size`` adjacent ranks fit nodes as large as this rank's; local, before anybody is asked."""
+    """Return whether groups of ``size`` adjacent ranks fit nodes as large as this rank's; local, before anybody is asked."""
     own = ranks_of_node()
     return Nodes((own,) if own else ()).fits(size)
 
@@ -144,5 +144,5 @@ def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
 
 
 def is_to_split(mesh: Mesh) -> bool:
-    """Whether somebody wants the model split over ranks; a script that only hands over groups has split its own."""
+    """Return whether somebody wants the model split over ranks; a script that only hands over groups has split its own."""
     return any(claim.axis == "tp" and claim.size > 1 and claim.source != _OF_MPU for claim in mesh.claims)

@@ -96,7 +96,7 @@ class Networks:
         return collectives
 
     def _ranks_in_each_node(self) -> int:
-        """How many ranks of the axis each node has; 0 where that is not known or not the same."""
+        """Return how many ranks of the axis each node has; 0 where that is not known or not the same."""
         ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
         if self.nodes.sizes and self.nodes.sizes[-1] >= ranks:
             return self.topology.world  # one node

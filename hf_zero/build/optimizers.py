@@ -33,7 +33,7 @@ from hf_zero.optim.schedules import VALID_LR_SCHEDULES
 def inner_optimizer(
     module: nn.Module, resolved: ResolvedConfig, client: Any, model_parameters: Iterable[Any] | None, device: torch.device
 ) -> torch.optim.Optimizer | None:
-    """The torch optimizer over the model's own parameters, or None for an engine that only runs forward.
+    """Return the torch optimizer over the model's own parameters, or None for an engine that only runs forward.
 
     Args:
         module: The user's module.
@@ -113,7 +113,7 @@ def sharded_optimizer(
     whole: bool,
     experts: Collectives | None = None,
 ) -> ShardedOptimizer:
-    """The optimizer users hold.
+    """Return the optimizer users hold.
 
     Args:
         inner: Does the arithmetic.
@@ -138,7 +138,7 @@ def sharded_optimizer(
 
 
 def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimizer | None) -> Any:
-    """The scheduler that the engine steps; None where there is none, or no optimizer.
+    """Return the scheduler that the engine steps; None where there is none, or no optimizer.
 
     Args:
         resolved: The configuration.

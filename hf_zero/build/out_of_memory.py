@@ -25,7 +25,7 @@ _REST = "activations"  # and what else was made since the engine was
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device or the host had no more memory: torch's error, Python's, or that of torch's allocator of host memory."""
+    """Return whether a device or the host had no more memory: torch's error, Python's, or that of torch's allocator of host memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -63,7 +63,7 @@ class Failure:
     asked: int = 0
 
     def here(self, *kinds: str) -> int:
-        """Bytes of ``kinds`` where memory ran out."""
+        """Return bytes of ``kinds`` where memory ran out."""
         return sum(self.books[self.tier, kind] for kind in kinds)
 
 
@@ -130,7 +130,7 @@ def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[st
 
 
 def _beyond(books: Counter[tuple[str, str]], device: torch.device) -> dict[str, int]:
-    """Bytes by tier that are taken and stand in no book."""
+    """Return bytes by tier that are taken and stand in no book."""
     places = {"host": torch.device("cpu")} | ({"device": device} if device.type != "cpu" else {})
     known = {tier: sum(nbytes for (other, _), nbytes in books.items() if other == tier) for tier in places}
     return {tier: max(0, taken(place) - known[tier]) for tier, place in places.items()}
@@ -144,7 +144,7 @@ def _asked(text: str) -> int:
 
 
 def _last_block(engine: Any) -> str:
-    """Name of the block that forward or backward entered last; "" where none is known."""
+    """Return the name of the block that forward or backward entered last; "" where none is known."""
     names = {block.name for block in engine.runtime.blocks}
     for label in reversed(observe.recent_labels()):
         phase, _, name = label.removeprefix("hf_zero::").partition(" (")
@@ -189,14 +189,14 @@ def _by_stage(engine: Any, failure: Failure) -> Iterator[Saving]:
 
 
 def most_gathered(engine: Any) -> int:
-    """Bytes that are whole at a time at stage 3 with little prefetching: the root, and two blocks that follow each other."""
+    """Return bytes that are whole at a time at stage 3 with little prefetching: the root, and two blocks that follow each other."""
     sizes = [sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks]
     pairs = [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
     return sum(unit.whole.nbytes for unit in engine.runtime.root.units) + max(pairs, default=0)
 
 
 def _summed_gradients(engine: Any, failure: Failure) -> int:
-    """Bytes of gradients that stay until the step; the rest passes through."""
+    """Return bytes of gradients that stay until the step; the rest passes through."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     held = [entry.shard for entry in entries if entry.shard is not None]
     if not engine.stage_policy.optimizer_sharded:
@@ -281,7 +281,7 @@ def _by_recomputation(engine: Any, failure: Failure) -> Iterator[Saving]:
 
 
 def recomputes(engine: Any) -> bool:
-    """Whether activations are recomputed in backward already."""
+    """Return whether activations are recomputed in backward already."""
     modules = engine.module.modules()
     return any(getattr(module, "gradient_checkpointing", False) is True for module in modules) or any(
         block.checkpointed for block in engine.runtime.blocks

@@ -47,7 +47,7 @@ class PackedWeight:
 
 
 def _is_quantized(param: Any) -> bool | None:
-    """Whether ``param`` holds codes of bitsandbytes; False before it has quantized them, None for any other parameter."""
+    """Return whether ``param`` holds codes of bitsandbytes; False before it has quantized them, None for any other parameter."""
     library = sys.modules.get("bitsandbytes")
     if (
         library is None
@@ -59,7 +59,7 @@ def _is_quantized(param: Any) -> bool | None:
 
 
 def packed_weights(model: nn.Module) -> list[PackedWeight]:
-    """The quantized weights of ``model``, in its order, each once.
+    """Return the quantized weights of ``model``, in its order, each once.
 
     Raises:
         StateError: One is trainable, or not quantized yet.

@@ -69,7 +69,7 @@ def moment_type(config: ZeroConfig) -> torch.dtype | None:
 
 
 def kept_patterns(config: ZeroConfig) -> list[str] | None:
-    """Names that ``data_types.keep_in_fp32_modules`` lists; None where the model says which stay in fp32."""
+    """Return names that ``data_types.keep_in_fp32_modules`` lists; None where the model says which stay in fp32."""
     named = config.data_types.keep_in_fp32_modules
     return named if isinstance(named, list) else None
 
@@ -115,7 +115,7 @@ class QuantizedUnits:
     gradients: bool = False
 
     def any(self, frozen: bool) -> bool:
-        """Whether some message of a unit does."""
+        """Return whether some message of a unit does."""
         return self.frozen if frozen else self.trained or self.gradients
 
 
@@ -133,12 +133,12 @@ def error_feedback(config: ZeroConfig) -> ErrorFeedback | None:
 
 
 def _headroom(world: int) -> int:
-    """The smallest power of two from the square root of ``world`` on: dividing by it rounds no element but subnormal ones."""
+    """Return the smallest power of two from the square root of ``world`` on: dividing by it rounds no element but subnormal ones."""
     return 1 << math.ceil(math.log2(world) / 2)
 
 
 def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
-    """The loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise.
+    """Return the loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise.
 
     At stage 0 an overflow at the lowest scale is skipped like any other, from stage 1 on it is an error: so are DeepSpeed's optimizers.
     """
@@ -225,7 +225,7 @@ def preemption_settings(config: ZeroConfig) -> PreemptionSettings:
 
 
 def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Module, progress: Progress) -> Clock:
-    """The clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` ask for.
+    """Return the clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` ask for.
 
     Args:
         config: The configuration.

@@ -68,7 +68,7 @@ class UnitBuilder:
     groups: dict[int, int] = field(default_factory=dict)
 
     def build(self, inner: torch.optim.Optimizer | None, whole_tensors: bool) -> tuple[Block, list[Block]]:
-        """The root and the other blocks, in the model's order; collective.
+        """Return the root and the other blocks, in the model's order; collective.
 
         Args:
             inner: The optimizer over the model's parameters; None for an engine that only runs forward.
@@ -115,7 +115,7 @@ class UnitBuilder:
         return root, blocks
 
     def _numel(self, member: NamedParam) -> int:
-        """Elements of a parameter as all ranks hold it between them: each has its own experts."""
+        """Return elements of a parameter as all ranks hold it between them: each has its own experts."""
         numel = full_shape(member.param).numel()
         return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
 
@@ -172,7 +172,7 @@ class UnitBuilder:
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
     def _is_split(self, param: nn.Parameter) -> bool:
-        """Whether each rank of the model axis has another part of ``param``, where messages carry codes.
+        """Return whether each rank of the model axis has another part of ``param``, where messages carry codes.
 
         [Note: codes beside split layers] A scale belongs to neighbours in a unit. What the ranks of a model axis hold alike has a unit of
         its own, whose codes are alike too: beside parts that differ, the copies would be shown and updated differently, and drift apart.

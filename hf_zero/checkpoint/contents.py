@@ -109,7 +109,7 @@ def _kind(unit: Unit) -> str:
 
 
 def _padded_numel(state: TrainingState, unit: Unit) -> int:
-    """Elements of the unit as it is written: cut into one part per rank, whoever holds it."""
+    """Return elements of the unit as it is written: cut into one part per rank, whoever holds it."""
     layout = unit.layout
     return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.holders_of(unit).world * ALIGNMENT)
 
@@ -166,7 +166,7 @@ def _share_out(
 
 
 def _by_module(buffers: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
-    """The buffers of each module, which one rank writes.
+    """Return the buffers of each module, which one rank writes.
 
     [Note: buffers of one module] Ranks update buffers from their own batches, and one says little without the others: a mean and its
     variance, a queue and the pointer into it. So those of a module come from one rank, and fit each other.

@@ -177,7 +177,7 @@ class EngineCheckpoints:
             self.background.close()
 
     def state_of(self, engine: Engine) -> TrainingState:
-        """The parts of ``engine`` that a checkpoint holds.
+        """Return the parts of ``engine`` that a checkpoint holds.
 
         Raises:
             StateError: Some of them wait on the host.
@@ -205,7 +205,7 @@ class EngineCheckpoints:
         )
 
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:
-        """The result of ``ask`` on this rank, where it fails on none: one rank's mistake is everybody's error; collective."""
+        """Return the result of ``ask`` on this rank, where it fails on none: one rank's mistake is everybody's error; collective."""
         try:
             return agreement.quickly(self._everyone(), what, ask)
         except CheckpointError as error:
@@ -220,7 +220,7 @@ class EngineCheckpoints:
 
 
 def _folder(given: Any, argument: str) -> str:
-    """The path that was given as ``argument``.
+    """Return the path that was given as ``argument``.
 
     Raises:
         CheckpointError: It is no path.

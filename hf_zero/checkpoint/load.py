@@ -195,7 +195,7 @@ class _Plan:
             raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
 
     def _name(self, name: str) -> str:
-        """The name of a parameter, of those it has in this model, that the checkpoint knows it by."""
+        """Return the name of a parameter, of those it has in this model, that the checkpoint knows it by."""
         return next((other for other in (name, *self._aliases.get(name, ())) if self.catalog.find(other) is not None), name)
 
     def _located(self, name: str, wanted: SavedTpShard, param: torch.Tensor | None) -> Located | None:
@@ -243,7 +243,7 @@ class _Plan:
         return copy
 
     def _plan_scheduler(self) -> Any:
-        """The saved state of the scheduler where it is wanted; None when there is none."""
+        """Return the saved state of the scheduler where it is wanted; None when there is none."""
         request, scheduler = self.request, self.state.scheduler
         if not request.scheduler_states or request.module_only or scheduler is None:
             return None
@@ -261,7 +261,7 @@ class _Plan:
     # -- carrying out
 
     def files(self) -> set[str]:
-        """Names of the files that hold the model and the optimizer state of this rank."""
+        """Return names of the files that hold the model and the optimizer state of this rank."""
         states = self._optimizer.files() if self._optimizer is not None else set()
         return states | {copy.file for copy in self._copies + (self._optimizer.copies if self._optimizer is not None else [])}
 
@@ -296,7 +296,7 @@ class _Plan:
             averages.start_over()
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """All parameters and buffers, whole, on the host, under all their names; each rank reads everything."""
+        """Return all parameters and buffers, whole, on the host, under all their names; each rank reads everything."""
         tensors: dict[str, torch.Tensor] = {}
         copies: list[Copy] = []
         for name in sorted(self.catalog.names):

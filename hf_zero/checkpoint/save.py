@@ -301,7 +301,7 @@ class _Save:
         return records
 
     def index(self, told: list[dict[str, Any]], written: list[Written]) -> Index:
-        """The whole index, from what every rank has told and written; on rank 0."""
+        """Return the whole index, from what every rank has told and written; on rank 0."""
         if self.head is None:
             raise CheckpointError("only rank 0 completes a checkpoint")
         return _index(self.head, told, written)
@@ -326,7 +326,7 @@ class _Save:
 
 
 def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
-    """The index without what the other ranks add."""
+    """Return the index without what the other ranks add."""
     fields = dict(values.fields)
     groups = fields.pop("groups")
     name = type(state.optimizer.inner).__name__ if state.optimizer is not None else ""
@@ -350,7 +350,7 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
 
 
 def _index(head: Index, told: list[dict[str, Any]], written: list[Written]) -> Index:
-    """The whole index, from what every rank has told of its part."""
+    """Return the whole index, from what every rank has told of its part."""
     optimizer = head.optimizer
     if optimizer is not None:
         states = sorted({name for rank_told in told for name in rank_told["states"]})

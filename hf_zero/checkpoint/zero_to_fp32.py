@@ -223,7 +223,7 @@ class Checkpoint:
         return _as_fp32(torch.cat(parts) if parts else torch.empty(0)).reshape(shape)
 
     def _tensor(self, file: str, tensor: str, start: int, stop: int | None) -> torch.Tensor:
-        """Elements ``start`` to ``stop`` of a tensor as a row, with the checksums of all chunks they touch verified."""
+        """Return elements ``start`` to ``stop`` of a tensor as a row, with the checksums of all chunks they touch verified."""
         record, path = self._record(file, tensor), os.path.join(self.folder, file)
         numel = math.prod(record["shape"])
         stop = numel if stop is None else stop
@@ -251,7 +251,7 @@ class Checkpoint:
         return kept + list(self.index["buffers"])
 
     def nbytes(self, name: str) -> int:
-        """Bytes of ``name`` in a file."""
+        """Return bytes of ``name`` in a file."""
         if name in self.params:
             place, numel = self.params[name][0], math.prod(self.shapes[name])
             dtype = "F32" if place.unit is not None else self._record(place.file, name)["dtype"]
@@ -305,7 +305,7 @@ def _reading(path: str) -> Iterator[None]:
 
 
 def _read_small(path: str, limit: int) -> bytes:
-    """The content of a regular file of at most ``limit`` bytes; of an index more, where the files beside it hold much."""
+    """Return the content of a regular file of at most ``limit`` bytes; of an index more, where the files beside it hold much."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -337,7 +337,7 @@ def _are_sizes(sizes: Any) -> bool:
 
 
 def _held(param: dict[str, Any]) -> int:
-    """Elements of a parameter that lie in its unit."""
+    """Return elements of a parameter that lie in its unit."""
     shape, ranges = list(param["shape"]), param["ranges"]
     _require(_are_sizes(shape) and all(_are_sizes(pair) and len(pair) == 2 for pair in ranges), f"{param['name']} has shape {shape!r:.80}")
     if param["dim"] is not None:
@@ -364,7 +364,7 @@ def get_fp32_state_dict_from_zero_checkpoint(
     exclude_frozen_parameters: bool = False,
     lazy_mode: bool = False,
 ) -> dict[str, torch.Tensor]:
-    """The whole fp32 state dict of a checkpoint; tied parameters appear under all their names, as one tensor.
+    """Return the whole fp32 state dict of a checkpoint; tied parameters appear under all their names, as one tensor.
 
     Args:
         checkpoint_dir: Folder that holds `latest` and the folders of the checkpoints.

@@ -15,7 +15,7 @@ from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologie
 
 
 def divide_stages(stages: int, tensor: int = 1) -> Topology:
-    """The axes of all ranks where ``stages`` x ``tensor`` of them hold one model together; collective.
+    """Return the axes of all ranks where ``stages`` x ``tensor`` of them hold one model together; collective.
 
     The stage is the outermost axis, the tensor-parallel one the innermost, as in DeepSpeed's ``PipeModelDataParallelTopology`` and
     transformers' ``DistributedConfig``: rank = (stage x data + place on the data-parallel axis) x tensor + place among those that hold a

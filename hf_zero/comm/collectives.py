@@ -82,7 +82,7 @@ _kind_of: dict[str, str] = {}  # by label, of which there are as many as units
 
 
 def _waits_for(label: str) -> str:
-    """The kind of wait that waiting for a collective is."""
+    """Return the kind of wait that waiting for a collective is."""
     kind = _kind_of.get(label)
     if kind is None:
         kind = _kind_of[label] = _KINDS.get(label.removeprefix("hf_zero::").partition(" ")[0], "reductions")
@@ -99,7 +99,7 @@ def _collective_error(label: str, error: BaseException) -> CollectiveError:
 
 
 def is_narrow(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor`` is of a floating-point type of one byte."""
+    """Return whether ``tensor`` is of a floating-point type of one byte."""
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
@@ -127,12 +127,12 @@ class Collectives(ABC):
 
     @property
     def rank(self) -> int:
-        """This rank's position on the axis."""
+        """Return this rank's position on the axis."""
         return self.topology.rank
 
     @property
     def world(self) -> int:
-        """Number of ranks on the axis."""
+        """Return the number of ranks on the axis."""
         return self.topology.world
 
     @property

@@ -31,7 +31,7 @@ _NEVER_ISSUED = ("send", "recv", "isend", "irecv", "gather", "scatter", "reduce"
 
 
 def operations_named(names: Iterable[str]) -> frozenset[str]:
-    """The operations that ``comms_logger.prof_ops`` means.
+    """Return the operations that ``comms_logger.prof_ops`` means.
 
     Raises:
         ConfigError: A name is no collective.
@@ -119,17 +119,17 @@ class CommsRow:
 
     @property
     def average(self) -> float:
-        """Seconds per call."""
+        """Return seconds per call."""
         return self.tally.seconds / self.tally.count
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Bytes of the message per second."""
+        """Return bytes of the message per second."""
         return self.kind.nbytes / self.average if self.average > 0 else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
-        """Bytes per second over the busiest link, which does not depend on the number of ranks: what hardware is rated by."""
+        """Return bytes per second over the busiest link, which does not depend on the number of ranks: what hardware is rated by."""
         rounds = _ROUNDS.get(self.kind.operation)
         share = 1.0 if rounds is None else rounds * (self.kind.ranks - 1) / self.kind.ranks
         return self.algorithm_bandwidth * share
@@ -191,13 +191,13 @@ class CommsLog:
             )
 
     def counted(self) -> dict[Kind, Tally]:
-        """All tallies; waits for collectives that are still under way on the device."""
+        """Return all tallies; waits for collectives that are still under way on the device."""
         while self._open:
             self._count(self._open.popleft())
         return self.tallies
 
     def seconds_by_kind(self) -> dict[tuple[str, int, int, str], float]:
-        """Seconds of every kind, in the form in which ranks exchange them."""
+        """Return seconds of every kind, in the form in which ranks exchange them."""
         return {astuple(kind): tally.seconds for kind, tally in self.counted().items()}
 
     def rows(self, by_rank: Sequence[Mapping[tuple[str, int, int, str], float]] | None = None) -> list[CommsRow]:
@@ -224,7 +224,7 @@ class CommsLog:
 
 
 def size_text(nbytes: int) -> str:
-    """Bytes for people: ``12.5 MiB``; objects, whose size is unknown, have none."""
+    """Return bytes for people: ``12.5 MiB``; objects, whose size is unknown, have none."""
     if not nbytes:
         return "-"
     size, unit = float(nbytes), "B"
@@ -254,7 +254,7 @@ def stop_log() -> None:
 
 
 def current_log() -> CommsLog | None:
-    """The log of this process; None if nothing is recorded."""
+    """Return the log of this process; None if nothing is recorded."""
     return _current
 
 
@@ -263,7 +263,7 @@ _STRAGGLER_HEADS = ("straggler ms", "last to arrive")
 
 
 def table_text(rows: list[CommsRow]) -> str:
-    """The rows as aligned columns; those of stragglers if ranks were compared."""
+    """Return the rows as aligned columns; those of stragglers if ranks were compared."""
     compared = any(row.fastest is not None for row in rows)
     cells = [(*_HEADS, *(_STRAGGLER_HEADS if compared else ()))]
     for row in rows:

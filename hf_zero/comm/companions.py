@@ -62,7 +62,7 @@ def _those_of_round(number: int) -> list[int]:
 
 
 def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
-    """Whether a rank is known not to come before this one goes on."""
+    """Return whether a rank is known not to come before this one goes on."""
     if not store.check([key := f"standing/{rank}"]):
         return False
     number, _, text = bytes(store.get(key)).decode().partition(" ")

@@ -78,7 +78,7 @@ def _end() -> None:
 
 
 def current() -> HangWatch | None:
-    """The thread of this process that other ranks ask; None where there is none."""
+    """Return the thread of this process that other ranks ask; None where there is none."""
     return _current if _current is not None and _current.serves(default_store()) else None
 
 
@@ -159,7 +159,7 @@ class HangWatch(threading.Thread):
         self._last_answer = False
 
     def serves(self, store: dist.Store | None) -> bool:
-        """Whether this thread runs and asks ``store``."""
+        """Return whether this thread runs and asks ``store``."""
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:
@@ -195,7 +195,7 @@ class HangWatch(threading.Thread):
                 self._own.set(f"standing/{self._rank}", f"0 {ENDED}")
 
     def _is_gone(self) -> bool:
-        """Whether the default group has been destroyed, maybe at this moment."""
+        """Return whether the default group has been destroyed, maybe at this moment."""
         try:
             return default_store() is not self.store
         except (LookupError, ValueError):
@@ -264,7 +264,7 @@ class HangWatch(threading.Thread):
 
 
 def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Standing], silent: list[int]) -> str:
-    """The line of a rank that waits.
+    """Return the line of a rank that waits.
 
     Args:
         rank: That rank.

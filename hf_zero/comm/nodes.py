@@ -31,11 +31,11 @@ class Nodes:
 
     @property
     def uneven(self) -> bool:
-        """Whether nodes have different numbers of ranks."""
+        """Return whether nodes have different numbers of ranks."""
         return len(self.sizes) > 1
 
     def ranks_in_each(self, lines: Iterable[Sequence[int]]) -> int:
-        """How many of a line's ranks each node has.
+        """Return how many of a line's ranks each node has.
 
         Args:
             lines: Ranks of the default group, in the order of one axis; all of its lines.
@@ -82,7 +82,7 @@ class Nodes:
             raise ConfigError(f"{what}: {adjacent} adjacent ranks do not fit {self}; {fits} ranks would")
 
     def fits(self, size: int) -> bool:
-        """Whether groups of ``size`` adjacent ranks lie inside a node each, or are several whole ones."""
+        """Return whether groups of ``size`` adjacent ranks lie inside a node each, or are several whole ones."""
         common = math.gcd(*self.sizes)  # 0 where nothing is known, which every size fits
         return common % size == 0 or (not self.uneven and size % common == 0)
 

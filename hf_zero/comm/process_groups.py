@@ -27,7 +27,7 @@ Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do
 
 
 def exists(group: dist.ProcessGroup) -> bool:
-    """Whether ``group`` has not been destroyed."""
+    """Return whether ``group`` has not been destroyed."""
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
@@ -38,7 +38,7 @@ _divided: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.Proc
 
 
 def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """The different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
+    """Return the different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
 
     Ranks at equal distances are told in three numbers: a line itself is as long as the world is large, and each rank would get them all.
     """
@@ -75,7 +75,7 @@ def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
 def divide_twice(
     group: dist.ProcessGroup, key: Any, first: Lines, second: Lines, device: torch.device, backend: str | None = None
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """This rank's groups of two divisions of ``group``, made once; every rank of the default group makes all of them.
+    """Return this rank's groups of two divisions of ``group``, made once; every rank of the default group makes all of them.
 
     Args:
         group: What is divided.
@@ -99,7 +99,7 @@ def _divide(group: dist.ProcessGroup, lines: Lines, device: torch.device, backen
 
 
 def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """This rank's group of ``lines``; every rank that is in one of them comes here with the same.
+    """Return this rank's group of ``lines``; every rank that is in one of them comes here with the same.
 
     [Note: groups of others] ``new_group`` wants to be called for the groups of others too. There it only counts, because groups are
     named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the world has
@@ -185,12 +185,12 @@ def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, 
 
 
 def default_store() -> dist.Store | None:
-    """The store in which the ranks of the default group met; None without such a group, and where its back end needs none (mpi)."""
+    """Return the store in which the ranks of the default group met; None without such a group, and where its back end needs none (mpi)."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """The timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
+    """Return the timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
     for of in (device, torch.device("cpu")):  # a back end of the host serves a device that has none of its own
         with contextlib.suppress(RuntimeError):
             return getattr(getattr(group._get_backend(of), "options", None), "_timeout", None)
@@ -198,7 +198,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
+    """Return the name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
     if planning() and FAKE in served.values():
         return "gloo" if device.type == "cpu" else FAKE
@@ -215,7 +215,7 @@ def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Where small messages lie: the host if the group carries host tensors, which then wait for no device; else ``device``."""
+    """Return where small messages lie: the host if the group carries host tensors, which then wait for no device; else ``device``."""
     return torch.device("cpu") if "cpu" in _served(group) else device
 
 

@@ -41,7 +41,7 @@ class RecordedCollectives(Collectives):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """Bytes handed to the network so far."""
+        """Return bytes handed to the network so far."""
         return self.inner.sent_bytes
 
     def lie_in_nodes(self, per_node: int) -> None:

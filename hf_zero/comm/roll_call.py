@@ -31,7 +31,7 @@ def sign_in() -> None:
 
 
 def call_roll() -> str:
-    """Which ranks do not answer, and on which hosts, in words; "" where nobody can be asked.
+    """Return which ranks do not answer, and on which hosts, in words; "" where nobody can be asked.
 
     [Note: roll call] What a back end says of a failure names no rank: an address at best, or that time is up. A dead rank's connections
     close, or the time-out ends, so the others fail within a short time of each other and come here. They count themselves in the store; the

@@ -52,12 +52,12 @@ class Standing:
     host: str = ""
 
     def as_text(self) -> str:
-        """The standing as it travels."""
+        """Return the standing as it travels."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Standing:
-        """The reverse of ``as_text``."""
+        """Return the reverse of ``as_text``."""
         return cls(**json.loads(text))
 
     def behind(self, other: Standing) -> bool:
@@ -101,7 +101,7 @@ def look(device: bool = False) -> Standing:
 
 
 def issued() -> dict[str, int]:
-    """How many operations this rank has issued in each of its process groups that tells, by name."""
+    """Return how many operations this rank has issued in each of its process groups that tells, by name."""
     counts: dict[str, int] = {}
     for group in groups_of_this_rank():
         try:
@@ -113,13 +113,13 @@ def issued() -> dict[str, int]:
 
 
 def groups_of_this_rank() -> list[Any]:
-    """The process groups that this rank is in, the default one first."""
+    """Return the process groups that this rank is in, the default one first."""
     known = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
     return [group for group in known if isinstance(group, dist.ProcessGroup)]  # a number stands for groups of others
 
 
 def _waiting_thread() -> tuple[FrameType, str, Any] | None:
-    """The innermost frame of a thread that waits for a collective, the operation and its group; the main thread's first."""
+    """Return the innermost frame of a thread that waits for a collective, the operation and its group; the main thread's first."""
     for number, frame in enumerate(stacks.threads_of_others()):
         found = _operation(frame, main=number == 0)
         if found is not None:
@@ -128,7 +128,7 @@ def _waiting_thread() -> tuple[FrameType, str, Any] | None:
 
 
 def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
-    """The operation that a thread is in, and its group, None where that is not known; None for a thread that is in none."""
+    """Return the operation that a thread is in, and its group, None where that is not known; None for a thread that is in none."""
     callers = list(stacks.outwards(frame))
     own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
     in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]
@@ -155,14 +155,14 @@ def _group_of(frames: list[FrameType]) -> Any:
 
 
 def _blocked_by_device() -> FrameType | None:
-    """The main thread's innermost frame where it might wait for a device whose collectives do not block the host; else None."""
+    """Return the main thread's innermost frame where it might wait for a device whose collectives do not block the host; else None."""
     if default_device().type == "cpu" or not any(device.type != "cpu" for group in groups_of_this_rank() for device in group._device_types):
         return None
     return next(stacks.threads_of_others())
 
 
 def _device_is_busy() -> bool:
-    """Whether what this process has issued on its device is under way."""
+    """Return whether what this process has issued on its device is under way."""
     try:
         return not torch.accelerator.current_stream(default_device()).query()
     except RuntimeError:  # of a device that has failed, which the main thread will raise

@@ -21,7 +21,7 @@ _listening: dict[tuple[str, int], dist.Store] = {}
 
 
 def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
-    """The store at MASTER_ADDR and MASTER_PORT; None where torch's own way is taken. The same on every rank.
+    """Return the store at MASTER_ADDR and MASTER_PORT; None where torch's own way is taken. The same on every rank.
 
     [Note: where the store listens] torch's own store listens on all interfaces, to anybody, and whoever reaches it can read and change
     what ranks agree on there. Where MASTER_ADDR is a number, as 127.0.0.1 is for ranks on one host, every rank connects to exactly
@@ -51,7 +51,7 @@ def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = Non
 
 
 def store_of_launcher(timeout: timedelta) -> dist.Store | None:
-    """The part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
+    """Return the part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
 
     [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
     before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at

@@ -64,12 +64,12 @@ class Topology:
     same_slice: dist.ProcessGroup | None = None
 
     def axis(self, name: Axis) -> Topology | None:
-        """The axis of that name through this rank."""
+        """Return the axis of that name through this rank."""
         return self.model if name == "model" else self.sequence
 
     @property
     def data(self) -> Topology:
-        """All data-parallel ranks as one axis: what gradients are averaged over, and what must agree."""
+        """Return all data-parallel ranks as one axis: what gradients are averaged over, and what must agree."""
         return self.joint or self
 
     @property
@@ -84,7 +84,7 @@ class Topology:
 
     @property
     def expert_places(self) -> int:
-        """How many neighbours on the data-parallel axis hold all experts of a layer; 1 where each has all."""
+        """Return how many neighbours on the data-parallel axis hold all experts of a layer; 1 where each has all."""
         if self.expert is None:
             return 1
         layers = self.layers.model
@@ -97,17 +97,17 @@ class Topology:
 
     @property
     def of_experts(self) -> bool:
-        """Whether this is the axis of the ranks that hold the same experts."""
+        """Return whether this is the axis of the ranks that hold the same experts."""
         return self.expert is not None and self.expert_data is None
 
     @property
     def public_group(self) -> dist.ProcessGroup:
-        """The group of these ranks that scripts may use."""
+        """Return the group of these ranks that scripts may use."""
         return self.script_group or self.group
 
     @property
     def sample_group(self) -> dist.ProcessGroup | None:
-        """The ``replicas`` ranks that train on samples of their own, this one among them; None where nobody made that group."""
+        """Return the ``replicas`` ranks that train on samples of their own, this one among them; None where nobody made that group."""
         return self.data.public_group if self.sequence is None else self.same_slice
 
     @property
@@ -125,7 +125,7 @@ def axis_over(group: dist.ProcessGroup, device: torch.device | None = None) -> T
 def build_topology(
     group: dist.ProcessGroup | None = None, device: torch.device | None = None, model_parallel: int = 1, replicate: int = 1
 ) -> Topology:
-    """The data-parallel axes over ``group`` (default: all ranks), created if no process group exists yet; collective.
+    """Return the data-parallel axes over ``group`` (default: all ranks), created if no process group exists yet; collective.
 
     Args:
         group: The ranks to divide into axes.
@@ -152,7 +152,7 @@ def build_topology(
 
 
 def topology_around(model: Sequence[int]) -> Topology:
-    """The axes of all ranks where ``model``, this rank among them, hold one model together; collective.
+    """Return the axes of all ranks where ``model``, this rank among them, hold one model together; collective.
 
     The ranks with the same place in their groups form the data-parallel axis.
 
@@ -174,7 +174,7 @@ def topology_around(model: Sequence[int]) -> Topology:
 
 
 def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
-    """The data-parallel and the model axis over two process groups, such as those of an ``mpu`` object."""
+    """Return the data-parallel and the model axis over two process groups, such as those of an ``mpu`` object."""
     return replace(axis_over(data, device), model=axis_over(model, device))
 
 
@@ -271,7 +271,7 @@ def joint_topology(topology: Topology) -> Topology:
 
 
 def group_timeout(topology: Topology) -> timedelta:
-    """The timeout of the axis' group, or the library's default where the group does not tell."""
+    """Return the timeout of the axis' group, or the library's default where the group does not tell."""
     return timeout_of(topology.group, topology.device) or dist.constants.default_pg_timeout
 
 

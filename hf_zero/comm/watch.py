@@ -14,15 +14,15 @@ class Watch(ABC):
 
     @abstractmethod
     def now(self) -> Any:
-        """This moment."""
+        """Return this moment."""
 
     @abstractmethod
     def end_of(self, works: list[Any]) -> Any:
-        """The moment at which ``works`` will be over; None where that is known only by waiting for them."""
+        """Return the moment at which ``works`` will be over; None where that is known only by waiting for them."""
 
     @abstractmethod
     def reached(self, moment: Any) -> bool:
-        """Whether it is over."""
+        """Return whether it is over."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:

@@ -21,7 +21,7 @@ _TELLING = frozenset(
 
 
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, str]:
-    """The value of every key that is not its default, by dotted path in order; without secrets and what ranks may have otherwise.
+    """Return the value of every key that is not its default, by dotted path in order; without secrets and what ranks may have otherwise.
 
     Args:
         resolved: Nested values with canonical names, as ``ResolvedConfig.resolved``.
@@ -36,7 +36,7 @@ def default_text(path: str) -> str:
 
 
 def is_ranks_own(path: str) -> bool:
-    """Whether ranks may have other values of a key: places on a machine, and what is told of a run."""
+    """Return whether ranks may have other values of a key: places on a machine, and what is told of a run."""
     return path.partition(".")[0] in _TELLING or path in _TELLING or path.rpartition(".")[2].endswith(_PLACES)
 
 

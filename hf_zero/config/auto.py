@@ -24,12 +24,12 @@ class AutoRule:
     must_match: bool = False
 
     def value(self, sources: Mapping[str, Any]) -> Any:
-        """The value from `sources`, or None when one of them is missing."""
+        """Return the value from `sources`, or None when one of them is missing."""
         given = [sources.get(name) for name in self.sources]
         return None if any(value is None for value in given) else self.fill(*given)
 
     def label(self) -> str:
-        """Names of the sources, for people."""
+        """Return names of the sources, for people."""
         return " + ".join(self.sources) or "constant"
 
 

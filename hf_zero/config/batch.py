@@ -21,7 +21,7 @@ class Batch:
     world_size: int
 
     def line(self) -> str:
-        """The identity with its numbers, as `explain` prints it."""
+        """Return the identity with its numbers, as `explain` prints it."""
         return f"{TOTAL} {self.total} = {MICRO} {self.micro} x {ACCUMULATION} {self.accumulation} x data-parallel size {self.world_size}"
 
 

@@ -69,7 +69,7 @@ class ElasticBatch:
 
 
 def elastic_batch(section: Elasticity, world_size: int) -> ElasticBatch:
-    """The batch that ``section`` settles for ``world_size`` ranks (0: not known).
+    """Return the batch that ``section`` settles for ``world_size`` ranks (0: not known).
 
     Raises:
         ElasticityError: The section's values do not go together, or the number of ranks is none of the possible ones.
@@ -147,7 +147,7 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
 
 
 def _most_flexible(section: Elasticity, largest: int, fewest: int, most: int) -> tuple[int, list[int]]:
-    """The candidate batch that fits most numbers of ranks from ``fewest`` to ``most``, and these numbers."""
+    """Return the candidate batch that fits most numbers of ranks from ``fewest`` to ``most``, and these numbers."""
     sizes = section.micro_batch_sizes
     if largest < max(sizes):
         raise ElasticityConfigError(
@@ -166,7 +166,7 @@ def _scaled(base: int, largest: int) -> int:
 
 
 def _ranks_for(total: int, sizes: Sequence[int], fewest: int, most: int) -> list[int]:
-    """Numbers of ranks whose share of ``total`` some micro batch divides."""
+    """Return numbers of ranks whose share of ``total`` some micro batch divides."""
     shares = {total // size for size in sizes if total % size == 0}
     return [count for count in _divisors(total, most) if count >= fewest and any(share % count == 0 for share in shares)]
 
@@ -223,14 +223,14 @@ def _check_against_scheduler(section: Elasticity) -> None:
 
 
 def elasticity_enabled(ds_config: Mapping[str, Any]) -> bool:
-    """Whether a configuration dictionary switches elasticity on."""
+    """Return whether a configuration dictionary switches elasticity on."""
     return bool((ds_config.get("elasticity") or {}).get("enabled", False))
 
 
 def compute_elastic_config(
     ds_config: Mapping[str, Any], target_deepspeed_version: str = "", world_size: int = 0, return_microbatch: bool = False
 ) -> tuple[int, list[int]] | tuple[int, list[int], int | None]:
-    """The elastic batch of a configuration.
+    """Return the elastic batch of a configuration.
 
     Args:
         ds_config: Dictionary with an ``elasticity`` section that is switched on.

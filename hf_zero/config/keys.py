@@ -56,18 +56,18 @@ class Nested:
 
 
 def extra_of(field: FieldInfo) -> dict[str, Any]:
-    """The metadata that the helper of `schema.fields` stored on a field."""
+    """Return the metadata that the helper of `schema.fields` stored on a field."""
     return cast("dict[str, Any]", field.json_schema_extra or {})
 
 
 def default_of(field: FieldInfo) -> Any:
-    """The plain default of a field; sections and required values give None."""
+    """Return the plain default of a field; sections and required values give None."""
     value = field.get_default(call_default_factory=True)
     return None if value is PydanticUndefined or isinstance(value, Section) else value
 
 
 def nested_of(section: type[Section], name: str) -> Nested | None:
-    """The section(s) below a field, or None when the field is a plain value."""
+    """Return the section(s) below a field, or None when the field is a plain value."""
     field = section.model_fields[name]
     model = extra_of(field).get("model")
     return Nested("one", model) if model else _nested(field.annotation)
@@ -87,7 +87,7 @@ def _nested(annotation: Any) -> Nested | None:
 
 @cache
 def adapter_of(section: type[Section], name: str) -> TypeAdapter[Any]:
-    """The validator of one field, with its constraints."""
+    """Return the validator of one field, with its constraints."""
     return TypeAdapter(section.model_fields[name].rebuild_annotation())
 
 
@@ -152,7 +152,7 @@ class _Governor:
 
 
 def _governor_of(section: type[Section], path: str, own: _Governor) -> _Governor:
-    """The governor inside `section`: its switch when it has one, else whatever governs the section itself."""
+    """Return the governor inside `section`: its switch when it has one, else whatever governs the section itself."""
     if section.switch is None:
         return own
     steps = section.switch.split(".")

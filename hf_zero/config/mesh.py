@@ -63,7 +63,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """All of them."""
+        """Return all of them."""
         return math.prod(self.sizes.values())
 
     @property
@@ -83,7 +83,7 @@ class Mesh:
 
     @property
     def dims(self) -> dict[str, int]:
-        """The axes of more than one rank, from the outside in."""
+        """Return the axes of more than one rank, from the outside in."""
         return {axis: size for axis, size in self.sizes.items() if size > 1}
 
     def __str__(self) -> str:
@@ -204,7 +204,7 @@ def _number(value: Any) -> int | None:
 
 
 def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool] = lambda size: True) -> Mesh:
-    """The mesh of ``ranks`` that fits every claim.
+    """Return the mesh of ``ranks`` that fits every claim.
 
     An axis that nobody speaks of has one rank; but ``dp_shard`` takes what the others leave.
 
@@ -249,7 +249,7 @@ def _require_experts_fit(mesh: Mesh) -> None:
 
 
 def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
-    """The size of each axis that is spoken of."""
+    """Return the size of each axis that is spoken of."""
     sizes: dict[str, int] = {}
     for claim in claims:
         if claim.size < 1:

@@ -10,7 +10,7 @@ _LONGEST = 200  # more than twice any known name; comparing takes time with the 
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """The known name that `name` resembles most, or None when it resembles none.
+    """Return the known name that `name` resembles most, or None when it resembles none.
 
     Names are alike when they are equal up to letter case and separators, when a few single-character edits lead from one to the other
     (one edit for short names, two or three for longer ones), when long names share most of their text, when they are the same words in
@@ -28,13 +28,13 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
 
 
 def _is_cut_short(name: str, known: str) -> bool:
-    """Whether `name` is `known` without some of its last words: at least two words and two thirds of them are left."""
+    """Return whether `name` is `known` without some of its last words: at least two words and two thirds of them are left."""
     words, known_words = name.lower().split("_"), known.lower().split("_")
     return 2 <= len(words) < len(known_words) <= 1.5 * len(words) and words == known_words[: len(words)]
 
 
 def _is_turned_round(name: str, known: str) -> bool:
-    """Whether both are made of the same words, two or more, in another order (`comm_overlap`)."""
+    """Return whether both are made of the same words, two or more, in another order (`comm_overlap`)."""
     words = name.lower().split("_")
     return len(words) > 1 and sorted(words) == sorted(known.lower().split("_"))
 

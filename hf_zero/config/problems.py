@@ -46,7 +46,7 @@ class Problems:
 
     @property
     def found(self) -> bool:
-        """Whether anything was found that must stop the run."""
+        """Return whether anything was found that must stop the run."""
         return bool(self.errors or self.refusals or self.mismatches)
 
     def report(self) -> str:

@@ -83,7 +83,7 @@ def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _from_base64(text: str) -> str | None:
-    """The decoded text, or None when `text` is not base64 of a JSON block."""
+    """Return the decoded text, or None when `text` is not base64 of a JSON block."""
     compact = "".join(text.split()).replace("-", "+").replace("_", "/")
     try:
         decoded = base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True).decode("utf-8")

@@ -136,7 +136,7 @@ def analyse(
 
 
 def strict_by_environment() -> bool:
-    """Whether HF_ZERO_STRICT asks for warnings to be errors."""
+    """Return whether HF_ZERO_STRICT asks for warnings to be errors."""
     return os.environ.get(STRICT_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 
@@ -271,7 +271,7 @@ def _equal(found: Any, expected: Any) -> bool:
 
 
 def _lookup(data: dict[str, Any], key: str) -> Any:
-    """The value at a dotted key, None when it is not there."""
+    """Return the value at a dotted key, None when it is not there."""
     value: Any = data
     for step in key.split("."):
         value = value.get(step) if isinstance(value, dict) else None

@@ -43,7 +43,7 @@ def _read(config: Any, name: str) -> Any:
 
 
 def _largest(value: Any) -> int | None:
-    """The number, or the largest of a list of numbers; None for anything else."""
+    """Return the number, or the largest of a list of numbers; None for anything else."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, int) for item in value):
         return int(max(value))
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None

@@ -138,7 +138,7 @@ class Speller:
         return None
 
     def _may_stay(self, key: Any, section: type[Section], path: str, kind: Any) -> bool:
-        """Whether an unknown key may stay, which only sections that take keys of their own allow. Others are reported."""
+        """Return whether an unknown key may stay, which only sections that take keys of their own allow. Others are reported."""
         self._unknown += 1
         if self._unknown > _MOST_UNKNOWN:
             raise ConfigError(f"More than {_MOST_UNKNOWN} keys are unknown, {show(key)} among them: this is no DeepSpeed config")
@@ -186,7 +186,7 @@ def truth(value: Any) -> bool | None:
 
 
 def without_unit(value: Any) -> int | None:
-    """The number that a size with a unit stands for (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
+    """Return the number that a size with a unit stands for (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
     found = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None:
         return None
@@ -229,7 +229,7 @@ def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
 
 
 def torch_class(section: str, name: str) -> type | None:
-    """The class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name (any letter case), or None."""
+    """Return the class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name (any letter case), or None."""
     import torch  # only here: reading a config needs torch for nothing else
 
     module = torch.optim if section == "optimizer" else torch.optim.lr_scheduler

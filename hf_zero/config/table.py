@@ -93,7 +93,7 @@ def _leaves(block: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _pattern(path: str) -> Key:
-    """The row of the key list for a path under a user's own name: the nearest section above it, or its `*` row."""
+    """Return the row of the key list for a path under a user's own name: the nearest section above it, or its `*` row."""
     keys, above = all_keys(), path
     while above:
         above = above.rpartition(".")[0]
@@ -155,7 +155,7 @@ _FORMULAS = {
 
 
 def reference_page() -> str:
-    """The text of docs/config.md."""
+    """Return the text of docs/config.md."""
     keys = list(all_keys().values())
     counts = {fate: sum(key.fate == fate for key in keys) for fate in ("used", "mapped", "accepted", "refused")}
     auto = [f"| `{key}` | {_FORMULAS.get(key, rule.label())} | {'yes' if rule.must_match else ''} |" for key, rule in AUTO_RULES.items()]

@@ -65,7 +65,7 @@ class MonitorView:
 
     @property
     def enabled(self) -> bool:
-        """Whether any of them is on."""
+        """Return whether any of them is on."""
         return any(getattr(self, name).enabled for name in _MONITORS)
 
 
@@ -147,5 +147,5 @@ _READERS: dict[str, Callable[[ResolvedConfig], Any]] = {
 
 
 def view_of(source: Any, world_size: int = 1) -> ConfigView:
-    """The view of a file, dictionary or text, read for ``world_size`` data-parallel ranks; "auto" takes defaults."""
+    """Return the view of a file, dictionary or text, read for ``world_size`` data-parallel ranks; "auto" takes defaults."""
     return ConfigView(resolve(source, world_size=world_size, match_sources=False))

@@ -71,20 +71,20 @@ class AveragedRows:
         return ((unit, self._rows[id(unit.layout)]) for unit in units if id(unit.layout) in self._rows)
 
     def of_unit(self, unit: Unit) -> Row:
-        """The row of a unit; that of a frozen unit averages nothing yet."""
+        """Return the row of a unit; that of a frozen unit averages nothing yet."""
         key = id(unit.layout)
         if key not in self._rows:
             self._rows[key] = self._new(unit, averages=False)
         return self._rows[key]
 
     def of_param(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """The average of a parameter without unit, whole; it begins with the present value."""
+        """Return the average of a parameter without unit, whole; it begins with the present value."""
         if name not in self.loose:
             self.loose[name] = param.detach().to(self._place(param), wide(param.dtype), copy=True)
         return self.loose[name]
 
     def tensors(self) -> list[torch.Tensor]:
-        """All rows, and what is loose."""
+        """Return all rows, and what is loose."""
         return [*(row.flat for row in self._rows.values()), *self.loose.values()]
 
     def pairs(self, units: Sequence[Unit], params: Mapping[str, torch.Tensor]) -> Pairs:
@@ -93,7 +93,7 @@ class AveragedRows:
         return found + [(average, params[name].detach()) for name, average in self.loose.items() if name in params]
 
     def whole(self, name: str, units: Sequence[Unit]) -> torch.Tensor | None:
-        """The average of one parameter, of its shape; None where it is not averaged. Collective."""
+        """Return the average of one parameter, of its shape; None where it is not averaged. Collective."""
         for _, row in self.of(units):
             for index, slot in enumerate(row.layout.slots):
                 if slot.name == name and name in row.names:
@@ -150,7 +150,7 @@ def values_of(unit: Unit) -> torch.Tensor:
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """The type of an average of such values: fp32 at least."""
+    """Return the type of an average of such values: fp32 at least."""
     return torch.promote_types(dtype, torch.float32)
 
 

@@ -102,7 +102,7 @@ class Engine(nn.Module):
                 raise
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """The context of a forward: ``torch_autocast``, or none."""
+        """Return the context of a forward: ``torch_autocast``, or none."""
         device_type = self.collectives.topology.device.type
         if self.precision.autocast_dtype is not None:
             return torch.autocast(device_type, dtype=self.precision.autocast_dtype)

@@ -131,7 +131,7 @@ class RunAgain:
         self._raised = _digest(given)
 
     def is_of(self, given: Any) -> bool:
-        """Whether a forward that is ``given`` this is the one that raised, which is forgotten."""
+        """Return whether a forward that is ``given`` this is the one that raised, which is forgotten."""
         if self._raised is None:
             return False
         raised, self._raised = self._raised, None
@@ -168,7 +168,7 @@ def step_schedule(scheduler: Any, arguments: Mapping[str, Any] | None, samples: 
 
 
 def _asks(step: Any) -> bool:
-    """Whether ``step`` has a positional parameter without a default."""
+    """Return whether ``step`` has a positional parameter without a default."""
     try:
         parameters = inspect.signature(step).parameters.values()
     except (TypeError, ValueError):  # of a function that is not Python's
@@ -187,7 +187,7 @@ class Averages(Protocol):
         """Parameters have come to other units."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """All that it keeps on this rank."""
+        """Return all that it keeps on this rank."""
 
 
 class AppliedAverages:

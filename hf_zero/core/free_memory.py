@@ -9,7 +9,7 @@ from hf_zero.memory.budget import free_memory
 
 
 def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
-    """Bytes this rank may still allocate on ``device``; None when nobody can say.
+    """Return bytes this rank may still allocate on ``device``; None when nobody can say.
 
     Args:
         device: A GPU: what the driver calls free and what torch's allocator holds unused. The CPU: what the machine and the

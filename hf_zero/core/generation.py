@@ -93,7 +93,7 @@ class Generation(StandsBefore):
         return generate() if self.synced else self._by_blocks(module, generate)
 
     def _decide(self) -> bool:
-        """Whether to unshard the whole model at once; the same on every rank, and logged when it is news."""
+        """Return whether to unshard the whole model at once; the same on every rank, and logged when it is news."""
         if self.gather != "auto":
             return self.gather
         topology = self._collectives.topology

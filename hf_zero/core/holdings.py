@@ -80,7 +80,7 @@ def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iter
 
 
 def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
-    """Bytes by tier and kind. Memory counts once; the device of an engine that trains on CPUs is the host."""
+    """Return bytes by tier and kind. Memory counts once; the device of an engine that trains on CPUs is the host."""
     found: dict[int, Holding] = {}
     for holding in held:
         if holding.tensor.numel() and has_memory(holding.tensor):
@@ -93,7 +93,7 @@ def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
 
 
 def alive(engine: Any) -> Counter[tuple[str, str]]:
-    """Bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
+    """Return bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     kept = holdings(engine.units, engine.optimizer)
     averages = (Holding("moments", tensor) for each in engine.averages.kept.values() for tensor in each.tensors())
@@ -101,12 +101,12 @@ def alive(engine: Any) -> Counter[tuple[str, str]]:
 
 
 def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> int:
-    """Bytes of units and their optimizer that rest in files."""
+    """Return bytes of units and their optimizer that rest in files."""
     return sum(held.tensor.nbytes for held in holdings(units, optimizer) if held.on_disk)
 
 
 def taken(device: torch.device) -> int:
-    """Bytes that tensors take on ``device`` now; for the CPU what this process has in memory (0 where the system does not say)."""
+    """Return bytes that tensors take on ``device`` now; for the CPU what this process has in memory (0 where the system does not say)."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     try:

@@ -49,7 +49,7 @@ class Storages:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait on the host."""
+        """Return bytes that wait on the host."""
         return sum(copy.numel() for _, copy, _ in self._copies)
 
     def bring_back(self, non_blocking: bool = False) -> None:
@@ -94,7 +94,7 @@ class OffloadedStates:
 
     @property
     def nbytes(self) -> int:
-        """Bytes that wait on the host."""
+        """Return bytes that wait on the host."""
         return sum(moved.nbytes for moved in self._moved)
 
     def move(self, kinds: Sequence[str], pin_memory: bool) -> None:
@@ -132,7 +132,7 @@ class OffloadedStates:
         self._unguard()
 
     def devices(self, kind: str) -> set[torch.device]:
-        """Where the state of a ``kind`` lies now; local."""
+        """Return where the state of a ``kind`` lies now; local."""
         buffers = kind == "contiguous_grad_buffer"
         tensors = (tensor for gradients in self._gradients for tensor in gradients.pool.tensors()) if buffers else self._tensors(kind)
         return {tensor.device if has_memory(tensor) else torch.device("cpu") for tensor in tensors if tensor.numel()}

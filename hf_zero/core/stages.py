@@ -29,7 +29,7 @@ class StagePolicy:
     parameters_in_node: bool = False
 
     def reduces(self, boundary: bool, in_no_sync: bool) -> bool:
-        """Whether a micro-step's backward reduces, by whether it completes an optimizer step and runs inside ``no_sync()``."""
+        """Return whether a micro-step's backward reduces, by whether it completes an optimizer step and runs inside ``no_sync()``."""
         return (self.reduces_each_micro_step or boundary) and not (in_no_sync and self.allows_deferral)
 
 
@@ -46,7 +46,7 @@ _IN_NODE = {3: replace(_STAGES[3], parameters_in_node=True)}
 
 
 def stage_policy(stage: int, parameters_in_node: bool = False) -> StagePolicy:
-    """The policy of ZeRO stage ``stage`` (Rajbhandari et al., arXiv 1910.02054, section 5).
+    """Return the policy of ZeRO stage ``stage`` (Rajbhandari et al., arXiv 1910.02054, section 5).
 
     Args:
         stage: Its number.

@@ -38,7 +38,7 @@ class ConfiguredEngine(core.Engine):
 
     @property
     def preempted(self) -> bool:
-        """Whether a signal has asked some rank to end (`hf_zero.preemption_signal`): the same on all ranks after each ``step``.
+        """Return whether a signal has asked some rank to end (`hf_zero.preemption_signal`): the same on all ranks after each ``step``.
 
         Asking begins to listen: a script that asks after its steps saves and ends by itself.
         """

@@ -54,7 +54,7 @@ def _age(engine: ConfiguredEngine) -> tuple[int, int]:
 
 
 def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """The whole weights of ``module``, a part of an engine's model; None where they are not all held, or have changed since."""
+    """Return the whole weights of ``module``, a part of an engine's model; None where they are not all held, or have changed since."""
     for prefix, values in _of(module):
         found = {name.removeprefix(prefix): value for name, value in list((values or {}).items()) if name.startswith(prefix)}
         if found.keys() >= {name for name, _ in module.named_parameters()}:
@@ -63,7 +63,7 @@ def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def given_to_another_rank(module: nn.Module) -> bool:
-    """Whether the weights of ``module`` were gathered since the last step or load, for another rank than this one."""
+    """Return whether the weights of ``module`` were gathered since the last step or load, for another rank than this one."""
     return any(values is None for _, values in _of(module))
 
 

@@ -114,7 +114,7 @@ def initialize(
 
 
 def _source_of(args: Any, config: Any) -> Any:
-    """The configuration that the arguments name.
+    """Return the configuration that the arguments name.
 
     Raises:
         ConfigError: They name none, or two.

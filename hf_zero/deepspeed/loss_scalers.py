@@ -83,11 +83,11 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
-        """The factor now."""
+        """Return the factor now."""
         return self.cur_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss times the factor."""
+        """Return the loss times the factor."""
         return loss * self.cur_scale
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
@@ -95,7 +95,7 @@ class LossScalerBase:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Whether a gradient on this rank is not finite; a scale that never changes does not ask."""
+        """Return whether a gradient on this rank is not finite; a scale that never changes does not ask."""
         return self.dynamic and CheckOverflow().has_overflow_serial(params)
 
     def update_scale(self, overflow: bool) -> None:

@@ -29,7 +29,7 @@ def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
 
 
 def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
-    """An engine's optimizer equals the one that it steps: below ZeRO, DeepSpeed returns that itself."""
+    """Return an engine's optimizer equals the one that it steps: below ZeRO, DeepSpeed returns that itself."""
     return optimizer is other or optimizer.inner is other
 
 
@@ -51,12 +51,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """The inner optimizer."""
+        """Return the inner optimizer."""
         return self.inner
 
     @property
     def loss_scale(self) -> float:
-        """The factor the loss is multiplied with; 1 without fp16."""
+        """Return the factor the loss is multiplied with; 1 without fp16."""
         return float(self.scaler.scale)
 
     @loss_scale.setter
@@ -67,7 +67,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale changes."""
+        """Return whether the loss scale changes."""
         return bool(self.scaler.dynamic)
 
     def needs_scaler(self) -> bool:
@@ -87,7 +87,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
             group["lr"] = lr
 
     def get_lr(self) -> float:
-        """The learning rate of the first group; nan where the optimizer sets it itself."""
+        """Return the learning rate of the first group; nan where the optimizer sets it itself."""
         return learning_rates(self.param_groups[:1])[0]
 
     @property
@@ -102,13 +102,13 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        """The type that parameters are trained in."""
+        """Return the type that parameters are trained in."""
         dtype: torch.dtype | None = self._engine().precision.param_dtype
         return dtype if dtype is not None else torch.float32
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """This rank's fp32 masters, live, (elements,) each: what the inner optimizer updates, in its order.
+        """Return this rank's fp32 masters, live, (elements,) each: what the inner optimizer updates, in its order.
 
         Where it updates whole tensors, which it is given for a step only: one for each unit.
         """
@@ -119,7 +119,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def fp16_groups(self) -> list[list[torch.Tensor]]:
-        """The model's parameters by param group, in the order of ``averaged_gradients``."""
+        """Return the model's parameters by param group, in the order of ``averaged_gradients``."""
         groups: list[list[torch.Tensor]] = [[] for _ in self.param_groups]
         for unit in self.units:
             for slot, param in zip(unit.layout.slots, unit.params, strict=True):

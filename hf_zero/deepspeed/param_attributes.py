@@ -100,7 +100,7 @@ class OwnPartOfParameter(torch.Tensor):
 
     @property
     def data(self) -> torch.Tensor:  # type: ignore[override]
-        """The part as a plain tensor of the same memory."""
+        """Return the part as a plain tensor of the same memory."""
         return self.detach()
 
     @data.setter

@@ -104,7 +104,7 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
 
 
 def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike[str], tag: Any, expp_rank: int = 0) -> str:
-    """The file of a checkpoint that holds this rank's masters; the optimizer's states lie beside it.
+    """Return the file of a checkpoint that holds this rank's masters; the optimizer's states lie beside it.
 
     Args:
         engine: The engine.

@@ -112,7 +112,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
-    """The whole gradient of a parameter that backwards have left, averaged over ranks, with the loss scale; collective."""
+    """Return the whole gradient of a parameter that backwards have left, averaged over ranks, with the loss scale; collective."""
     gradients = training.gradients
     if gradients.exchange.keeps_whole and gradients.has_local:
         return _mean_over_ranks(gradients, index)

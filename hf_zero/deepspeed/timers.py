@@ -31,7 +31,7 @@ class Stopwatch:
 
     @property
     def started_(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         return self._since is not None
 
     def start(self) -> None:
@@ -91,7 +91,7 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Stopwatch(name))
 
     def get_timers(self) -> dict[str, Stopwatch]:
-        """All of them by name."""
+        """Return all of them by name."""
         return self.timers
 
     def log(

@@ -128,7 +128,7 @@ class Init:
 
 
 def _group_of(mpu: Any) -> Any:
-    """The group that ``initialize`` with this object shards over; None for all ranks."""
+    """Return the group that ``initialize`` with this object shards over; None for all ranks."""
     if mpu is None:
         return None
     joint = getattr(mpu, "get_sequence_data_parallel_group", None)

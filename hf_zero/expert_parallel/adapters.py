@@ -146,6 +146,6 @@ def _pairs(layer: StackedExperts, wrapper: Any) -> Iterator[_Pair]:
 
 
 def _is_stacked(layer: StackedExperts, wrapper: Any) -> bool:
-    """Whether the adapter has a product for each expert, not one for all."""
+    """Return whether the adapter has a product for each expert, not one for all."""
     param = layer.params.get(wrapper.parameter_name)
     return param is not None and len(shape_of_all(param)) == 3

@@ -106,7 +106,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
 
 
 def _require_held(model: nn.Module, ranks: int, rank: int) -> list[str]:
-    """The layers that were loaded with this rank's experts alone; refuses those that were loaded for others."""
+    """Return the layers that were loaded with this rank's experts alone; refuses those that were loaded for others."""
     found = []
     for path, _, held in held_layers(model):
         place = held.place
@@ -140,7 +140,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:
-    """The entries ``own`` along the first dimension."""
+    """Return the entries ``own`` along the first dimension."""
     return TpShard(shape_of_all(param), 0, (own,) if own.numel else (), expert=True)
 
 

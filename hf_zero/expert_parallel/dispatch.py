@@ -45,7 +45,7 @@ class Shares:
 
     @property
     def first(self) -> int:
-        """Index of the first expert on this rank."""
+        """Return the index of the first expert on this rank."""
         return self.here * self.collectives.rank
 
     def __deepcopy__(self, memo: dict[int, object]) -> Shares:
@@ -80,7 +80,7 @@ def tell(shares: Shares, counts: torch.Tensor, label: str) -> Told:
 
 
 def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: bool, label: str, compute: Compute) -> torch.Tensor:
-    """The results of ``rows``, each computed where its expert is; collective.
+    """Return the results of ``rows``, each computed where its expert is; collective.
 
     Args:
         shares: Who holds which experts.
@@ -123,7 +123,7 @@ def _evenly(rows: int, world: int, rank: int) -> tuple[list[int], list[int]]:
 
 
 def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """The weighted sum of each token's results.
+    """Return the weighted sum of each token's results.
 
     Args:
         results: (n, width), by expert; n is at most tokens x choices.

@@ -123,11 +123,11 @@ class SharedTokens:
         self.collectives, self.label = collectives, label
 
     def own(self, count: int) -> Range:
-        """The run of ``count`` rows that this rank sends; it may be empty."""
+        """Return the run of ``count`` rows that this rank sends; it may be empty."""
         return _run(count, self.collectives.rank, self.collectives.world)
 
     def part(self, rows: torch.Tensor) -> torch.Tensor:
-        """This rank's run of ``rows`` (n, ...), alike on all ranks; its gradient is joined from all. Collective in backward."""
+        """Return this rank's run of ``rows`` (n, ...), alike on all ranks; its gradient is joined from all. Collective in backward."""
         own = self.own(len(rows))
         if not rows.requires_grad:
             return rows[own.start : own.stop]
@@ -135,7 +135,7 @@ class SharedTokens:
         return found
 
     def whole(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """All ``count`` rows, of which each rank has its run; each goes back through its own. Collective."""
+        """Return all ``count`` rows, of which each rank has its run; each goes back through its own. Collective."""
         found: torch.Tensor = _Whole.apply(rows, self, count)  # type: ignore[no-untyped-call]
         return found
 

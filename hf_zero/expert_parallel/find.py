@@ -52,7 +52,7 @@ class ListedExperts:
 
     @property
     def count(self) -> int:
-        """Number of experts."""
+        """Return the number of experts."""
         return len(self.experts)
 
 
@@ -125,7 +125,7 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
 
 
 def chooses_implementation(module: nn.Module) -> bool:
-    """Whether the module's forward is looked up in a table of implementations, all of which take (tokens, indices, weights)."""
+    """Return whether the module's forward is looked up in a table of implementations, all of which take (tokens, indices, weights)."""
     return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
@@ -148,7 +148,7 @@ def shape_of_all(param: nn.Parameter) -> torch.Size:
 
 
 def wrappers_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """The modules around others that adapt one parameter of the innermost one, by that one's id, from the outside in."""
+    """Return the modules around others that adapt one parameter of the innermost one, by that one's id, from the outside in."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
@@ -190,6 +190,6 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _alike(experts: tuple[nn.Module, ...]) -> bool:
-    """Whether all are of one class with parameters of the same names and shapes; they have some."""
+    """Return whether all are of one class with parameters of the same names and shapes; they have some."""
     shapes = [{name: tuple(shape_of_all(param)) for name, param in expert.named_parameters()} for expert in experts]
     return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

@@ -37,7 +37,7 @@ class Place:
     index: int
 
     def own(self, count: int) -> Range:
-        """The run of experts that is this rank's, of ``count``, which ``ranks`` divides."""
+        """Return the run of experts that is this rank's, of ``count``, which ``ranks`` divides."""
         here = count // self.ranks
         return Range(here * self.index, here * (self.index + 1))
 

@@ -59,7 +59,7 @@ class ListedLayer:
         module.forward = self.run  # type: ignore[method-assign]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """The layer's forward; collective."""
+        """Return the layer's forward; collective."""
         tokens = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tokens(leaf)), None)
         if tokens is None:
             raise UnsupportedError(f"expert_parallel: {self._label} was called without a tensor of tokens")
@@ -110,7 +110,7 @@ class ListedLayer:
         )
 
     def _compute(self, noted: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """The results of all calls, together and one by one; collective.
+        """Return the results of all calls, together and one by one; collective.
 
         Args:
             noted: Expert and tokens of each call.
@@ -135,7 +135,7 @@ class ListedLayer:
         return results, answers
 
     def _send(self, rows: torch.Tensor, sizes: list[tuple[int, int]], trained: bool) -> torch.Tensor:
-        """The results of ``rows``; collective.
+        """Return the results of ``rows``; collective.
 
         Args:
             rows: (n, width).
@@ -157,7 +157,7 @@ class ListedLayer:
         return shared.whole(results, count)
 
     def _run_own(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """This rank's experts, each over the tokens of all ranks at once."""
+        """Return this rank's experts, each over the tokens of all ranks at once."""
         world, here = counts.shape
         indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
         order = torch.sort(indices, stable=True)[1]

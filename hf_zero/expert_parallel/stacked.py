@@ -72,7 +72,7 @@ class Dispatcher:
         return combine(results, order, weights).to(hidden.dtype)
 
     def _compute(self, experts: nn.Module, implementation: Implementation, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """This rank's experts over the tokens of all ranks; see ``dispatch.Compute``."""
+        """Return this rank's experts over the tokens of all ranks; see ``dispatch.Compute``."""
         if not len(tokens):
             weights = [*(getattr(experts, name) for name in self._names), *experts.parameters()]
             return beside_idle(torch.zeros_like(tokens), {id(weight): weight for weight in weights}.values())
@@ -82,7 +82,7 @@ class Dispatcher:
         return implementation(experts, tokens, indices.unsqueeze(-1), ones)
 
     def _trains(self, experts: nn.Module, hidden: torch.Tensor) -> bool:
-        """Whether backward comes to these experts, what adapts them, or through them; alike on every rank."""
+        """Return whether backward comes to these experts, what adapts them, or through them; alike on every rank."""
         if not torch.is_grad_enabled():
             return False
         return hidden.requires_grad or any(getattr(experts, name).requires_grad for name in self._names)
@@ -121,7 +121,7 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
 
 
 def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implementation:
-    """An implementation that sends the tokens of divided layers to their experts, and is the given one otherwise.
+    """Return an implementation that sends the tokens of divided layers to their experts, and is the given one otherwise.
 
     Args:
         implementation: For a module, what computes its experts.

@@ -189,7 +189,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
 
 
 def _norm_of_waiting(engine: Any) -> float | None:
-    """The norm of the gradients whose update waits, None where none does; collective in the first case."""
+    """Return the norm of the gradients whose update waits, None where none does; collective in the first case."""
     loop = _loops.get(engine.optimizer) if isinstance(engine, Engine) and engine.optimizer is not None else None
     if loop is None or not (loop.waiting or loop.first is not None):
         return None

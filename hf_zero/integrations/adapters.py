@@ -18,7 +18,7 @@ _PREFIX = "base_model.model."  # of the model inside a PeftModel
 
 
 def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
-    """The model without adapters, as ``merge_and_unload`` leaves it: merged weights under the names of the base model.
+    """Return the model without adapters, as ``merge_and_unload`` leaves it: merged weights under the names of the base model.
 
     Args:
         module: A model with or without peft's adapters.

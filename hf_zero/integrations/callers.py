@@ -319,7 +319,7 @@ _looked_for: set[str] = set()  # modules whose specification is being asked for
 
 
 def running(*methods: Method) -> list[Call]:
-    """The calls of ``methods`` that have led here, in this thread or task; the innermost first."""
+    """Return the calls of ``methods`` that have led here, in this thread or task; the innermost first."""
     return [call for call in reversed(_calls.get()) if call.method in methods]
 
 
@@ -351,7 +351,7 @@ def watch() -> None:
 
 
 def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """The specification that the other finders have of one of the modules, with a loader that also wraps its methods."""
+    """Return the specification that the other finders have of one of the modules, with a loader that also wraps its methods."""
     if fullname in _looked_for:
         return None
     _looked_for.add(fullname)

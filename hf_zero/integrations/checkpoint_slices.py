@@ -59,7 +59,7 @@ class Load:
         return self.method(self.model, values, None, self.config, *self.args, **self.kwargs)
 
     def _are_mapped(self) -> bool:
-        """Whether transformers maps the files into memory."""
+        """Return whether transformers maps the files into memory."""
         from transformers import modeling_utils
 
         on_mount = getattr(modeling_utils, "_is_on_hf_mount", lambda path: False)

@@ -138,7 +138,7 @@ def ranks() -> int:
 
 
 def _replicas(config: dict[str, Any], world: int, parallelism_config: Any, all_known: bool) -> list[int]:
-    """How many ranks, or groups of ranks, may train on samples of their own; the most likely number first."""
+    """Return how many ranks, or groups of ranks, may train on samples of their own; the most likely number first."""
     claims = [*claims_of_config(config), *claims_of_sizes(parallelism_config), *claims_of_environment(os.environ)]
     divisors = [number for number in range(world, 0, -1) if world % number == 0]
     try:
@@ -154,7 +154,7 @@ def _source_of_launcher() -> Any:
 
 
 def _trains(arguments: Any) -> bool:
-    """Whether training arguments do not say that they are for evaluation alone."""
+    """Return whether training arguments do not say that they are for evaluation alone."""
     evaluates = arguments.do_predict or (
         arguments.do_eval and str(getattr(arguments.eval_strategy, "value", arguments.eval_strategy)) == "no"
     )

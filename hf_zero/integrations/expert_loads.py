@@ -100,7 +100,7 @@ def _load_with(load: Load, values: dict[str, Any], rest_of: Callable[[Load], Any
 
 
 def _to_divide(model: nn.Module) -> tuple[list[ExpertLayer], Place]:
-    """The layers that an engine will divide, and where this rank stands; none where it will not, or will refuse."""
+    """Return the layers that an engine will divide, and where this rank stands; none where it will not, or will refuse."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     ranks, index = expert_ranks(deepspeed_config(), claims_of_load())
@@ -182,7 +182,7 @@ def _wanted(
 
 
 def _keeps_experts_apart(converter: Any, merges: bool) -> bool:
-    """Whether what a converter makes of some experts is the same as those of what it makes of all.
+    """Return whether what a converter makes of some experts is the same as those of what it makes of all.
 
     Args:
         converter: None where tensors are only renamed.

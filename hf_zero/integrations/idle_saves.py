@@ -48,7 +48,7 @@ def stand_before_saves(engine: Engine) -> None:
 
 
 def _takes_state_dict(module: nn.Module) -> bool:
-    """Whether the module's ``save_pretrained`` is transformers' or diffusers', or PEFT's, which takes the dict among others."""
+    """Return whether the module's ``save_pretrained`` is transformers' or diffusers', or PEFT's, which takes the dict among others."""
     method = getattr(type(module), "save_pretrained", None)
     if not callable(method):
         return False

@@ -164,7 +164,7 @@ def _arguments(
     nvme_path: str | None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """The arguments of Lightning's class that say the same as ours, and the offload sections of the configuration it is to make."""
+    """Return the arguments of Lightning's class that say the same as ours, and the offload sections of the configuration it is to make."""
     if config is not None:
         beside = [name for name, value in {"stage": stage, **offload, "nvme_path": nvme_path}.items() if value not in (None, False)]
         if beside:

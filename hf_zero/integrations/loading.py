@@ -296,7 +296,7 @@ def _require_most_weights(model: nn.Module) -> None:
 
 
 def _is_tied(model: Any, name: str) -> bool:
-    """Whether a parameter gets its values from another one after the load."""
+    """Return whether a parameter gets its values from another one after the load."""
     tied = getattr(model, "all_tied_weights_keys", None)
     if tied is not None:
         return name in tied

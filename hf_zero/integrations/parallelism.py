@@ -132,7 +132,7 @@ def _require_same(state: Any, given: Any) -> None:
 
 
 def _solve(state: Any) -> Mesh:
-    """The mesh of a new state."""
+    """Return the mesh of a new state."""
     config, said = vars(state).get("parallelism_config"), claims_of_environment(os.environ)
     if config is None and said and hasattr(state, "parallelism_config"):
         raise ConfigError(

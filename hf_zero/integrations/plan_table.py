@@ -15,7 +15,7 @@ from hf_zero.tensor_parallel.planner import make_plan
 
 
 def plan_of_named_model(name: str, ranks: int) -> TpPlan:
-    """The plan for a local folder, ``config.json`` or ID on the Hub; no weights are loaded.
+    """Return the plan for a local folder, ``config.json`` or ID on the Hub; no weights are loaded.
 
     Raises:
         ConfigError: The name cannot be loaded, or the model does not divide.
@@ -46,7 +46,7 @@ def _first_line(error: Exception) -> str:
 
 
 def class_of(config: Any) -> Any:
-    """The class of model that a transformers configuration names, or the one with a head that it has.
+    """Return the class of model that a transformers configuration names, or the one with a head that it has.
 
     Raises:
         ConfigError: transformers has none.

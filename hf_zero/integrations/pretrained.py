@@ -39,7 +39,7 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
 
 
 def _loads_alone() -> bool:
-    """Whether this load would be collective, and the other ranks do not take part."""
+    """Return whether this load would be collective, and the other ranks do not take part."""
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     if "hf_zero.comm.hang_watch" not in sys.modules or deepspeed is None or not deepspeed.is_deepspeed_zero3_enabled():
         return False  # there is no engine

@@ -231,7 +231,7 @@ def _set(engine: Engine, max_norm: float, updated: bool) -> None:
 
 
 def _written_clipping(engine: Engine, plugin: Any) -> float | None:
-    """The number that the configuration, or an optimizer of it, has written down; None where that is "auto" or absent."""
+    """Return the number that the configuration, or an optimizer of it, has written down; None where that is "auto" or absent."""
     own = getattr(engine.optimizer.inner, "max_grad_norm", None)  # type: ignore[union-attr]
     if own:
         return float(own)

@@ -69,7 +69,7 @@ def load_stage(load: Load) -> Any:
 
 
 def _cuts_of(model: Any) -> _Cuts | None:
-    """Where the pipeline of the configuration in use will cut ``model``; None where there is none, or it is not known."""
+    """Return where the pipeline of the configuration in use will cut ``model``; None where there is none, or it is not known."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     source = deepspeed_config()
@@ -106,7 +106,7 @@ def _leads_to_one(converter: Any) -> bool:
 
 
 def _dtype(model: nn.Module, name: str, load_config: Any) -> torch.dtype:
-    """The type that transformers would give a parameter."""
+    """Return the type that transformers would give a parameter."""
     from transformers.core_model_loading import build_glob_alternation
 
     own = model.get_parameter(name).dtype

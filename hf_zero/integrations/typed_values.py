@@ -8,7 +8,7 @@ from typing import Any
 
 
 def get(config: Mapping[str, Any], dotted: str) -> Any:
-    """The value under a dotted key, None where there is none."""
+    """Return the value under a dotted key, None where there is none."""
     node: Any = config
     for part in dotted.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -27,7 +27,7 @@ def put(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def same(found: Any, value: Any) -> bool:
-    """Whether a value of the JSON means the same as a typed one; sloppy files write ``"true"`` and ``"2"``."""
+    """Return whether a value of the JSON means the same as a typed one; sloppy files write ``"true"`` and ``"2"``."""
     if isinstance(found, str):
         return found.strip().lower() == str(value).lower()
     return bool(found == value)
@@ -55,6 +55,6 @@ def lay_over(config: dict[str, Any], values: Mapping[str, Any]) -> list[tuple[st
 
 
 def config_of_launcher() -> str | None:
-    """The configuration file that `accelerate config` was told, if it was."""
+    """Return the configuration file that `accelerate config` was told, if it was."""
     source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return None if source == "none" else source

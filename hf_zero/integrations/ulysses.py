@@ -99,7 +99,7 @@ def trade_in_attention(implementation: str) -> None:
 
 
 def eager_function(module: nn.Module) -> Core:
-    """The eager attention of the file that defines ``module``."""
+    """Return the eager attention of the file that defines ``module``."""
     for base in type(module).__mro__:
         found: Core | None = getattr(sys.modules.get(base.__module__), _EAGER, None)
         if found is not None:

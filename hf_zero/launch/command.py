@@ -27,12 +27,12 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def names_passed_on(environ: Mapping[str, str]) -> list[str]:
-    """Names of the user's own variables that other hosts get, in the order of ``environ``."""
+    """Return names of the user's own variables that other hosts get, in the order of ``environ``."""
     return [name for name in environ if name.startswith(PREFIXES) and _NAME.fullmatch(name)]
 
 
 def read_environment_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables of ``.deepspeed_env`` in the home folder and here, which wins; accelerate writes what it wants passed on there.
+    """Return the variables of ``.deepspeed_env`` in the home folder and here, which wins; accelerate writes what it wants passed on there.
 
     Raises:
         ConfigError: A file cannot be read or a line is no NAME=VALUE; names file and line, and shows nothing of its content.
@@ -120,7 +120,7 @@ class Command:
     from_files: dict[str, str] = field(default_factory=dict)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """All variables of the process, from those of this one."""
+        """Return all variables of the process, from those of this one."""
         return {**environ, **self.from_files, **self.variables}
 
     def __str__(self) -> str:
@@ -153,7 +153,7 @@ def launch(options: argparse.Namespace) -> int:
 
 
 def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Command:
-    """The command of ``options``.
+    """Return the command of ``options``.
 
     Raises:
         ConfigError: Hosts or flags do not fit together; names the flag, or the line of the hostfile.
@@ -166,7 +166,7 @@ def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Co
 
 
 def find_hosts(options: argparse.Namespace) -> list[Host]:
-    """The hosts of the job, filtered; this machine alone is called localhost."""
+    """Return the hosts of the job, filtered; this machine alone is called localhost."""
     path = options.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else "")
     if path:
         hosts = host_lists.read_hostfile(path)
@@ -282,7 +282,7 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
 
 
 def _is_local(hosts: list[Host]) -> bool:
-    """Whether all ranks run here; no hosts are those that Slurm chooses."""
+    """Return whether all ranks run here; no hosts are those that Slurm chooses."""
     return bool(hosts) and all(host.name == _LOCAL for host in hosts)
 
 
@@ -305,7 +305,7 @@ def _same_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, s
 
 
 def _program(*names: str) -> str:
-    """The first of ``names`` that is installed, else the last, for the message that it is missing."""
+    """Return the first of ``names`` that is installed, else the last, for the message that it is missing."""
     return next((name for name in names if shutil.which(name)), names[-1])
 
 

@@ -24,7 +24,7 @@ class Host:
 
 
 def read_hostfile(path: str) -> list[Host]:
-    """The hosts of a file with lines like ``worker-1 slots=4``; ``#`` begins a comment.
+    """Return the hosts of a file with lines like ``worker-1 slots=4``; ``#`` begins a comment.
 
     Raises:
         ConfigError: The file cannot be read, holds no host, or a line is wrong; names file and line.
@@ -57,7 +57,7 @@ def parse_hostfile(text: Iterable[str], path: str) -> list[Host]:
 
 
 def _count(digits: str) -> int:
-    """The number, or one that is too large for anything; Python refuses to read thousands of digits."""
+    """Return the number, or one that is too large for anything; Python refuses to read thousands of digits."""
     return int(digits) if len(digits) <= 9 else 10**9
 
 
@@ -66,7 +66,7 @@ def _cut(text: str) -> str:
 
 
 def include(hosts: list[Host], text: str) -> list[Host]:
-    """The hosts and slots of ``text``, such as ``worker-0@worker-1:0,2``, in its order.
+    """Return the hosts and slots of ``text``, such as ``worker-0@worker-1:0,2``, in its order.
 
     Raises:
         ConfigError: A host or slot that is not there.
@@ -93,7 +93,7 @@ def exclude(hosts: list[Host], text: str) -> list[Host]:
 
 
 def both_filters() -> ConfigError:
-    """The error for two filters at once."""
+    """Return the error for two filters at once."""
     return ConfigError("--include and --exclude exclude each other; give one of them")
 
 
@@ -119,7 +119,7 @@ def _slots(numbers: str, host: Host, what: str) -> tuple[int, ...]:
 
 
 def limit(hosts: list[Host], nodes: int, slots: int) -> list[Host]:
-    """The first ``nodes`` hosts with their first ``slots`` slots; 0 is no limit.
+    """Return the first ``nodes`` hosts with their first ``slots`` slots; 0 is no limit.
 
     Raises:
         ConfigError: There are not as many.

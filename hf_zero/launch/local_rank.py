@@ -13,7 +13,7 @@ _DECLARED = re.compile(r"""["']--local_rank["']""")
 
 
 def is_wanted(options: argparse.Namespace) -> bool:
-    """Whether the script that ``options`` of the launcher name declares the argument itself: others would refuse it."""
+    """Return whether the script that ``options`` of the launcher name declares the argument itself: others would refuse it."""
     if options.no_local_rank or options.no_python or options.module:
         return False
     try:

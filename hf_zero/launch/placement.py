@@ -131,7 +131,7 @@ def _tasks_of_node(text: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """The first host of a Slurm list: ``gpu[03-05,9],login`` is ``gpu03``; "" of nothing."""
+    """Return the first host of a Slurm list: ``gpu[03-05,9],login`` is ``gpu03``; "" of nothing."""
     head = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     if head is None:
         return ""
@@ -202,7 +202,7 @@ def require_address(environ: Mapping[str, str]) -> None:
 
 
 def _is_launcher(words: list[str]) -> bool:
-    """Whether the process with this command line only starts others: it needs no rank, and must not hand one down."""
+    """Return whether the process with this command line only starts others: it needs no rank, and must not hand one down."""
     for number, word in enumerate(words[1:], start=1):
         if word == "-m":
             return words[number + 1 : number + 2] != [] and words[number + 1].startswith(_LAUNCHER_MODULES)
@@ -212,7 +212,7 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 def _is_here(address: str) -> bool:
-    """Whether ``address`` is one of this host's."""
+    """Return whether ``address`` is one of this host's."""
     import socket  # only here: nearly no program needs it
 
     try:

@@ -51,7 +51,7 @@ class HostMemory:
         self._asks_torch = pin and runtime is None and device.type != "cpu"
 
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
-        """A (numel,) tensor whose memory begins at a page; zeros.
+        """Return a (numel,) tensor whose memory begins at a page; zeros.
 
         Args:
             numel: Elements.
@@ -139,7 +139,7 @@ def _kind(shared: bool) -> dict[str, int]:
 
 
 def _runtime_of(device: torch.device) -> Any:
-    """The run-time library of CUDA or ROCm, which can lock pages that it has not allocated; None for other devices."""
+    """Return the run-time library of CUDA or ROCm, which can lock pages that it has not allocated; None for other devices."""
     cudart = getattr(torch.get_device_module(device), "cudart", None) if device.type != "cpu" else None
     return cudart() if cudart is not None else None
 

@@ -40,7 +40,7 @@ class Mark:
 
     @property
     def waited_for(self) -> bool:
-        """Whether nothing is kept alive any more."""
+        """Return whether nothing is kept alive any more."""
         return self._keep is None
 
 
@@ -85,7 +85,7 @@ class CopyLane:
             return self.mark()
 
     def mark(self, keep: torch.Tensor | None = None) -> Mark:
-        """The present end of the lane.
+        """Return the present end of the lane.
 
         Args:
             keep: Device memory of the current stream that the lane has used since it was entered.

@@ -17,7 +17,7 @@ _MADV_HUGEPAGE = 14
 
 
 def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """An uninitialised (numel,) tensor, on huge pages if it is large and on a host."""
+    """Return an uninitialised (numel,) tensor, on huge pages if it is large and on a host."""
     return on_huge_pages(torch.empty(numel, dtype=dtype, device=device))
 
 
@@ -70,7 +70,7 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _advise() -> Any:
-    """The C library's madvise; None where there is none or it has no such advice."""
+    """Return the C library's madvise; None where there is none or it has no such advice."""
     return linux_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 

@@ -76,13 +76,13 @@ _BLOCK = 1024
 
 
 def is_available() -> bool:
-    """Whether Triton can be imported."""
+    """Return whether Triton can be imported."""
     return _kernel() is not None
 
 
 @functools.cache
 def _kernel() -> Any:
-    """The kernel, compiled at its first launch; None without Triton."""
+    """Return the kernel, compiled at its first launch; None without Triton."""
     try:
         from hf_zero.native.triton_kernel import adam
     except ImportError:

@@ -37,21 +37,21 @@ def block_count(numel: int) -> int:
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Bytes of the integers of ``numel`` elements."""
+    """Return bytes of the integers of ``numel`` elements."""
     return -(-numel * bits // 8)
 
 
 def message_bytes(numel: int, bits: int) -> int:
-    """Bytes of the message of ``numel`` elements: a multiple of four, so that rows of messages keep their scales aligned."""
+    """Return bytes of the message of ``numel`` elements: a multiple of four, so that rows of messages keep their scales aligned."""
     return block_count(numel) * _SCALE_BYTES + -(-code_bytes(numel, bits) // 4) * 4
 
 
 def scales_of(message: torch.Tensor, numel: int) -> torch.Tensor:
-    """The scales at the head of a message, or of each row of messages: (..., blocks) fp32, a view."""
+    """Return the scales at the head of a message, or of each row of messages: (..., blocks) fp32, a view."""
     return message[..., : block_count(numel) * _SCALE_BYTES].view(torch.float32)
 
 
 def codes_of(message: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """The integers behind them: (..., code_bytes) uint8, a view."""
+    """Return the integers behind them: (..., code_bytes) uint8, a view."""
     start = block_count(numel) * _SCALE_BYTES
     return message[..., start : start + code_bytes(numel, bits)]

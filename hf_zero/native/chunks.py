@@ -36,7 +36,7 @@ class ChunkTable:
 
     @property
     def chunks(self) -> int:
-        """Number of chunks."""
+        """Return the number of chunks."""
         return self.starts.numel()
 
 
@@ -85,7 +85,7 @@ class Sent:
 
     @property
     def workers(self) -> int:
-        """How many sent something."""
+        """Return how many sent something."""
         return self.bits.shape[0]
 
 

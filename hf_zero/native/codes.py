@@ -201,5 +201,5 @@ def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], 
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """The functions of the same names that serve where the native library does not."""
+    """Return the functions of the same names that serve where the native library does not."""
     return triton_codes if triton_codes.serves(tensor.device) else codes_reference

@@ -71,7 +71,7 @@ def _decoded(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive:
 
 
 def _sum_chunks(values: torch.Tensor, table: ChunkTable) -> torch.Tensor:
-    """Sum of each chunk, (chunks,), of (numel,) values that are zero in gaps."""
+    """Return the sum of each chunk, (chunks,), of (numel,) values that are zero in gaps."""
     sums = torch.zeros(table.chunks + 1, dtype=values.dtype, device=values.device)
     return sums.index_add_(0, table.block_chunk, values.view(-1, BLOCK_NUMEL).sum(1))[:-1]
 

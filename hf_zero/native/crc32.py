@@ -11,7 +11,7 @@ from hf_zero.native.library import library
 
 
 def crc32_chunks(data: memoryview, chunk_bytes: int) -> np.ndarray:
-    """The checksum of each ``chunk_bytes`` of ``data``, the last chunk maybe shorter.
+    """Return the checksum of each ``chunk_bytes`` of ``data``, the last chunk maybe shorter.
 
     Args:
         data: Contiguous bytes. Other threads run meanwhile.

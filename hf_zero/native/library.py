@@ -58,7 +58,7 @@ class Library:
         return {}
 
     def has(self, name: str) -> bool:
-        """Whether it holds a kernel of that name."""
+        """Return whether it holds a kernel of that name."""
         return hasattr(self.handle, f"{name}_{self.isa}")
 
     def call(self, name: str, *arguments: object) -> None:
@@ -93,7 +93,7 @@ class Library:
 
 
 def library() -> Library | None:
-    """The library that serves, or None; what ``HF_ZERO_NATIVE`` says is looked at once per value.
+    """Return the library that serves, or None; what ``HF_ZERO_NATIVE`` says is looked at once per value.
 
     Raises:
         ConfigError: The variable names an instruction set or a file that is not to be had.

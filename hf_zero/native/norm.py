@@ -18,7 +18,7 @@ BLOCK_NUMEL = 65536
 
 
 def squared_norm(values: Tensor, *, threads: int = 1) -> float:
-    """The sum of squares of fp32, bf16 or fp16 values in host memory.
+    """Return the sum of squares of fp32, bf16 or fp16 values in host memory.
 
     Squares of these types are exact in double and their sums cannot overflow, so the result is finite if and only if every
     element is. It does not depend on ``threads`` nor on the instruction set.
@@ -55,6 +55,6 @@ def squared_norm_reference(values: Tensor) -> float:
 
 
 def total_of(sums: Tensor) -> float:
-    """The sum of a few doubles, rounded once; NaN and infinities as addition has them."""
+    """Return the sum of a few doubles, rounded once; NaN and infinities as addition has them."""
     values = sums.tolist()
     return math.fsum(values) if all(map(math.isfinite, values)) else float(sums.sum())

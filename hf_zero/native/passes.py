@@ -84,13 +84,13 @@ class PassTensors:
         return True
 
     def flat_gradient(self, grad_factor: float) -> Tensor:
-        """The gradient as the references want it, (numel,): of the master's type and times the factor; may be ``grad`` itself."""
+        """Return the gradient as the references want it, (numel,): of the master's type and times the factor; may be ``grad`` itself."""
         grad = self.grad.detach().view(-1).to(self.master.dtype)
         return grad if grad_factor == 1.0 else grad * grad_factor
 
 
 def address(tensor: Tensor | None, start: int = 0) -> ctypes.c_void_p:
-    """The address of element ``start``; 0 without tensor."""
+    """Return the address of element ``start``; 0 without tensor."""
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr() + start * tensor.element_size())
 
 

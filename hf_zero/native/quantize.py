@@ -34,7 +34,7 @@ _STEP = 16 * QUANTIZE_BLOCK
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
-    """Whether vectors of ``dtype`` can be coded: fp32, bf16 and fp16 can."""
+    """Return whether vectors of ``dtype`` can be coded: fp32, bf16 and fp16 can."""
     return dtype in ELEMENT_TYPES
 
 
@@ -130,5 +130,5 @@ def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: in
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """The functions of the same names that serve where the native library does not."""
+    """Return the functions of the same names that serve where the native library does not."""
     return triton_quantize if triton_quantize.serves(tensor.device) else quantize_reference

@@ -60,13 +60,13 @@ def _coded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _nearest_of_4(quotients: torch.Tensor) -> torch.Tensor:
-    """The whole numbers from -7 to 7 with the triangular numbers nearest to ``quotients``; of two as near the even one."""
+    """Return the whole numbers from -7 to 7 with the triangular numbers nearest to ``quotients``; of two as near the even one."""
     twice = (quotients.abs() * 2 - 0.5).round()  # between those of k - 1 and k, twice the quotient is k * k
     return twice.sqrt().floor() * quotients.sign()
 
 
 def _multiples(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """How many scales integers stand for, fp32."""
+    """Return how many scales integers stand for, fp32."""
     whole = integers.float()
     return whole if bits == 8 else whole * (whole.abs() + 1) * 0.5
 
@@ -77,7 +77,7 @@ def _decoded(messages: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
 
 
 def _packed(integers: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """The bytes of (parts, blocks, QUANTIZE_BLOCK) int8; those behind ``numel`` are zero."""
+    """Return the bytes of (parts, blocks, QUANTIZE_BLOCK) int8; those behind ``numel`` are zero."""
     flat = integers.view(torch.uint8).view(len(integers), -1)
     if bits == 8:
         return flat[:, :numel]

@@ -14,12 +14,12 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
+    """Return whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
     return triton_trial.serves(device, "quantized collectives", agrees)
 
 
 def agrees(device: torch.device) -> bool:
-    """Whether coded and decoded vectors come out as in plain torch, bit for bit.
+    """Return whether coded and decoded vectors come out as in plain torch, bit for bit.
 
     Raises:
         Exception: Whatever Triton raises where it does not work.

@@ -17,7 +17,7 @@ from hf_zero.observe import log_rank0
 
 
 def serves(device: torch.device, what: str, agrees: Callable[[torch.device], bool]) -> bool:
-    """Whether kernels serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0.
+    """Return whether kernels serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0.
 
     Args:
         device: Where the tensors lie.

@@ -67,7 +67,7 @@ class _Region:
     mapped: torch.Tensor  # (shard_numel,)
 
     def place(self, sub_group: SubGroup) -> int:
-        """Where ``sub_group`` begins in the file."""
+        """Return where ``sub_group`` begins in the file."""
         return self.offset + sub_group.range.start * self.dtype.itemsize
 
 
@@ -158,7 +158,7 @@ class FileStates(HostStates):
         return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, tensors))
 
     def _slot(self, frame: _Frame, name: str, nbytes: int) -> torch.Tensor:
-        """The part of a buffer that a transfer of ``nbytes`` uses."""
+        """Return the part of a buffer that a transfer of ``nbytes`` uses."""
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if name not in frame.slots or frame.slots[name].numel() < padded:
             frame.slots[name] = self._memory.empty(padded, torch.uint8)

@@ -242,7 +242,7 @@ class SwapFile:
         return offset
 
     def map(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A (numel,) tensor that *is* the file's content from ``offset`` on: read when looked at, written back by the kernel.
+        """Return a (numel,) tensor that *is* the file's content from ``offset`` on: read when looked at, written back by the kernel.
 
         [Note: mapped and direct access] Linux keeps both coherent: unbuffered reads write changed pages back first, unbuffered writes drop
         pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and whoever needs its value (a

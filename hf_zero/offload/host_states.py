@@ -47,7 +47,7 @@ class HostStates:
             unit.own.master = master
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
-        """The sub-groups that ``unit``'s shard is cut into."""
+        """Return the sub-groups that ``unit``'s shard is cut into."""
         return [Range(0, unit.layout.shard_numel)]
 
     def prepare(self, sub_group: SubGroup) -> None:
@@ -73,7 +73,7 @@ class HostStates:
         """Moves states that were put into the inner optimizer from outside to where they rest."""
 
     def nbytes(self, kept: int) -> int:
-        """Bytes of masters and states that rest here; ``kept``: the sum of their sizes."""
+        """Return bytes of masters and states that rest here; ``kept``: the sum of their sizes."""
         return kept
 
     def close_all(self) -> None:

@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 
 def trains_on_host(device: torch.device) -> bool:
-    """Whether the training device's memory is the host's: offloading to ``cpu`` then moves nothing."""
+    """Return whether the training device's memory is the host's: offloading to ``cpu`` then moves nothing."""
     return device.type == "cpu"
 
 
@@ -47,7 +47,7 @@ def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
 
 
 def init_shard_storage(device: torch.device, pin_memory: bool) -> ShardStorage:
-    """Where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
+    """Return where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
     return ON_DEVICE if trains_on_host(device) else HostStorage(HostMemory(device, pin_memory), CopyLane(device), passing=True)
 
 
@@ -132,7 +132,7 @@ class Offloading:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
 
     def _need(self, types: dict[str, torch.dtype], trained: int, numel: int, largest: int) -> dict[str, int]:
-        """Bytes of host memory by what they are for.
+        """Return bytes of host memory by what they are for.
 
         Args:
             types: States per element.
@@ -177,7 +177,7 @@ class Offloading:
 
     @property
     def updates_overlap(self) -> bool:
-        """Whether updates may go on after a step; known once ``prepare`` was called."""
+        """Return whether updates may go on after a step; known once ``prepare`` was called."""
         return self._mode != "none"
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
@@ -254,7 +254,7 @@ class Offloading:
     # -- while units are made, in the order of forward ----------------------------------------------------------------
 
     def shard_storage(self, numel: int, trained: bool) -> ShardStorage:
-        """Where the next unit's shard rests.
+        """Return where the next unit's shard rests.
 
         Args:
             numel: Elements of the unit.
@@ -271,7 +271,7 @@ class Offloading:
         return self._in_file
 
     def stays(self, numel: int) -> bool:
-        """Whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
+        """Return whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
         return self.state_store is None or numel <= self._left_numel
 
     def take(self, unit: Unit) -> None:
@@ -284,7 +284,7 @@ class Offloading:
             self.state_store.take(unit)
 
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
-        """Where ``unit``'s reduced gradients are summed; None is where they arrive."""
+        """Return where ``unit``'s reduced gradients are summed; None is where they arrive."""
         return self._gradients if self.state_store is not None and self.state_store.holds(unit) else None
 
 

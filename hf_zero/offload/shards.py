@@ -31,7 +31,7 @@ class _Frame:
     mark: Mark | None = None
 
     def view(self, unit: ShardOwner) -> torch.Tensor:
-        """The buffer as a shard of ``unit``."""
+        """Return the buffer as a shard of ``unit``."""
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
     def settle(self) -> None:
@@ -52,7 +52,7 @@ class _Frames:
         self._frames = [_Frame() for _ in range(max(1, count))]
 
     def take(self, unit: ShardOwner) -> _Frame:
-        """The buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
+        """Return the buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
         frame = self._frames.pop(0)
         self._frames.append(frame)
         for other in self._frames:  # what it held of ``unit`` is outdated: the only unit of a model comes around before it is overwritten
@@ -68,11 +68,11 @@ class _Frames:
         return frame
 
     def holding(self, unit: ShardOwner) -> _Frame | None:
-        """The buffer that holds ``unit``."""
+        """Return the buffer that holds ``unit``."""
         return next((frame for frame in self._frames if frame.unit is unit), None)
 
     def filled(self, unit: ShardOwner) -> _Frame:
-        """The buffer that was taken for ``unit`` and has its new values.
+        """Return the buffer that was taken for ``unit`` and has its new values.
 
         Raises:
             StateError: None was, or it has gone to another unit.

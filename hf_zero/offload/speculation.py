@@ -133,7 +133,7 @@ class Speculation:
         self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states)]
 
     def begun(self) -> Future[None]:
-        """The step.
+        """Return the step.
 
         Raises:
             StateError: It was not given to the other thread.
@@ -167,7 +167,7 @@ class Speculation:
             )
 
     def fits(self, update: UnitUpdate) -> bool:
-        """Whether it is what ``update`` would compute."""
+        """Return whether it is what ``update`` would compute."""
         return (
             update.grad is self.grad
             and update.factor == self.factor
@@ -282,7 +282,7 @@ class Speculator:
         return Speculation(unit, grad, self._factor, stepper, copy, low, own_low, shadows, self._spares)
 
     def take(self, update: UnitUpdate) -> Speculation | None:
-        """The speculation that computes what ``update`` would, if there is one that has begun."""
+        """Return the speculation that computes what ``update`` would, if there is one that has begun."""
         speculation = self._speculations.pop(id(update.unit), None)
         if speculation is None:
             return None
@@ -310,5 +310,5 @@ class Speculator:
 
 
 def _can_be_copied(state: Mapping[str, Any]) -> bool:
-    """Whether a segment has states, all of them tensors."""
+    """Return whether a segment has states, all of them tensors."""
     return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())

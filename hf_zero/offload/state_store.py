@@ -73,7 +73,7 @@ class OffloadedStateStore(StateStore):
         self.states.rest(unit)
 
     def holds(self, unit: Unit) -> bool:
-        """Whether ``unit``'s state is offloaded."""
+        """Return whether ``unit``'s state is offloaded."""
         return id(unit) in self._offloaded
 
     def ranges(self, unit: Unit) -> Sequence[Range]:

@@ -72,7 +72,7 @@ class OneBitSharded(ShardedOptimizer):
 
     @property
     def compresses(self) -> bool:
-        """Whether the coming step is one of the compressed phase."""
+        """Return whether the coming step is one of the compressed phase."""
         return self.one_bit.frozen_at is not None
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
@@ -95,7 +95,7 @@ class OneBitSharded(ShardedOptimizer):
             self.one_bit.freeze()
 
     def _is_over(self) -> bool:
-        """Whether the step just taken was the last of the warm-up; alike on all ranks, collective with "auto"."""
+        """Return whether the step just taken was the last of the warm-up; alike on all ranks, collective with "auto"."""
         steps = self.one_bit.steps_taken()
         if not self.one_bit.freezes_by_itself:
             limit = int(self.one_bit.param_groups[0]["freeze_step"])

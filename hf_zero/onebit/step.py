@@ -42,7 +42,7 @@ class OneBitStepper(Stepper):
         return global_norm(shards, self.collectives, sharded=True) / math.sqrt(self.collectives.world)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
-        """Name of the first parameter with a gradient that is not finite; collective."""
+        """Return the name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(self.optimizer.units, shards, self.collectives, whole=self._compresses)
 
 
@@ -72,7 +72,7 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
 
 
 def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:
-    """The norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``.
+    """Return the norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``.
 
     Raises:
         ConfigError: Both are given and differ.

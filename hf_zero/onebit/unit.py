@@ -21,12 +21,12 @@ _SCALE_BYTES = 4
 
 
 def part_numel(padded_numel: int, world: int) -> int:
-    """Elements of the part of a unit that one rank averages: equal for all ranks, the last ones maybe beyond the unit's end."""
+    """Return elements of the part of a unit that one rank averages: equal for all ranks, the last ones maybe beyond the unit's end."""
     return round_up(-(-padded_numel // world), ALIGNMENT)
 
 
 def part_ranges(layout: UnitLayout, part: Range) -> list[Range]:
-    """The pieces of parameters that lie in ``part``, counted from its start."""
+    """Return the pieces of parameters that lie in ``part``, counted from its start."""
     pieces = (slot.range.intersect(part).shift(-part.start) for slot in layout.slots)
     return [piece for piece in pieces if piece.numel]
 
@@ -79,7 +79,7 @@ class CompressedUnit:
         return state
 
     def _flat(self, name: str) -> torch.Tensor:
-        """This rank's part of state ``name`` as one vector, (shard_numel,), zero where no segment is."""
+        """Return this rank's part of state ``name`` as one vector, (shard_numel,), zero where no segment is."""
         flat = _zeros(self.unit.layout.shard_numel, self.unit.shard.device)
         for segment in self._segments:
             flat[segment.range.start : segment.range.stop] = self._state(segment)[name]
@@ -103,7 +103,7 @@ class CompressedUnit:
         return whole
 
     def _find_alive(self) -> torch.Tensor | None:
-        """Which elements have a variance; None when all of them have.
+        """Return which elements have a variance; None when all of them have.
 
         [Note: elements without variance] An element that saw no gradient in the warm-up has no variance to be scaled by: a bit of
         its chunk's scale, divided by ``eps``, would move it far away. It takes no part in the compressed phase.
@@ -112,14 +112,14 @@ class CompressedUnit:
         return None if int(alive.sum()) == sum(int(table.counts.sum()) for table in self._tables) else alive
 
     def still_parameters(self) -> list[str]:
-        """Names of parameters of which no element has a variance."""
+        """Return names of parameters of which no element has a variance."""
         if self._alive is None:
             return []
         ranges = [(slot.name, slot.range) for slot in self.unit.layout.slots if slot.numel]
         return [name for name, part in ranges if not bool(self._alive[part.start : part.stop].any())]
 
     def holds_state(self) -> bool:
-        """Whether the optimizer's states are still those this object works on; a load replaces them."""
+        """Return whether the optimizer's states are still those this object works on; a load replaces them."""
         if self._momentum is None:
             return True
         start = self._momentum.data_ptr()
@@ -149,7 +149,7 @@ class CompressedUnit:
         return messages
 
     def _fresh(self, grad: torch.Tensor) -> Fresh | None:
-        """The momentum to be coded, or None when the worker error has it already because the groups differ in ``beta1``."""
+        """Return the momentum to be coded, or None when the worker error has it already because the groups differ in ``beta1``."""
         previous = self._previous()
         groups = [(self._inner.param_groups[group]["betas"][0], part) for group, part in self._spans]
         if len({beta1 for beta1, _ in groups}) == 1:
@@ -161,7 +161,7 @@ class CompressedUnit:
         return None
 
     def _previous(self) -> torch.Tensor:
-        """The common momentum of the last step, as long as all parts together."""
+        """Return the common momentum of the last step, as long as all parts together."""
         if self._momentum is not None:
             return self._momentum
         if self._code is None:
@@ -219,7 +219,7 @@ class CompressedUnit:
         return targets
 
     def _piece(self, index: int) -> slice:
-        """Elements of part ``index``."""
+        """Return elements of part ``index``."""
         return slice(index * self._part, (index + 1) * self._part)
 
     def _alive_in(self, index: int) -> torch.Tensor | None:
@@ -240,7 +240,7 @@ def _threads() -> int:
 
 
 def _scales_of(message: torch.Tensor, table: ChunkTable) -> torch.Tensor:
-    """The scales at the head of one message, a (chunks,) fp32 view."""
+    """Return the scales at the head of one message, a (chunks,) fp32 view."""
     return message[: table.chunks * _SCALE_BYTES].view(torch.float32)
 
 

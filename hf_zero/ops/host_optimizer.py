@@ -123,7 +123,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._pass(group, param, whole)
 
     def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        """The sparse gradient ``grad`` with its zeros, for optimizers that update nothing where a gradient is zero.
+        """Return the sparse gradient ``grad`` with its zeros, for optimizers that update nothing where a gradient is zero.
 
         Raises:
             UnsupportedError: In all others: an update of the rows that were read alone would be another optimizer.
@@ -138,7 +138,7 @@ class HostOptimizer(torch.optim.Optimizer):
         raise NotImplementedError
 
     def _state_of(self, param: Tensor, name: str, dtype: torch.dtype, start: float = 0.0) -> Tensor:
-        """The state ``name`` of ``param``, of its shape, contiguous; begins filled with ``start``."""
+        """Return the state ``name`` of ``param``, of its shape, contiguous; begins filled with ``start``."""
         state = self.state[param]
         if name not in state:
             state[name] = torch.full(param.shape, start, dtype=dtype, device=param.device)

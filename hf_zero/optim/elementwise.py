@@ -91,7 +91,7 @@ _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 def needs_whole_tensors(
     optimizer: torch.optim.Optimizer, allow_untested: bool = False, all_here: bool = False, shards_only: bool = False
 ) -> bool:
-    """Whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
+    """Return whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
 
     Classes known to be element-wise, or known not to be, are told by exact class or by name. Every other class, subclasses of
     known ones included, is probed: built anew with this optimizer's hyper-parameters, over a small matrix, over the flattened
@@ -165,7 +165,7 @@ def _named(kind: type, reasons: dict[str, str]) -> str | None:
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
-    """The error for a class that cannot run. ``switch``: what the key that allows untested classes does for it."""
+    """Return the error for a class that cannot run. ``switch``: what the key that allows untested classes does for it."""
     switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
     stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
@@ -175,7 +175,7 @@ def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
 
 
 def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """The groups' options without parameters, each different set once: options can switch the algorithm (GaLore's do)."""
+    """Return the groups' options without parameters, each different set once: options can switch the algorithm (GaLore's do)."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = options_of(group)
@@ -280,7 +280,7 @@ class _Untold:
     shards_only: bool
 
     def __call__(self, problem: str, cause: Exception | None = None) -> bool:
-        """Whether it runs on whole tensors.
+        """Return whether it runs on whole tensors.
 
         Raises:
             UnsupportedError: It may not run.

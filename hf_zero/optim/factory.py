@@ -110,7 +110,7 @@ def build_optimizer(
 
 
 def _plain(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """The parameters that are given, with numbers and booleans made of text."""
+    """Return the parameters that are given, with numbers and booleans made of text."""
     given = {key: value for key, value in params.items() if value is not None}
     # "auto" is a value of this one key: it must not be taken for a gap.
     by_itself = name == "onebitadam" and given.get("freeze_step") in BY_ITSELF
@@ -125,7 +125,7 @@ def _plain(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(type: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:
-    """The class that a type names, and its keywords."""
+    """Return the class that a type names, and its keywords."""
     name = str(type).lower()
     if name in ("adam", "adamw"):
         return _resolve_adam(type, values)
@@ -187,7 +187,7 @@ def _drop_without_effect(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
-    """The optimizers of ``torch.optim`` that can run here, by name."""
+    """Return the optimizers of ``torch.optim`` that can run here, by name."""
     found = {name: value for name, value in vars(torch.optim).items() if inspect.isclass(value)}
     return {
         name: value
@@ -223,7 +223,7 @@ def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _keywords(kind: OptimizerClass) -> set[str]:
-    """The keywords that a class takes beside its parameters."""
+    """Return the keywords that a class takes beside its parameters."""
     return set(inspect.signature(kind).parameters) - {"params"}
 
 
@@ -276,7 +276,7 @@ def _native_kind(
 
 
 def _tensors(group: Any) -> list[torch.Tensor]:
-    """The parameters of a group dict, of a ``(name, parameter)`` pair, or the parameter itself."""
+    """Return the parameters of a group dict, of a ``(name, parameter)`` pair, or the parameter itself."""
     if isinstance(group, torch.Tensor):
         return [group]
     if isinstance(group, tuple):

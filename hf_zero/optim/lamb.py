@@ -115,5 +115,5 @@ class Lamb(torch.optim.Optimizer):
         param.sub_(update.mul_(ratio * rate))
 
     def get_lamb_coeffs(self) -> list[float]:
-        """The ratios of the last step, one per updated parameter."""
+        """Return the ratios of the last step, one per updated parameter."""
         return [float(ratio) for ratio in self._coefficients]

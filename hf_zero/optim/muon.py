@@ -107,7 +107,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor, method: str) -> torch.Tensor:
-    """The nearest matrix with singular values of about 1, by five Newton-Schulz iterations.
+    """Return the nearest matrix with singular values of about 1, by five Newton-Schulz iterations.
 
     Args:
         matrix: (rows, columns).

@@ -195,7 +195,7 @@ def _checked_freeze_step(value: int | str) -> int | str:
 
 
 def move_rule(group: dict[str, Any], step: int, second_step: int) -> MoveRule:
-    """The numbers of ``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction.
+    """Return the numbers of ``param -= lr * first / (sqrt(second) + eps)`` with decay and bias correction.
 
     Args:
         group: Hyper-parameters.

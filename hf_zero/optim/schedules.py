@@ -121,7 +121,7 @@ class IterationSchedule(LRScheduler):
         self._last_lr = list(rates)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """The optimizer's groups, as many as when the schedule was built."""
+        """Return the optimizer's groups, as many as when the schedule was built."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
             raise StateError(
@@ -341,7 +341,7 @@ class OneCycle(IterationSchedule):
 
     @property
     def step_ratio(self) -> float:
-        """Which part of the cycle is the rise."""
+        """Return which part of the cycle is the rise."""
         return self.first_step_size / self.total_size
 
     def rates(self, iteration: int) -> list[float]:
@@ -380,7 +380,7 @@ class OneCycle(IterationSchedule):
         return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _has_betas(self) -> bool:
-        """Whether every group has ``betas``; warns once otherwise."""
+        """Return whether every group has ``betas``; warns once otherwise."""
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         warn_once(

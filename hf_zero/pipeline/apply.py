@@ -67,7 +67,7 @@ class Pipeline:
 
     @property
     def tied(self) -> list[tuple[int, ...]]:
-        """The different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
+        """Return the different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
         return sorted({ranks for ranks in self.held_by.values() if len(ranks) > 1})
 
 
@@ -138,7 +138,7 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
 
 
 def placement_of(settings: Settings, ranks: int) -> Placement:
-    """Which rank of a pipeline runs which stage.
+    """Return which rank of a pipeline runs which stage.
 
     Raises:
         ConfigError: The schedule is none, or wants another number of stages on each rank.
@@ -159,7 +159,7 @@ def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, colle
 
 
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str, starts: Sequence[tuple[str, int]] | None) -> PipelinePlan:
-    """The plan that the first rank makes, on every rank; an error in it is every rank's error."""
+    """Return the plan that the first rank makes, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0 or planning():  # where the first rank is not there
         try:
@@ -217,7 +217,7 @@ def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> Non
 
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
-    """The plan for a call with other arguments than the one that the model was divided by."""
+    """Return the plan for a call with other arguments than the one that the model was divided by."""
     with looking_aside():
         return replan(pipeline.skeleton, pipeline.plan, with_values(dict(given)))
 
@@ -243,7 +243,7 @@ def _emptied(param: nn.Parameter, dim: int) -> torch.Tensor:
 
 
 def _counted(part: TpShard, size: int, holders: int) -> tuple[tuple[Range, int], ...]:
-    """The runs along the divided dimension that several ranks hold, where ``holders`` stages hold the parameter."""
+    """Return the runs along the divided dimension that several ranks hold, where ``holders`` stages hold the parameter."""
     found, at = [], 0
     for run, count in (*part.copies, (Range(size, size), 1)):
         found += [(Range(at, run.start), holders), (run, count * holders)]

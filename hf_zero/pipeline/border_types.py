@@ -39,7 +39,7 @@ class BorderTypes:
 
     @property
     def known(self) -> bool:
-        """Whether the stages need not be told any more; the same on every rank."""
+        """Return whether the stages need not be told any more; the same on every rank."""
         return not self.sent or bool(self._known)
 
     def of(self, border: int, metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:

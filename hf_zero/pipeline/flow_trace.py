@@ -141,7 +141,7 @@ def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """The module, or what is in it when it is a list; nothing where it has no parameters."""
+    """Return the module, or what is in it when it is a list; nothing where it has no parameters."""
     if next(module.parameters(), None) is None:
         return {}
     if not isinstance(module, nn.ModuleList):
@@ -167,7 +167,7 @@ def possible_items(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _ends(name: str) -> list[int]:
-    """Where the names of the modules around ``name`` end in it; the root's is empty."""
+    """Return where the names of the modules around ``name`` end in it; the root's is empty."""
     return [0, *(place for place, letter in enumerate(name) if letter == ".")]
 
 
@@ -227,7 +227,7 @@ class FlowTracer:
 
     @property
     def _place(self) -> str:
-        """The module whose code runs, for messages."""
+        """Return the module whose code runs, for messages."""
         return (self._places[-1] if self._places else "") or self._model
 
     def _note(self, tensor: torch.Tensor, sources: Sources) -> None:
@@ -285,7 +285,7 @@ class FlowTracer:
                 self._note(output, kept)
 
     def _decided(self, name: str, args: Any) -> bool:
-        """Whether a comparison of a uniform random number has one result only: dropping layers with probability 0."""
+        """Return whether a comparison of a uniform random number has one result only: dropping layers with probability 0."""
         if name not in _COMPARISONS or len(args) < 2 or isinstance(args[1], torch.Tensor):
             return False
         return _storage(args[0]) in self._uniform and not 0 < args[1] < 1
@@ -402,7 +402,7 @@ def _noticing_functions(tracer: FlowTracer) -> Iterator[None]:
 
 
 def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
-    """The flow of ``skeleton(**inputs)``.
+    """Return the flow of ``skeleton(**inputs)``.
 
     Args:
         skeleton: A model without values (``tensor_parallel.trace.skeleton``), in the mode (training or not) that is asked about.

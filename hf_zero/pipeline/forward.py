@@ -113,7 +113,7 @@ class PipelinedForward:
 
     @property
     def whole(self) -> bool:
-        """Whether this rank has the parameters of all stages for a while, and runs the model as it is."""
+        """Return whether this rank has the parameters of all stages for a while, and runs the model as it is."""
         return self._own.whole
 
     @whole.setter
@@ -121,7 +121,7 @@ class PipelinedForward:
         self._own.whole = whole
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The model's result, on every rank; collective over the pipeline.
+        """Return the model's result, on every rank; collective over the pipeline.
 
         The loss has its value everywhere; other tensors come from the last stage when they are looked at, at once where gradients are off.
         """
@@ -223,7 +223,7 @@ class PipelinedForward:
         return self._kinds[key]
 
     def _is_new(self, key: Any) -> bool:
-        """Whether a kind is to be found; together where ranks compute side by side, because that runs the model."""
+        """Return whether a kind is to be found; together where ranks compute side by side, because that runs the model."""
         new = key not in self._kinds
         return new if self._beside is None else self._beside.any_rank(new, "a new kind of batch")
 
@@ -270,7 +270,7 @@ class PipelinedForward:
     # -- results on every stage -----------------------------------------------------------------------------------------
 
     def _everywhere(self, given: Mapping[str, Any], result: Any) -> Any:
-        """The result of the last stage on every rank."""
+        """Return the result of the last stage on every rank."""
         template, _ = self._shapes.agree(given, result)
         values = iter([tensor for _, tensor in tensors_in(result)])
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
@@ -282,7 +282,7 @@ class PipelinedForward:
         return value
 
     def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
-        """The result with a graph: the loss at once, the rest when somebody looks."""
+        """Return the result with a graph: the loss at once, the rest when somebody looks."""
         by_part, token = passes.joined(results)
         merged = None
         if self._last:
@@ -331,7 +331,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """The arguments, with half of the labels of the first part masked where labels are tokens: parts then count differently."""
+    """Return the arguments, with half of the labels of the first part masked where labels are tokens: parts then count differently."""
     labels = given.get("labels")
     if (
         not isinstance(labels, torch.Tensor)

@@ -72,7 +72,7 @@ def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
 
 
 def is_held(model: nn.Module) -> bool:
-    """Whether ``model`` was loaded so, and no engine has divided it."""
+    """Return whether ``model`` was loaded so, and no engine has divided it."""
     return any(_NOTE in module.__dict__ for module in model.modules())
 
 

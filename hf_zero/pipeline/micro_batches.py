@@ -49,7 +49,7 @@ def count_for(rows: int, wanted: int | None, stages: int) -> int:
 
 
 def split(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """The arguments of each part: rows of the tensors that have one per sample, all else as it is.
+    """Return the arguments of each part: rows of the tensors that have one per sample, all else as it is.
 
     Raises:
         UnsupportedError: A tensor has another number of rows, in more than one dimension.
@@ -104,13 +104,13 @@ def loss_of(result: Any) -> torch.Tensor | None:
 
 
 def mergeable(result: Any, rows: int) -> bool:
-    """Whether the results of parts make up that of the whole: a loss, and tensors with a row per sample."""
+    """Return whether the results of parts make up that of the whole: a loss, and tensors with a row per sample."""
     loss = loss_of(result)
     return all(tensor is loss or (tensor.dim() > 0 and tensor.shape[0] == rows) for _, tensor in tensors_in(result))
 
 
 def merge(results: Sequence[Any], weights: Sequence[float] | torch.Tensor) -> Any:
-    """The results of all parts as one: rows joined, losses added up by ``weights``; differentiable."""
+    """Return the results of all parts as one: rows joined, losses added up by ``weights``; differentiable."""
     if len(results) == 1:
         return results[0]
     loss = loss_of(results[0])

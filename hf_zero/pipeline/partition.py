@@ -38,7 +38,7 @@ def balanced_runs(weights: Sequence[float], runs: int) -> list[range]:
 
 
 def _divide(sums: Sequence[float], runs: int, join: object, limit: float) -> list[range]:
-    """The division of least cost, where ``join(cost so far, weight of a run)`` is the cost and no run is heavier than ``limit``."""
+    """Return the division of least cost, where ``join(cost so far, weight of a run)`` is the cost and no run is heavier than ``limit``."""
     assert callable(join)
     count = len(sums) - 1
     costs = [[float("inf")] * (count + 1) for _ in range(runs + 1)]
@@ -125,7 +125,7 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
 
 
 def _from_starts(flow: Flow, starts: Sequence[tuple[str, int]], inputs: Mapping[str, Any]) -> list[int]:
-    """The stage of each call where stages begin with ``starts``."""
+    """Return the stage of each call where stages begin with ``starts``."""
     places = {(call.path, call.nth): place for place, call in enumerate(flow.calls)}
     found, stages = [places.get(start, -1) for start in starts], len(starts) + 1
     what = f"this call of {flow.model} ({', '.join(inputs)})" if inputs else flow.model
@@ -149,7 +149,7 @@ def _bare(copy: nn.Module) -> nn.Module:
 
 
 def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
-    """The flow of the first call that runs.
+    """Return the flow of the first call that runs.
 
     A function that a library has put in the place of ``forward`` may call the one that was there, which a copy of the model does not
     have: TRL's does where it is not asked for its own loss. So the classes' own forwards are tried too.
@@ -309,7 +309,7 @@ def _used(flow: Flow, of_stage: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 
 def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
-    """The plan in which call ``i`` is stage ``of_stage[i]``'s."""
+    """Return the plan in which call ``i`` is stage ``of_stage[i]``'s."""
     wanted: dict[Crossing, int] = {}  # the last stage that needs it
     for place, sources in flow.readers():
         for source in sources:

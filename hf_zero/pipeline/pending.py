@@ -49,7 +49,7 @@ class PendingTensor(torch.Tensor):
 
     @property
     def value(self) -> torch.Tensor:
-        """The tensor itself; collective the first time."""
+        """Return the tensor itself; collective the first time."""
         if self._value is None:
             self._value = self._fetch()
             for hook in self._hooks.values() if self._value.requires_grad else ():  # on the last stage it may turn out to want none
@@ -63,7 +63,7 @@ class PendingTensor(torch.Tensor):
         return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """The values if they are here, else the shape."""
+        """Return the values if they are here, else the shape."""
         if self._value is not None:
             return repr(self._value)
         return f"PendingTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on the last stage of the pipeline)"
@@ -105,7 +105,7 @@ class ResultShapes:
         self._known: dict[str, Any] = {}
 
     def agree(self, given: Mapping[str, Any], result: Any, more: Any = None) -> tuple[Any, Any]:
-        """The last stage's ``result`` with tensors on the device "meta", and its ``more``, on every rank; collective.
+        """Return the last stage's ``result`` with tensors on the device "meta", and its ``more``, on every rank; collective.
 
         Args:
             given: Arguments of the model, of the same shapes everywhere.

@@ -25,7 +25,7 @@ class DividesItself(Protocol):
 
 
 def schedule_of(settings: Pipeline) -> str:
-    """The schedule that the configuration's ``pipeline`` names.
+    """Return the schedule that the configuration's ``pipeline`` names.
 
     Raises:
         ConfigError: It is one for several stages on each rank, or such are asked for.

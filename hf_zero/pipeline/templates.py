@@ -51,7 +51,7 @@ class Templates:
                 self._known.clear()
 
     def result(self, path: str, args: Any, kwargs: Any) -> Any:
-        """The result of a call of the module ``path``, with tensors on the device "meta".
+        """Return the result of a call of the module ``path``, with tensors on the device "meta".
 
         Raises:
             UnsupportedError: The module does not run without values.
@@ -70,7 +70,7 @@ class Templates:
         return self._known[key]
 
     def stand_in(self, path: str, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """The result of a call of the module ``path`` with placeholders for its tensors; as ``result``."""
+        """Return the result of a call of the module ``path`` with placeholders for its tensors; as ``result``."""
         first = args[0] if args else None
         if path in self._keeps_shape and isinstance(first, torch.Tensor):  # nearly all calls
             return self.placeholder(first, device)

@@ -93,7 +93,7 @@ class Above:
 
 
 def _holds(candidate: Candidate, other: Candidate) -> bool:
-    """Whether ``candidate`` holds no less on the device than ``other``."""
+    """Return whether ``candidate`` holds no less on the device than ``other``."""
     mine, theirs = candidate.family, other.family
     stages = mine.stage == theirs.stage or mine.stage < theirs.stage < 3
     accumulates = candidate.accumulation > 1 or other.accumulation == 1
@@ -102,7 +102,7 @@ def _holds(candidate: Candidate, other: Candidate) -> bool:
 
 
 def _is_smaller(one: Candidate, candidate: Candidate) -> bool:
-    """Whether ``one`` is ``candidate`` with fewer samples at a time; both accumulate."""
+    """Return whether ``one`` is ``candidate`` with fewer samples at a time; both accumulate."""
     return one.family == candidate.family and one.micro_batch < candidate.micro_batch and candidate.accumulation > 1
 
 
@@ -112,11 +112,11 @@ def _on_a_line(sizes: list[int], values: list[float], size: int) -> list[float]:
 
 
 def _is_plain(family: Family) -> bool:
-    """Whether ``family`` tells of the whole model: nothing is divided but by stages of ZeRO, and the parameters stay."""
+    """Return whether ``family`` tells of the whole model: nothing is divided but by stages of ZeRO, and the parameters stay."""
     return family.layout == Layout() and family.tier.parameters == "device" and family.stage < 3
 
 
 def _whole(candidate: Candidate, costs: Costs, ranks: int) -> tuple[float, float]:
-    """Bytes of masters and moments, and of parameters, of the whole model: whole ones of each element, for shards are rounded up."""
+    """Return bytes of masters and moments, and of parameters, of the whole model: whole ones of each element, for shards are rounded up."""
     owned = costs.owned * (ranks if candidate.family.stage else 1)
     return costs.trained * (owned // max(1.0, costs.trained)), costs.elements * (costs.parameters // max(1.0, costs.elements))

@@ -94,7 +94,7 @@ class Work:
     operations: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """The sum."""
+        """Return the sum."""
         mine, theirs = astuple(self), astuple(other)
         return Work(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
@@ -195,7 +195,7 @@ class Books(TorchDispatchMode):
     # -- what the plan tells ----------------------------------------------------------------------------------------------
 
     def of(self, tensor: torch.Tensor | None) -> Storage | None:
-        """The storage of ``tensor``; None where it has none that was written down."""
+        """Return the storage of ``tensor``; None where it has none that was written down."""
         return self._storages.get(tensor.untyped_storage()._cdata) if isinstance(tensor, FakeTensor) else None
 
     def mark(self, tensors: Iterable[torch.Tensor | None], kind: str) -> None:

@@ -38,11 +38,11 @@ class Bounds:
         self._of_layouts[candidate.family.layout] = costs
 
     def knows(self, layout: Layout) -> bool:
-        """Whether one candidate of ``layout`` tells of all."""
+        """Return whether one candidate of ``layout`` tells of all."""
         return layout in self._of_layouts
 
     def seconds(self, family: Family) -> float:
-        """Seconds below which no candidate of ``family`` stays; 0 where nothing is known."""
+        """Return seconds below which no candidate of ``family`` stays; 0 where nothing is known."""
         known = list(self.planner.known())
         flops = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes <= family.recomputes]
         again = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes and family.recomputes]
@@ -55,7 +55,7 @@ class Bounds:
         return max(self.rates.seconds(bare), _NEARLY * self._as_its_layout(family, computed, bare))
 
     def _as_its_layout(self, family: Family, flops: float, bare: Costs) -> float:
-        """Seconds by the candidate of the layout that tells of all; what follows the micro-steps differs from stage to stage."""
+        """Return seconds by the candidate of the layout that tells of all; what follows the micro-steps differs from stage to stage."""
         one = self._of_layouts.get(family.layout)
         if one is None:
             return 0.0
@@ -72,7 +72,7 @@ class Bounds:
         return (layout.pipeline - 1) / (wanted if isinstance(wanted, int) else 2 * layout.pipeline)  # "auto": at most two parts a stage
 
     def seconds_beside(self, family: Family, largest: int) -> float:
-        """Seconds below which no candidate of ``family`` with at most ``largest`` samples at a time stays; 0 where nothing is known.
+        """Return seconds below which no candidate of ``family`` with at most ``largest`` samples at a time stays; 0 where nothing is known.
 
         That is what the layout takes for them without moving, at stage 1 or 2, and the update of what has been moved. Fewer samples at a
         time repeat more.
@@ -90,5 +90,5 @@ class Bounds:
 
 
 def _is_beside(one: Family, family: Family) -> bool:
-    """Whether ``one`` is ``family`` at stage 1 or 2 without moving."""
+    """Return whether ``one`` is ``family`` at stage 1 or 2 without moving."""
     return (one.layout, one.tier, one.recomputes) == (family.layout, Tier(), family.recomputes) and one.stage in (1, 2)

@@ -62,7 +62,7 @@ class Tier:
     parameters: str = "device"
 
     def within(self, other: Tier) -> bool:
-        """Whether nothing rests farther away than with ``other``."""
+        """Return whether nothing rests farther away than with ``other``."""
         far = ("device", "cpu", "nvme").index
         return far(self.optimizer) <= far(other.optimizer) and far(self.parameters) <= far(other.parameters)
 
@@ -151,7 +151,7 @@ class Space:
         return Candidate(family, micro_batch, self.global_batch // copies // micro_batch)
 
     def config(self, candidate: Candidate) -> dict[str, Any]:
-        """The DeepSpeed configuration of ``candidate``."""
+        """Return the DeepSpeed configuration of ``candidate``."""
         family, layout = candidate.family, candidate.family.layout
         config = copy.deepcopy(dict(self.base))
         zero = {**config.get("zero_optimization", {}), "stage": family.stage}
@@ -211,7 +211,7 @@ def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
 
 
 def families_of(space: Space, layout: Layout) -> list[Family]:
-    """All of one layout, from the fastest sort to the smallest: what is offloaded goes first, then recomputation, then the stage."""
+    """Return all of one layout, from the fastest sort to the smallest: what is offloaded goes first, then recomputation, then the stage."""
     return [
         Family(layout, stage, tier, recomputes)
         for stage in STAGES

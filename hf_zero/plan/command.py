@@ -161,7 +161,7 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> dict[str, Any]:
-    """The configuration with "auto" taken for what training arguments have by default, and the samples of a micro-step.
+    """Return the configuration with "auto" taken for what training arguments have by default, and the samples of a micro-step.
 
     Args:
         source: As ``initialize`` takes it.

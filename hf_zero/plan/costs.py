@@ -78,7 +78,7 @@ class Costs:
 
 
 def costs_of(prediction: Prediction) -> Costs:
-    """The numbers of a plan; of a pipeline each of the stage that has most of it."""
+    """Return the numbers of a plan; of a pipeline each of the stage that has most of it."""
     stages, peaks = prediction.stages, prediction.peaks
     host, disk = peaks["host"].alive, peaks["disk"].alive
     away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)

@@ -52,7 +52,7 @@ class Blocks:
     positions: int = 0
 
     def few(self, count: int) -> ModelWish:
-        """The model with ``count`` blocks."""
+        """Return the model with ``count`` blocks."""
         kinds = {"layer_types": [self.kind] * count} if self.kind else {}
         return replace(self.wish, settings={**self.wish.settings, _SETTING: count, **kinds})
 
@@ -83,7 +83,7 @@ class Blocks:
 
 
 def blocks_of(wish: ModelWish) -> Blocks:
-    """The repeated blocks of a model that a configuration of transformers describes; none are alike in others."""
+    """Return the repeated blocks of a model that a configuration of transformers describes; none are alike in others."""
     planned = build_model(wish)
     module, positions = planned.module, planned.positions
     config = getattr(module, "config", None)
@@ -107,7 +107,7 @@ def blocks_of(wish: ModelWish) -> Blocks:
 
 
 def sign_of(block: nn.Module, index: int) -> str:
-    """All that says what a block computes, but its number."""
+    """Return all that says what a block computes, but its number."""
     params = [(name, tuple(param.shape), param.requires_grad) for name, param in block.named_parameters()]
     parts = []
     for name, part in block.named_modules():

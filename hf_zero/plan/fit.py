@@ -270,7 +270,7 @@ def _tokens(one: Fitting, planner: Planner) -> float:
 
 
 def _limits_text(planner: Planner) -> str:
-    """The limits in words."""
+    """Return the limits in words."""
     from hf_zero.plan.quantities import size_text
 
     limits = planner.hardware

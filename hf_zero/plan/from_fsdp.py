@@ -93,7 +93,7 @@ class Translation:
 
 
 def translate(source: FsdpSource, ranks_per_node: int | None = None) -> Translation:
-    """The configuration that is equal to ``source``.
+    """Return the configuration that is equal to ``source``.
 
     Args:
         source: What a file says.

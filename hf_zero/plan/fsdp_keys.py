@@ -131,7 +131,7 @@ def anything(value: Any) -> Any:
 
 
 def off_or_on(value: Any) -> bool:
-    """Whether anything is asked for."""
+    """Return whether anything is asked for."""
     return bool(value) and truth(value) is not False and value != "none"
 
 
@@ -376,7 +376,7 @@ _BEGIN, _END = "<!-- keys: written by python -m hf_zero.plan.fsdp_keys -->", "<!
 
 
 def page(text: str) -> str:
-    """The page ``text`` with the tables between its two marks as they are now.
+    """Return the page ``text`` with the tables between its two marks as they are now.
 
     Raises:
         ValueError: It has no marks.

@@ -73,7 +73,7 @@ class FsdpSource:
     others: list[str] = field(default_factory=list)
 
     def value(self, table: str, name: str, otherwise: Any = None) -> Any:
-        """The value of a key, by its first name."""
+        """Return the value of a key, by its first name."""
         return next((one.value for one in self.said if one.table == table and one.key.names[0] == name), otherwise)
 
 

@@ -102,7 +102,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _operation(device: torch.device) -> float:
-    """Seconds of an operation on next to nothing in a forward and its backward, modules and autograd included."""
+    """Return seconds of an operation on next to nothing in a forward and its backward, modules and autograd included."""
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(16))).to(device)
     inputs = torch.ones(4, 4, device=device)
     with _Counting() as counting:
@@ -111,7 +111,7 @@ def _operation(device: torch.device) -> float:
 
 
 def _together(count: int, device: torch.device) -> dict[str, float]:
-    """Bytes per second that the engine's own collectives send, and how long a small one takes."""
+    """Return bytes per second that the engine's own collectives send, and how long a small one takes."""
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
 
@@ -135,7 +135,7 @@ def _together(count: int, device: torch.device) -> dict[str, float]:
 
 
 def _time(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds of one call, the fastest of several series."""
+    """Return seconds of one call, the fastest of several series."""
     call()
     count, taken = 1, 0.0
     while (taken := _repeat(call, count, device) * count) < _SECONDS / 4:

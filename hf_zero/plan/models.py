@@ -122,7 +122,7 @@ def _from_config(wish: ModelWish) -> PlannedModel:
 
 
 def _configuration(name: str, settings: dict[str, Any]) -> Any:
-    """The transformers configuration that ``name`` stands for, with ``settings`` in place of its own values."""
+    """Return the transformers configuration that ``name`` stands for, with ``settings`` in place of its own values."""
     import transformers
 
     found = read_model_config(name, pipe=True)
@@ -153,7 +153,7 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
 
 @functools.cache
 def _from_hub(name: str) -> dict[str, Any]:
-    """The configuration of a model on the Hub, or in the cache of what has been loaded from it.
+    """Return the configuration of a model on the Hub, or in the cache of what has been loaded from it.
 
     Raises:
         ConfigError: There is none, or the Hub is not reached.
@@ -226,7 +226,7 @@ def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) ->
 
 
 def _code_of(config: Any) -> str:
-    """The module of a configuration's model: some read what the class does not list, ``getattr(config, "head_dim", ...)``."""
+    """Return the module of a configuration's model: some read what the class does not list, ``getattr(config, "head_dim", ...)``."""
     try:
         return inspect.getsource(sys.modules[class_of(config).__module__])
     except (ConfigError, OSError):
@@ -252,7 +252,7 @@ def _line(error: BaseException) -> str:
 
 
 def _place(error: BaseException, file: str) -> str:
-    """Where in ``file`` an error came from, in words."""
+    """Return where in ``file`` an error came from, in words."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(file)]
     return f" in line {lines[-1]}" if lines else ""
 
@@ -324,7 +324,7 @@ def _batch_maker(module: nn.Module) -> Callable[[int, int], Batch]:
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """The loss in what a forward returned; where there is none the mean of the first floating tensor.
+    """Return the loss in what a forward returned; where there is none the mean of the first floating tensor.
 
     Raises:
         ConfigError: There is none.

@@ -75,7 +75,7 @@ def _moments(prediction: Prediction, tier: str) -> list[tuple[str, list[float]]]
 
 
 def _picture(rows: list[tuple[str, list[float]]], shown: list[int], top: float, limit: float | None) -> str:
-    """The picture, 0 at the bottom and ``top`` bytes above."""
+    """Return the picture, 0 at the bottom and ``top`` bytes above."""
     step, parts = _WIDTH / len(rows), [f'<svg viewBox="-70 -10 {_WIDTH + 80:g} {_HEIGHT + 20:g}" role="img">']
 
     def height(nbytes: float) -> float:

@@ -110,7 +110,7 @@ class Planner:
         return (candidate, True) in self._costs or (not whole and (candidate, False) in self._costs)
 
     def _sizes(self, candidate: Candidate, whole: bool) -> tuple[int, ...]:
-        """Numbers of blocks of the models that are planned for ``candidate``."""
+        """Return numbers of blocks of the models that are planned for ``candidate``."""
         layout, counts = candidate.family.layout, None
         if not whole and layout.pipeline == 1:  # else stages have unequal numbers of blocks
             shards = layout.shard_group or self.cluster.ranks // layout.tensor
@@ -129,17 +129,17 @@ class Planner:
 
     @property
     def main_tier(self) -> str:
-        """Where ranks compute."""
+        """Return where ranks compute."""
         return "host" if self.cluster.on_host else "device"
 
     def excess(self, costs: Costs) -> float:
-        """How many times what there is ``costs`` take of the memory where ranks compute."""
+        """Return how many times what there is ``costs`` take of the memory where ranks compute."""
         on_host = self.cluster.on_host
         limit = host_limit(self.cluster, self.hardware) if on_host else self.hardware.memory
         return (costs.host if on_host else costs.device) / limit if limit is not None else 0.0
 
     def fault(self, costs: Costs) -> tuple[str, str]:
-        """The tier that is too small for ``costs``, and in words by how much; empty where all fits."""
+        """Return the tier that is too small for ``costs``, and in words by how much; empty where all fits."""
         near, device, host = self.cluster.near, self.hardware.memory, host_limit(self.cluster, self.hardware)
         if device is not None and not self.cluster.on_host and costs.device > device:
             return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(device)} are there"

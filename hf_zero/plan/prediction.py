@@ -78,11 +78,11 @@ class Prediction:
         return self.peaks["host" if self.cluster.on_host else "device"]
 
     def by_kind(self) -> dict[str, int]:
-        """Bytes of a rank by kind, over all tiers, at the moment of the main peak."""
+        """Return bytes of a rank by kind, over all tiers, at the moment of the main peak."""
         return {kind: sum(self.main.alive[tier, kind] for tier in TIERS) for kind in KINDS}
 
     def seconds_per_step(self) -> float | None:
-        """Seconds of a step if all overlaps but waiting for other stages; None without operations per second."""
+        """Return seconds of a step if all overlaps but waiting for other stages; None without operations per second."""
         if COMPUTE not in self.seconds:
             return None
         return max(self.seconds[COMPUTE] + self.seconds.get(BUBBLE, 0.0), *(self.seconds.get(name, 0.0) for name in ("node", "network")))
@@ -139,7 +139,7 @@ def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware)
 
 
 def tier_of(storage: Storage, on_host: bool) -> str:
-    """Where a storage lies; the device of a rank on a CPU is the host."""
+    """Return where a storage lies; the device of a rank on a CPU is the host."""
     return "host" if on_host and storage.tier == "device" else storage.tier
 
 
@@ -168,7 +168,7 @@ def _peak(observation: Observation, tier: str, on_host: bool) -> Peak:
 
 
 def _largest(observation: Observation, tier: str, index: int, on_host: bool) -> tuple[str, ...]:
-    """The largest storages of ``tier`` that are alive after change ``index``, in words."""
+    """Return the largest storages of ``tier`` that are alive after change ``index``, in words."""
     sizes: Counter[Storage] = Counter()
     last = index if index >= 0 else observation.measured - 1
     for change in observation.changes[: last + 1]:

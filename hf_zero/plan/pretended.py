@@ -27,7 +27,7 @@ class _Ordered:
     wait_stream = wait_event = synchronize = record = wait
 
     def query(self) -> bool:
-        """Whether all is over."""
+        """Return whether all is over."""
         return True
 
 
@@ -67,7 +67,7 @@ class Accelerator:
     manual_seed = manual_seed_all = synchronize = empty_cache = set_rng_state = reset_peak_memory_stats = set_device
 
     def get_rng_state(self, *_args: Any) -> torch.Tensor:
-        """Bytes that nobody reads."""
+        """Return bytes that nobody reads."""
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
     def device(self, *_args: Any) -> Any:
@@ -77,7 +77,7 @@ class Accelerator:
     stream = device
 
     def current_stream(self, *_args: Any) -> _Ordered:
-        """The only one."""
+        """Return the only one."""
         return self._stream
 
     default_stream = current_stream
@@ -91,7 +91,7 @@ class Accelerator:
         return self.nbytes, self.nbytes
 
     def memory_allocated(self, *_args: Any) -> int:
-        """The plan's books count."""
+        """Return the plan's books count."""
         return 0
 
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
@@ -101,7 +101,7 @@ _accelerator: Accelerator | None = None
 
 
 def accelerator() -> torch.device:
-    """The pretended accelerator, made known to torch for the rest of this process.
+    """Return the pretended accelerator, made known to torch for the rest of this process.
 
     Raises:
         UnsupportedError: This torch has no devices written in Python, or another device has taken the place.

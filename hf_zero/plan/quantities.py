@@ -11,7 +11,7 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)bit(?:/s)?")
 
 
 def bytes_per_second_of(text: str, flag: str) -> float:
-    """Bytes per second of ``400Gbit``.
+    """Return bytes per second of ``400Gbit``.
 
     Args:
         text: As the user wrote it.

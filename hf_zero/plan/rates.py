@@ -73,11 +73,11 @@ class Rates:
     on_host: bool
 
     def __getitem__(self, name: str) -> float:
-        """The value of one rate."""
+        """Return the value of one rate."""
         return self.table[name].value
 
     def seconds(self, costs: Costs) -> float:
-        """Seconds of an optimizer step.
+        """Return seconds of an optimizer step.
 
         [Note: roofline] On a device computing, sending and copying overlap in the micro-steps, so the longest of them counts; in the
         update too, but not the one with the other. What is waited for before anything else is computed (the sums of tensor parallelism,
@@ -92,7 +92,7 @@ class Rates:
         return sum(alone) + sum(max(part) + 0.01 * (sum(part) - max(part)) for part in together)
 
     def _part(self, part: Part) -> tuple[float, ...]:
-        """Seconds of what overlaps."""
+        """Return seconds of what overlaps."""
         compute = part.flops / (self["tflops"] * 1e12) + part.read / self["memory"]
         launches, sending = part.operations * self["operation"], self._sending(part.calls, part.node, part.network)
         if self.on_host:
@@ -106,7 +106,7 @@ class Rates:
         return calls * self["latency"] + node / self["node-link"] + network / self["link"]
 
     def _away(self, costs: Costs) -> tuple[float, ...]:
-        """The update of what rests on the host or in files: each byte is read and written once."""
+        """Return the update of what rests on the host or in files: each byte is read and written once."""
         near = self.ranks_per_node
         return (
             2 * (costs.on_host + costs.on_disk * (not self.on_host)) * near / self["host-memory"],

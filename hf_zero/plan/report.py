@@ -15,7 +15,7 @@ _POINTS = 4000  # of the picture
 
 
 def text_of(prediction: Prediction) -> str:
-    """The tables, in plain text."""
+    """Return the tables, in plain text."""
     from rich.console import Console
     from rich.text import Text
 

@@ -63,7 +63,7 @@ class Traffic:
     calls_alone: float = 0.0
 
     def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
-        """The sum."""
+        """Return the sum."""
         mine, theirs = astuple(self), astuple(other)
         return Traffic(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
@@ -133,12 +133,12 @@ class Observation:
         return (len(self.pipeline.ranks) - 1) / self.parts if self.pipeline is not None else 0.0
 
     def per_step(self) -> MicroStep:
-        """Bytes and operations of one optimizer step."""
+        """Return bytes and operations of one optimizer step."""
         together = self.accumulated()
         return MicroStep(together.sent.plus(self.update.sent), together.work.plus(self.update.work))
 
     def accumulated(self) -> MicroStep:
-        """Bytes and operations of all micro-steps of one optimizer step."""
+        """Return bytes and operations of all micro-steps of one optimizer step."""
         sent, work = Traffic(), Work()
         for index, one in enumerate(self.micro_steps):
             times = self.accumulation - 2 if index == 1 and len(self.micro_steps) == _MOST_MICRO_STEPS else 1
@@ -371,7 +371,7 @@ class _Run:
 
 
 def _share_of_network(network: Collectives, ranks_per_node: int, direct: bool) -> float:
-    """Which part of what a rank sends leaves its node.
+    """Return which part of what a rank sends leaves its node.
 
     Where each rank sends to each peer directly: the peers elsewhere. In a ring, whose bytes nccl's other ways equal: one hop of those that
     pass through a node.

@@ -156,7 +156,7 @@ class Search:
             waiting[layout] = waiting.pop(layout)
 
     def _telling(self, layout: Layout) -> Candidate:
-        """The candidate of a layout that tells of all: it all sends and computes what stage 1 with the fewest micro-steps does."""
+        """Return the candidate of a layout that tells of all: it all sends and computes what stage 1 with the fewest micro-steps does."""
         return self.planner.space.candidate(Family(layout, 1, Tier(), False), self.planner.space.micro_batches(layout)[-1])
 
     def _learn(self, layout: Layout) -> bool:
@@ -169,7 +169,7 @@ class Search:
         return True
 
     def _is_late(self, layout: Layout) -> bool:
-        """Whether nothing more of ``layout`` is among the best."""
+        """Return whether nothing more of ``layout`` is among the best."""
         reached, first = self._reached(), Family(layout, 1, Tier(), False)
         if reached == float("inf"):
             return False
@@ -190,7 +190,7 @@ class Search:
                 self._try(candidate)
 
     def _reached(self) -> float:
-        """Seconds of the slowest of the best so far; infinite while they are too few."""
+        """Return seconds of the slowest of the best so far; infinite while they are too few."""
         reached = sorted(one.seconds for one in self._fitting)[:SHOWN]
         return reached[-1] if len(reached) == SHOWN else float("inf")
 
@@ -198,7 +198,7 @@ class Search:
         return f"and {SHOWN} that fit take at most {reached:.4g} s"
 
     def _is_slow(self, family: Family) -> bool:
-        """Whether ``family`` is slower than the best for what it has in common with others."""
+        """Return whether ``family`` is slower than the best for what it has in common with others."""
         least, reached = self.bounds.seconds(family), self._reached()
         if least > reached:
             self._drop(
@@ -237,7 +237,7 @@ class Search:
             self._keep(found, left)
 
     def _halve(self, family: Family, sizes: list[int]) -> Fitting | None:
-        """The largest size that fits: that of a step without accumulation is tried, the smallest, then those between."""
+        """Return the largest size that fits: that of a step without accumulation is tried, the smallest, then those between."""
         if sizes and self.planner.space.candidate(family, sizes[-1]).accumulation == 1:
             alone = self._try(self.planner.space.candidate(family, sizes[-1]))
             if alone is not None:
@@ -299,7 +299,7 @@ class Search:
     # -- the best ---------------------------------------------------------------------------------------------------------
 
     def _best(self) -> list[Fitting]:
-        """The fastest, each planned whole; where that says it does not fit after all, smaller sizes take its place."""
+        """Return the fastest, each planned whole; where that says it does not fit after all, smaller sizes take its place."""
         self.planner.told("the best, with all of their blocks", 0.98, 1.0)
         waiting = sorted(self._fitting, key=_order)
         while not all(one.whole for one in waiting[:SHOWN]):
@@ -334,12 +334,12 @@ def _sort(family: Family) -> int:
 
 
 def _is_beside(family: Family, other: Family) -> bool:
-    """Whether the two differ in their stages alone."""
+    """Return whether the two differ in their stages alone."""
     return (family.layout, family.tier, family.recomputes) == (other.layout, other.tier, other.recomputes)
 
 
 def _only_adds(family: Family, other: Family) -> bool:
-    """Whether ``family`` is ``other`` with more that is recomputed or moved."""
+    """Return whether ``family`` is ``other`` with more that is recomputed or moved."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
     return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
 

@@ -69,7 +69,7 @@ def plan_step(
 
 
 def _sign(model: PlannedModel, pipeline: Pipeline, rank: int) -> str:
-    """All that says what a rank of a pipeline computes, holds, sends and receives, but its number."""
+    """Return all that says what a rank of a pipeline computes, holds, sends and receives, but its number."""
     return repr([_sign_of_stage(model, pipeline, stage) for stage in pipeline.placement.stages_of(rank)])
 
 

@@ -16,7 +16,7 @@ _RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.g
 
 
 def places(folder: Path) -> tuple[Path, Path]:
-    """Where the two files go.
+    """Return where the two files go.
 
     Raises:
         ConfigError: One is there already: it may be another run's.

@@ -94,7 +94,7 @@ class FlopsProfiler:
         return params_to_string(params) if as_string else params
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Seconds of the recorded forwards."""
+        """Return seconds of the recorded forwards."""
         seconds = self._recorded().total.seconds
         return duration_to_string(seconds) if as_string else seconds
 

@@ -120,7 +120,7 @@ class RowTotal:
 
     @property
     def exposed(self) -> float:
-        """The part during which nothing was computed."""
+        """Return the part during which nothing was computed."""
         return self.total - self.hidden
 
 
@@ -152,7 +152,7 @@ class Overlap:
 
 
 def overlap_of(recording: Recording) -> Overlap:
-    """The rows of a recording, between its first and last phase of hf_zero."""
+    """Return the rows of a recording, between its first and last phase of hf_zero."""
     events = recording.events
     ours = _outside_waits([event for event in events if event.name.startswith(OURS) and event.kind != "gpu_user_annotation"])
     on_device = any(event.kind == "kernel" for event in events)
@@ -195,7 +195,7 @@ def _waits(ours: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _row_of(label: str) -> str:
-    """The row of a collective by its label, ``all_gather (layers.3)``; waits for the host are its updates'."""
+    """Return the row of a collective by its label, ``all_gather (layers.3)``; waits for the host are its updates'."""
     return _OF_OPERATION.get(label.partition(" ")[0], "host updates")
 
 
@@ -248,7 +248,7 @@ def _host_compute(events: Iterable[Event], busy: list[Interval], block: Callable
 
 
 def _blocks(ours: Iterable[Event]) -> Callable[[float], str]:
-    """Which block the host was at, by time: from where it was entered to where it was left, or the next one was entered."""
+    """Return which block the host was at, by time: from where it was entered to where it was left, or the next one was entered."""
     moments: list[tuple[float, str]] = []
     stack: list[str] = []
     for event in ours:
@@ -283,7 +283,7 @@ class _Timeline:
         self._names = [name for _, name in moments]
 
     def at(self, time: float) -> str:
-        """The name that holds at ``time``; "" before the first."""
+        """Return the name that holds at ``time``; "" before the first."""
         index = bisect_right(self._times, time)
         return self._names[index - 1] if index else ""
 

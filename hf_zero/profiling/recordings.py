@@ -65,7 +65,7 @@ class Recording:
 
 
 def read_recordings(folder: Path) -> list[Recording]:
-    """The recordings of a folder by rank, on one clock.
+    """Return the recordings of a folder by rank, on one clock.
 
     Args:
         folder: Holds ``*.json`` and ``*.json.gz`` files.

@@ -38,7 +38,7 @@ def macs_to_string(macs: float, units: str | None = None, precision: int = 2) ->
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Numbers of parameters, for example ``124.44 M`` or ``1.56 B``."""
+    """Return numbers of parameters, for example ``124.44 M`` or ``1.56 B``."""
     return number_to_string(params_num, units.replace("B", "G") if units else None, precision).replace("G", "B").strip()
 
 
@@ -48,7 +48,7 @@ def duration_to_string(duration: float, units: str | None = None, precision: int
 
 
 def _prefix(units: str | None, name: str) -> str | None:
-    """The prefix of a unit written in full ("GFLOPS", "ms")."""
+    """Return the prefix of a unit written in full ("GFLOPS", "ms")."""
     return units[: -len(name)] if units and units.upper().endswith(name) else units
 
 
@@ -88,7 +88,7 @@ def write_report(text: str, output_file: str | None) -> None:
 
 
 def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, options: ReportOptions) -> str:
-    """The whole report.
+    """Return the whole report.
 
     Args:
         title: What was profiled.

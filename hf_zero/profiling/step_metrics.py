@@ -45,7 +45,7 @@ _OTHERS = re.compile(r"laptop|max-q|\bmig\b|4090 d\b|\bti\b|\bgrid\b|-\d+[abcq]\
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """The peak of a device in 10^12 dense bf16 operations per second, from ``PEAK_TFLOPS``; None where it is not known.
+    """Return the peak of a device in 10^12 dense bf16 operations per second, from ``PEAK_TFLOPS``; None where it is not known.
 
     Args:
         device_name: As ``torch.cuda.get_device_name`` gives it, such as "NVIDIA H100 80GB HBM3".

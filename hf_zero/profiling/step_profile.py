@@ -79,7 +79,7 @@ class ProfilingClock(Clock):
             profile.seconds[name] = profile.seconds.get(name, 0.0) + self.now() - start
 
     def _trains(self, name: str) -> bool:
-        """Whether the phase belongs to a training step: forwards of an evaluation in between do not."""
+        """Return whether the phase belongs to a training step: forwards of an evaluation in between do not."""
         return name != "forward" or (self.profiler.model.training and torch.is_grad_enabled())
 
     @contextmanager

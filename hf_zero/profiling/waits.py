@@ -77,7 +77,7 @@ class WaitTimes:
             self._passed.append((kind, begin, end))
 
     def take(self, steps: int) -> dict[str, float]:
-        """Seconds of one step by kind, since the last call ``steps`` steps ago."""
+        """Return seconds of one step by kind, since the last call ``steps`` steps ago."""
         taken = {kind: self._seconds[kind] / steps for kind in WAITS}
         for kind, begin, end in self._passed:
             taken[kind] += self._stream.seconds(begin, end)

@@ -41,7 +41,7 @@ class SlicedAttention:
             _sliced[module] = self
 
     def trades(self, module: nn.Module) -> bool:
-        """Whether a forward of ``module``, one of the model's, is over slices.
+        """Return whether a forward of ``module``, one of the model's, is over slices.
 
         Recomputation under activation checkpointing comes after the forward, maybe after an evaluation: training decides then.
         """
@@ -126,7 +126,7 @@ def _own_heads(module: nn.Module, heads: int, own: slice, groups: int) -> Any:
 
 
 def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
-    """An attention function for all models: modules of a sliced model trade, all others get what ``core_of`` names."""
+    """Return an attention function for all models: modules of a sliced model trade, all others get what ``core_of`` names."""
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any

@@ -36,13 +36,13 @@ Batch = dict[str, Any]
 
 
 def is_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether the arguments of a forward hold tokens or positions of a slice that an adapter has given."""
+    """Return whether the arguments of a forward hold tokens or positions of a slice that an adapter has given."""
     given = (*args[:1], *(kwargs.get(name) for name in _MARKED))
     return any(isinstance(value, torch.Tensor) and value in _cut for value in given)
 
 
 def counted_by_adapter(positions: torch.Tensor) -> bool | None:
-    """Whether an adapter has made these positions; False for those of a batch, None for those that come from no adapter."""
+    """Return whether an adapter has made these positions; False for those of a batch, None for those that come from no adapter."""
     found: bool | None = _cut.get(positions)
     return found
 
@@ -145,7 +145,7 @@ class UlyssesSPDataLoaderAdapter:
             end()
 
     def _trade(self, batch: Any) -> tuple[deque[Batch], bool]:
-        """This rank's slices of the batches of all ranks of the group, in rank order, and whether they are the last; collective.
+        """Return this rank's slices of the batches of all ranks of the group, in rank order, and whether they are the last; collective.
 
         There are none once a rank has none (None).
         """
@@ -266,7 +266,7 @@ def _nbytes(layout: list[tuple[str, torch.dtype, list[int]]]) -> int:
 
 
 def _unpack(row: torch.Tensor, layout: list[tuple[str, torch.dtype, list[int]]]) -> Batch:
-    """The tensors of one rank's message, by name."""
+    """Return the tensors of one rank's message, by name."""
     batch, start = {}, 0
     for name, dtype, shape in layout:
         size = torch.Size(shape).numel() * dtype.itemsize

@@ -130,7 +130,7 @@ def heads_for_sequences(
 
 
 def sequences_for_heads(collectives: Collectives, output: torch.Tensor) -> torch.Tensor:
-    """The way back: this rank's slice of the result, with all heads; collective.
+    """Return the way back: this rank's slice of the result, with all heads; collective.
 
     Args:
         collectives: The sequence-parallel group.
@@ -145,7 +145,7 @@ def sequences_for_heads(collectives: Collectives, output: torch.Tensor) -> torch
 
 
 def join_slices(collectives: Collectives, tensor: torch.Tensor, dim: int, what: str) -> torch.Tensor:
-    """The whole of a tensor of which each rank holds a slice along ``dim``, without gradient; collective.
+    """Return the whole of a tensor of which each rank holds a slice along ``dim``, without gradient; collective.
 
     Args:
         collectives: The sequence-parallel group.

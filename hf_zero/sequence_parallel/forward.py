@@ -184,5 +184,5 @@ class SlicedForwards:
 
 
 def is_bound(model: nn.Module, settings: SliceSettings) -> bool:
-    """Whether the forwards of ``model`` are over slices already, as ``settings`` say."""
+    """Return whether the forwards of ``model`` are over slices already, as ``settings`` say."""
     return model in _sliced and _sliced[model].settings is settings

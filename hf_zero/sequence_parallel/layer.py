@@ -102,7 +102,7 @@ def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
 
 
 def _joined(parts: torch.Tensor, dim: int) -> torch.Tensor:
-    """The opposite: ``parts`` (ranks, ...) one behind the other along ``dim``."""
+    """Return the opposite: ``parts`` (ranks, ...) one behind the other along ``dim``."""
     return parts.movedim(0, dim).flatten(dim, dim + 1)
 
 

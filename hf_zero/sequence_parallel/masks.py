@@ -108,6 +108,6 @@ def _require_plain(name: str, arguments: dict[str, Any]) -> None:
 
 
 def modules_of(model: nn.Module) -> list[ModuleType]:
-    """The Python modules that define the classes of ``model`` and its parts."""
+    """Return the Python modules that define the classes of ``model`` and its parts."""
     names = {base.__module__ for part in model.modules() for base in type(part).__mro__}
     return [sys.modules[name] for name in sorted(names) if name in sys.modules and name.split(".")[0] not in ("torch", "builtins")]

@@ -36,7 +36,7 @@ class OwnPositions:
         self._by_mask = any(map(_counts_by_mask, model.modules()))
 
     def of(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
-        """The positions of this rank's slice in the model's own count; collective for models that have one.
+        """Return the positions of this rank's slice in the model's own count; collective for models that have one.
 
         Raises:
             StateError: They were not made by an adapter, and the model would count otherwise.
@@ -76,7 +76,7 @@ class OwnPositions:
 
 
 def _count_of_tokens(module: nn.Module) -> tuple[Callable[[torch.Tensor, int], torch.Tensor], int] | None:
-    """The function with which embeddings of RoBERTa's kin count, and the number of the padding token."""
+    """Return the function with which embeddings of RoBERTa's kin count, and the number of the padding token."""
     padding = getattr(module, "padding_idx", None)
     if not isinstance(padding, int) or isinstance(module, nn.Embedding):
         return None
@@ -85,7 +85,7 @@ def _count_of_tokens(module: nn.Module) -> tuple[Callable[[torch.Tensor, int], t
 
 
 def _counts_by_mask(module: nn.Module) -> bool:
-    """Whether the forward of a decoder with learned positions sums up the attention mask: OPT, BioGpt in some versions."""
+    """Return whether the forward of a decoder with learned positions sums up the attention mask: OPT, BioGpt in some versions."""
     if not isinstance(getattr(module, "embed_positions", None), nn.Module):
         return False
     code = getattr(inspect.unwrap(type(module).forward), "__code__", None)

@@ -22,7 +22,7 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention",
 
 
 def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) -> str:
-    """The attention implementation of a transformers model that can be trained over slices.
+    """Return the attention implementation of a transformers model that can be trained over slices.
 
     Args:
         model: The model, or an adapter around it.
@@ -65,7 +65,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
 
 
 def _inside(model: nn.Module) -> Any:
-    """The model in an adapter, or itself."""
+    """Return the model in an adapter, or itself."""
     inside: Any = getattr(model, "get_base_model", None)
     return model if inside is None else inside()
 

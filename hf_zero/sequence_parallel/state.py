@@ -45,23 +45,23 @@ class SequenceParallel:
         return self.axis.group
 
     def get_sequence_parallel_world_size(self) -> int:
-        """How many they are."""
+        """Return how many they are."""
         return self.axis.world
 
     def get_sequence_parallel_rank(self) -> int:
-        """Which slice is this rank's."""
+        """Return which slice is this rank's."""
         return self.axis.rank
 
     def get_sequence_data_parallel_group(self) -> dist.ProcessGroup:
-        """All groups together: what ZeRO shards over."""
+        """Return all groups together: what ZeRO shards over."""
         return self.topology.group
 
     def get_sequence_data_parallel_world_size(self) -> int:
-        """Number of ranks of all groups."""
+        """Return the number of ranks of all groups."""
         return self.topology.world
 
     def get_sequence_data_parallel_rank(self) -> int:
-        """This rank's place among them."""
+        """Return this rank's place among them."""
         return self.topology.rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
@@ -69,16 +69,16 @@ class SequenceParallel:
         return self.topology.sample_group
 
     def get_data_parallel_world_size(self) -> int:
-        """Number of groups: how many samples are trained on at a time."""
+        """Return the number of groups: how many samples are trained on at a time."""
         return self.topology.replicas
 
     def get_data_parallel_rank(self) -> int:
-        """Which of them is this rank's."""
+        """Return which of them is this rank's."""
         return self.topology.replica
 
 
 def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:
-    """The sequence-parallel groups of an engine; None for none. Collective.
+    """Return the sequence-parallel groups of an engine; None for none. Collective.
 
     Args:
         size: Ranks that share their samples, of a mesh that fits ``mpu``.
@@ -89,7 +89,7 @@ def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:
 
 
 def sequence_groups(mpu: Any) -> SequenceParallel | None:
-    """The sequence-parallel groups of an ``mpu`` object; None where it has none. Collective where the object is another library's.
+    """Return the sequence-parallel groups of an ``mpu`` object; None where it has none. Collective where the object is another library's.
 
     Raises:
         ConfigError: The groups of all ranks are not of one size, or overlap.

@@ -128,7 +128,7 @@ class TiledFusedLogitsLoss:
         compute_params: Sequence[torch.Tensor] | None = None,
         output_reduction: str = "mean",
     ) -> torch.Tensor:
-        """The scalar ``fn(self, x, y)``, or ``fn(self, x, y, mask)`` with a mask, from tiles of all three.
+        """Return the scalar ``fn(self, x, y)``, or ``fn(self, x, y, mask)`` with a mask, from tiles of all three.
 
         Args:
             fn: Gives the loss of a tile, a scalar.
@@ -161,7 +161,7 @@ class TiledLoss:
     def apply(
         loss_fn: Callable[..., torch.Tensor], logits: torch.Tensor, vocab_size: int, shift_labels: torch.Tensor, shards: int
     ) -> torch.Tensor:
-        """The mean of ``loss_fn`` over all labels that count, each tile's weighted with how many it has; 0 where none does.
+        """Return the mean of ``loss_fn`` over all labels that count, each tile's weighted with how many it has; 0 where none does.
 
         Args:
             loss_fn: Called by name with ``logits`` and ``shift_labels`` of a tile, ``vocab_size``, and ``labels`` None; gives the mean over

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def linux_function(name: str, *argument_types: Any) -> Any:
-    """The function ``name``; None on other systems, or where the library has no such function."""
+    """Return the function ``name``; None on other systems, or where the library has no such function."""
     if not sys.platform.startswith("linux"):
         return None
     try:

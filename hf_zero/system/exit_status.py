@@ -82,7 +82,7 @@ class _LastFlushFails:
 
     @property
     def closed(self) -> bool:
-        """Whether the stream itself is: Python does not flush a closed one."""
+        """Return whether the stream itself is: Python does not flush a closed one."""
         return False
 
     def flush(self) -> None:

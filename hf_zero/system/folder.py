@@ -71,7 +71,7 @@ class Folder:
     # -- looking ------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """The names in it, sorted."""
+        """Return the names in it, sorted."""
         with told_of(self.path):
             return sorted(os.listdir(self.descriptor))
 
@@ -89,7 +89,7 @@ class Folder:
             return False
 
     def is_own(self, beside: Folder) -> bool:
-        """Whether this user made it.
+        """Return whether this user made it.
 
         Args:
             beside: The folder that it lies in. Network drives give their files owners of their own; there a file that is made for a moment
@@ -99,7 +99,7 @@ class Folder:
         return owner == os.geteuid() or owner == beside.owner_of_new_files()
 
     def owner_of_new_files(self) -> int:
-        """The number of the user that files of this process get here; -1 where none can be made."""
+        """Return the number of the user that files of this process get here; -1 where none can be made."""
         name = f".owner.{os.getpid()}.{os.urandom(4).hex()}.part"
         try:
             descriptor = self.create(name, 0o600)
@@ -200,7 +200,7 @@ class Folder:
 
 
 def other_spelling(path: Path) -> OSError:
-    """The error about a name that is there with other capitals, on a disk that does not tell them apart."""
+    """Return the error about a name that is there with other capitals, on a disk that does not tell them apart."""
     return OSError(
         errno.EEXIST, "it is there under a name with other capitals, which this disk does not tell apart; move it away", str(path)
     )

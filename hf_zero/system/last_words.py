@@ -105,7 +105,7 @@ class _Hook:
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Whether an error only says that another rank is gone."""
+    """Return whether an error only says that another rank is gone."""
     while error is not None:
         if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
             return True
@@ -114,13 +114,13 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def _has_first() -> bool:
-    """Whether another rank here is the first of those that a launcher has started, which tells for all."""
+    """Return whether another rank here is the first of those that a launcher has started, which tells for all."""
     name, place = os.environ.get(_VARIABLE, ""), os.environ.get("LOCAL_RANK", "0")
     return bool(name) and place != "0" and Path(name).parent.name == place
 
 
 def _is_told_by_first(text: str, seconds: float) -> bool:
-    """Whether what local rank 0 leaves ends with ``text``; waits so long for it."""
+    """Return whether what local rank 0 leaves ends with ``text``; waits so long for it."""
     if not _has_first():
         return False
     deadline = time.monotonic() + seconds

@@ -60,7 +60,7 @@ class _Report:
             print(text, file=sys.stderr, flush=True)
 
     def _text(self) -> str | None:
-        """The report; "" where a rank has printed all that is to be said, None where nothing of ours is known."""
+        """Return the report; "" where a rank has printed all that is to be said, None where nothing of ours is known."""
         name = type(self._error).__name__
         if name == "SignalException":
             return "" if any(kind == INTERRUPTED for kind in self._kinds()) else None

@@ -50,7 +50,7 @@ def hidden_name(name: str) -> str:
 
 
 def is_hidden_name(name: str) -> bool:
-    """Whether ``hidden_name`` gave it."""
+    """Return whether ``hidden_name`` gave it."""
     return _HIDDEN.fullmatch(name) is not None
 
 
@@ -92,7 +92,7 @@ def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
 
 
 def is_abandoned(path: Path, opened: Folder | None = None) -> bool:
-    """Whether nobody makes a file or folder any more: who does is dead, or on another machine and silent for a day.
+    """Return whether nobody makes a file or folder any more: who does is dead, or on another machine and silent for a day.
 
     Not where neither its name nor ``writer.json`` in it says who that is.
 
@@ -114,7 +114,7 @@ def is_abandoned(path: Path, opened: Folder | None = None) -> bool:
 
 
 def _maker(path: Path, opened: Folder | None = None) -> tuple[bool, Process | None]:
-    """Whether something says who makes a file or folder, and who that is where it can be read."""
+    """Return whether something says who makes a file or folder, and who that is where it can be read."""
     found = _HIDDEN.fullmatch(path.name)
     if found is not None:  # first: such a folder may hold half of a ``writer.json``
         return True, Process.of_code(found[2])

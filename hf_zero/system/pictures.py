@@ -11,7 +11,7 @@ from hf_zero.system import own_files
 
 
 def is_page(path: Path) -> bool:
-    """Whether the ending of ``path`` asks for a page to open in a browser, which needs no matplotlib."""
+    """Return whether the ending of ``path`` asks for a page to open in a browser, which needs no matplotlib."""
     return path.suffix.lower() in (".html", ".htm")
 
 
@@ -45,7 +45,7 @@ def require_folder(path: Path, flag: str) -> None:
 
 
 def canvas(rows: int, size: tuple[float, float], flag: str, **layout: Any) -> tuple[Any, Any]:
-    """An empty figure, and its axes (rows, 1); nothing of it is shown on a screen.
+    """Return an empty figure, and its axes (rows, 1); nothing of it is shown on a screen.
 
     Args:
         rows: Panels below each other.

@@ -27,7 +27,7 @@ _heard: Counter[str] = Counter()
 
 
 def planning() -> bool:
-    """Whether it does."""
+    """Return whether it does."""
     return _depth > 0
 
 
@@ -103,5 +103,5 @@ def placed(tier: str) -> Iterator[None]:
 
 
 def place() -> str:
-    """The tier that ``placed`` names now; "" where none does."""
+    """Return the tier that ``placed`` names now; "" where none does."""
     return _place

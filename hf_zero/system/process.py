@@ -31,7 +31,7 @@ class Process:
 
     @staticmethod
     def own() -> Process:
-        """This process."""
+        """Return this process."""
         return Process(_place(), os.getpid(), _started(os.getpid()))
 
     def as_json(self) -> dict[str, Any]:
@@ -63,7 +63,7 @@ class Process:
         return Process.of_json({**data, "started": "" if started == "x" else started})
 
     def is_alive(self) -> bool | None:
-        """Whether it runs; None when that cannot be told from here."""
+        """Return whether it runs; None when that cannot be told from here."""
         if self.place != _place():
             return None
         try:

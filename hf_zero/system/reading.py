@@ -60,7 +60,7 @@ def shown(data: Any) -> str:
 
 
 def parse_json(text: str) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
     Raises:
         ValueError: It is no JSON: among others a key that comes twice (readers differ in which they take), ``NaN`` and ``Infinity``;
@@ -107,7 +107,7 @@ def _finite(text: str) -> float:
 
 
 def read_json(path: Path, error: Callable[[str], HfZeroError], limit_bytes: int = LIMIT_BYTES) -> Any:
-    """The value of a JSON file; see ``reading``, ``parse_json`` and ``text_file.read_bytes``."""
+    """Return the value of a JSON file; see ``reading``, ``parse_json`` and ``text_file.read_bytes``."""
     with reading(path, error):
         return parse_json(read_text(path, limit_bytes))
 

@@ -65,7 +65,7 @@ _said_deaf = False
 
 
 def heard() -> int:
-    """Number of the signal that this process has heard; 0 when there was none."""
+    """Return the number of the signal that this process has heard; 0 when there was none."""
     return _noted.number
 
 

@@ -11,7 +11,7 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgt])(i?))?b)?\s*", re.IGNORE
 
 
 def bytes_of(size: int | str, name: str, bare: bool = False) -> int:
-    """Bytes of ``80GiB`` (powers of 1024) or ``80GB`` (powers of 1000), upper and lower case alike.
+    """Return bytes of ``80GiB`` (powers of 1024) or ``80GB`` (powers of 1000), upper and lower case alike.
 
     Args:
         size: As the user wrote it.

@@ -17,7 +17,7 @@ _COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
 def is_of_the_script(filename: str) -> bool:
-    """Whether ``filename`` belongs neither to Python, nor to an installed library or its commands, nor to this package."""
+    """Return whether ``filename`` belongs neither to Python, nor to an installed library or its commands, nor to this package."""
     if filename.startswith(_NOT_THE_SCRIPT) or f"{os.sep}site-packages{os.sep}" in filename:
         return False
     return filename.endswith(".py") or os.path.realpath(os.path.dirname(filename)) != _COMMANDS
@@ -44,17 +44,17 @@ def moment(frame: FrameType) -> tuple[tuple[int, int], ...]:
 
 
 def values_of(frame: FrameType) -> dict[str, Any]:
-    """The variables of ``frame``, by name."""
+    """Return the variables of ``frame``, by name."""
     return dict(frame.f_locals)
 
 
 def line_of(frame: FrameType) -> str:
-    """The text of the line at which ``frame`` is; "" where its file cannot be read."""
+    """Return the text of the line at which ``frame`` is; "" where its file cannot be read."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 
 def place(frame: FrameType) -> str:
-    """Where a thread is: its innermost line, and the script's where that is another; ``train/data.py:12 in read``."""
+    """Return where a thread is: its innermost line, and the script's where that is another; ``train/data.py:12 in read``."""
     own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
     if own is None or own is frame:
         return _words(frame)

@@ -29,7 +29,7 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 
 def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = False, within: int | None = None) -> bytes:
-    """The content of a regular file; see [Note: bounded reading].
+    """Return the content of a regular file; see [Note: bounded reading].
 
     Args:
         path: The file; links are followed.
@@ -94,7 +94,7 @@ def limit_beside(path: Path) -> int:
 
 
 def _written_bytes(path: Path) -> int:
-    """Bytes of a regular file without its holes, as far as the file system tells; 0 of everything else."""
+    """Return bytes of a regular file without its holes, as far as the file system tells; 0 of everything else."""
     try:
         with opened(path) as descriptor:
             found = os.fstat(descriptor)
@@ -105,7 +105,7 @@ def _written_bytes(path: Path) -> int:
 
 
 def _first_hole(descriptor: int, end: int) -> int:
-    """Where the first hole of a file begins; its end where there is none, or the file system knows of none."""
+    """Return where the first hole of a file begins; its end where there is none, or the file system knows of none."""
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -115,7 +115,7 @@ def _first_hole(descriptor: int, end: int) -> int:
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int = SMALL_BYTES, within: int | None = None) -> str:
-    """The text of a regular UTF-8 file; arguments and errors as in ``read_bytes``."""
+    """Return the text of a regular UTF-8 file; arguments and errors as in ``read_bytes``."""
     return read_bytes(path, limit_bytes, within=within).decode("utf-8")
 
 
@@ -129,7 +129,7 @@ def read_first_line(path: Path) -> str:
 
 
 def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = LIMIT_BYTES, pipe: bool = True) -> str:
-    """The text of a UTF-8 file that the user names; a byte order mark at its beginning is dropped.
+    """Return the text of a UTF-8 file that the user names; a byte order mark at its beginning is dropped.
 
     Args:
         path: The file.
@@ -160,7 +160,7 @@ _LEVELS = 64
 
 
 def read_yaml(text: str) -> Any:
-    """The value of a YAML text.
+    """Return the value of a YAML text.
 
     Aliases (``*name``) are refused: nine lines of them stand for billions of values. So are lists inside lists without end.
 
@@ -189,7 +189,7 @@ def _plain_loader() -> Any:
         depth = 0
 
         def compose_node(self, parent: Any, index: Any) -> Any:
-            """The next node."""
+            """Return the next node."""
             if self.check_event(yaml.AliasEvent):
                 mark = self.peek_event().start_mark
                 raise yaml.composer.ComposerError(None, None, "it has an alias (*name): write the value in its place", mark)

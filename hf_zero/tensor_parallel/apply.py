@@ -22,7 +22,7 @@ _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
 def plan_of(model: nn.Module) -> TpPlan | None:
-    """The plan that ``model`` was split with; None for a whole model."""
+    """Return the plan that ``model`` was split with; None for a whole model."""
     found = getattr(model, _PLAN, None)
     return found if isinstance(found, TpPlan) else None
 

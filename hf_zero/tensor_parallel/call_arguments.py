@@ -23,7 +23,7 @@ def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Names of the positional arguments of ``module.forward``."""
+    """Return names of the positional arguments of ``module.forward``."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         signature = inspect.signature(module.forward)

@@ -47,15 +47,15 @@ class LocalShapes:
     shares: dict[SymbolicDim, int]
 
     def of(self, value: Value) -> tuple[int, ...]:
-        """The shape of ``value`` here."""
+        """Return the shape of ``value`` here."""
         return self._divided(value) if self.solution.states.get(value) == SPLIT else value.shape
 
     def all_of(self, call: FunctionCall) -> list[tuple[int, ...]]:
-        """The shapes of the results of ``call``."""
+        """Return the shapes of the results of ``call``."""
         return [self.of(value) for value in values_of(call)]
 
     def match(self, result: Any, call: FunctionCall) -> bool:
-        """Whether ``result`` is one that ``call`` may have here."""
+        """Return whether ``result`` is one that ``call`` may have here."""
         tensors, values = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)], values_of(call)
         if len(tensors) != len(values):
             return False
@@ -66,7 +66,7 @@ class LocalShapes:
         return torch.empty(self.of(value), dtype=torch.float32 if value.floating else torch.long, device="meta")
 
     def split_dims(self, call: FunctionCall) -> set[SymbolicDim]:
-        """The split dimensions that the results of ``call`` have."""
+        """Return the split dimensions that the results of ``call`` have."""
         return {leaf for value in values_of(call) for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
 
     def _divided(self, value: Value) -> tuple[int, ...]:
@@ -77,7 +77,7 @@ class LocalShapes:
 
 
 def values_of(call: FunctionCall) -> list[Value]:
-    """The tensors that ``call`` results in."""
+    """Return the tensors that ``call`` results in."""
     return [leaf for leaf in tree_flatten(call.result)[0] if isinstance(leaf, Value)]
 
 
@@ -170,7 +170,7 @@ class _Comparison(TorchFunctionMode):
 
     @property
     def place(self) -> str:
-        """The module whose code runs."""
+        """Return the module whose code runs."""
         return self.stack[-1]
 
     def fail(self, dims: set[SymbolicDim], reason: str) -> None:

@@ -28,12 +28,12 @@ class ModelGroup:
 
     @property
     def rank(self) -> int:
-        """This rank's place."""
+        """Return this rank's place."""
         return self.collectives.rank
 
     @property
     def world(self) -> int:
-        """How many ranks."""
+        """Return how many ranks."""
         return self.collectives.world
 
     @property
@@ -42,7 +42,7 @@ class ModelGroup:
         return self.collectives.topology.ranks
 
     def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """The sum over ranks, a new tensor of the same shape."""
+        """Return the sum over ranks, a new tensor of the same shape."""
         total = tensor.contiguous().clone()
         self.collectives.all_reduce(total, label).wait()
         return total
@@ -72,7 +72,7 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Indices on one rank."""
+        """Return indices on one rank."""
         return sum(stop - start for start, stop in self.ranges[0])
 
     @property
@@ -89,7 +89,7 @@ class Part:
         return self._indices[device]
 
     def holders(self, rank: int, device: torch.device) -> torch.Tensor | None:
-        """How many ranks hold each of the indices of ``rank``; None where all are held once."""
+        """Return how many ranks hold each of the indices of ``rank``; None where all are held once."""
         if sum(stop - start for part in self.ranges for start, stop in part) <= self.full:
             return None
         counts = torch.zeros(self.full, dtype=torch.long, device=device)
@@ -98,14 +98,14 @@ class Part:
         return counts[self.indices(device)[rank]]
 
     def take(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """The part of ``tensor`` that ``rank`` holds."""
+        """Return the part of ``tensor`` that ``rank`` holds."""
         if len(self.ranges[rank]) == 1:
             start, stop = self.ranges[rank][0]
             return tensor.narrow(self.dim, start, stop - start)
         return tensor.index_select(self.dim, self.indices(tensor.device)[rank])
 
     def join(self, parts: torch.Tensor) -> torch.Tensor:
-        """The whole of stacked parts (ranks, ...)."""
+        """Return the whole of stacked parts (ranks, ...)."""
         if self.in_order:
             return torch.cat(list(parts), dim=self.dim)
         shape = list(parts.shape[1:])
@@ -177,12 +177,12 @@ class _Take(torch.autograd.Function):
 
 
 def copy(tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
-    """The tensor itself; its gradient, a summand on each rank, is added up."""
+    """Return the tensor itself; its gradient, a summand on each rank, is added up."""
     return _Copy.apply(tensor, group, label) if tensor.requires_grad else tensor
 
 
 def reduce(tensor: torch.Tensor, group: ModelGroup, label: str, both: bool = False) -> torch.Tensor:
-    """The sum over ranks; its gradient is whole and passes, or is partial and is added up (``both``)."""
+    """Return the sum over ranks; its gradient is whole and passes, or is partial and is added up (``both``)."""
     return _Reduce.apply(tensor, group, label, both)
 
 
@@ -192,5 +192,5 @@ def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both
 
 
 def take(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool = False) -> torch.Tensor:
-    """This rank's part; the gradient is joined from all parts, or stays a summand that is zero elsewhere (``partial``)."""
+    """Return this rank's part; the gradient is joined from all parts, or stays a summand that is zero elsewhere (``partial``)."""
     return _Take.apply(tensor, group, part, label, partial)

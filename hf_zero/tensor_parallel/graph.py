@@ -79,7 +79,7 @@ class Op:
 
     @property
     def place(self) -> str:
-        """The module whose code runs it."""
+        """Return the module whose code runs it."""
         return self.stack[-1].path if self.stack else ""
 
 
@@ -114,5 +114,5 @@ class Graph:
     values: bool = False
 
     def ops(self) -> list[Op]:
-        """The operations, in order."""
+        """Return the operations, in order."""
         return [event for event in self.events if isinstance(event, Op)]

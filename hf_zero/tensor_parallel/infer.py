@@ -137,7 +137,7 @@ def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:
 
 
 def _made_inside(makers: Mapping[Value, Op], value: Value, home: str) -> bool:
-    """Whether all that ``value`` is computed from comes out of products of module ``home`` and its layers, element-wise."""
+    """Return whether all that ``value`` is computed from comes out of products of module ``home`` and its layers, element-wise."""
     waiting, seen = [value], set()
     while waiting:
         value = waiting.pop()

@@ -54,7 +54,7 @@ class VocabularyLogits(torch.Tensor):
         """Everything is set in ``__new__``."""
 
     def whole(self) -> torch.Tensor:
-        """The logits of the whole vocabulary, gathered once; collective over the group."""
+        """Return the logits of the whole vocabulary, gathered once; collective over the group."""
         if self._whole is None:
             self._whole = functions.gather(self.local, self.group, self.part, self.label)
         return self._whole
@@ -117,7 +117,7 @@ def _attribute(name: str, descriptor: Any, func: Any, args: Any) -> Any:
 
 
 def _on_part(name: str, func: Any, logits: VocabularyLogits, rest: Any, kwargs: dict[str, Any]) -> Any:
-    """The result where the parts can be worked on one by one; None where all are needed."""
+    """Return the result where the parts can be worked on one by one; None where all are needed."""
     if name == "cross_entropy":
         return _loss(logits, *rest, **kwargs)
     if name in _POINTWISE and not any(isinstance(item, torch.Tensor) and item.dim() for item in (*rest, *kwargs.values())):
@@ -132,7 +132,7 @@ def _on_part(name: str, func: Any, logits: VocabularyLogits, rest: Any, kwargs: 
 
 
 def _leaves_last(index: Any, ndim: int) -> bool:
-    """Whether ``tensor[index]`` of ``ndim`` dimensions takes nothing out of the last one."""
+    """Return whether ``tensor[index]`` of ``ndim`` dimensions takes nothing out of the last one."""
     places = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(place, (list, bool)) for place in places):
         return False

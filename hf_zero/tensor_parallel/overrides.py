@@ -121,7 +121,7 @@ class Overrides:
 
 
 def overrides_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | None, module: nn.Module) -> Overrides:
-    """The overrides in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
+    """Return the overrides in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
     linear = [path for path, child in module.named_modules() if is_linear(type(child))]
     if isinstance(base, Mapping):
         return _from_patterns(base, linear)

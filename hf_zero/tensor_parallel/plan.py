@@ -164,7 +164,7 @@ class TpPlan:
         yield from grouped
 
     def split_share(self, linear: Mapping[str, int]) -> float:
-        """The share of linear weights that is divided; ``linear`` has the elements of each linear layer by path."""
+        """Return the share of linear weights that is divided; ``linear`` has the elements of each linear layer by path."""
         total = sum(linear.values())
         split = sum(numel for path, numel in linear.items() if path in self.modules and self.modules[path].split != WHOLE)
         return split / total if total else 0.0
@@ -189,7 +189,7 @@ def _digest(modules: Mapping[str, Any]) -> str:
 
 
 def ranges_of(indices: list[int]) -> list[tuple[int, int]]:
-    """Indices in order as half-open ranges."""
+    """Return indices in order as half-open ranges."""
     found: list[tuple[int, int]] = []
     for index in indices:
         if found and found[-1][1] == index:

@@ -30,7 +30,7 @@ from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices, leaves
 
 
 def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) -> TpPlan:
-    """The plan for ``model`` that follows from ``findings``."""
+    """Return the plan for ``model`` that follows from ``findings``."""
     writer = _Writer(findings, model, ranks)
     plan = TpPlan(ranks, source)
     writer.together(plan)
@@ -79,7 +79,7 @@ class _Writer:
         self.names = {id(param): name for name, param in model.named_parameters()}
 
     def divide(self, dims: Sequence[SymbolicDim]) -> tuple[int, Ranges] | None:
-        """Which of ``dims`` is split, and each rank's ranges of it."""
+        """Return which of ``dims`` is split, and each rank's ranges of it."""
         for axis, dim in enumerate(dims):
             if any(leaf in self.solution.parts for leaf in leaves(dim)):
                 return axis, [ranges_of(indices(dim, self.solution.shares(rank))) for rank in range(self.ranks)]

@@ -158,7 +158,7 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
 
 
 def _shares_heads(findings: Findings) -> bool:
-    """Whether some attention has another number of query heads to each key head on a rank than in the whole model."""
+    """Return whether some attention has another number of query heads to each key head on a rank than in the whole model."""
     for op in findings.graph.ops():
         if op.name == "scaled_dot_product_attention" and all(len(value.dims) > 3 for value in op.inputs[:2]):
             query, key = (value.dims[-3] for value in op.inputs[:2])

@@ -32,7 +32,7 @@ def fresh(shape: Shape) -> tuple[SymbolicDim, ...]:
 
 
 def values_of(args: Any) -> list[Value]:
-    """All values in nested arguments, in order."""
+    """Return all values in nested arguments, in order."""
     if isinstance(args, Value):
         return [args]
     if isinstance(args, (list, tuple)):
@@ -55,7 +55,7 @@ def axis_of(index: int, ndim: int) -> int:
 
 
 def argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
-    """An argument that may stand at ``position`` or behind ``name``."""
+    """Return an argument that may stand at ``position`` or behind ``name``."""
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 

@@ -34,7 +34,7 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of a parameter, also while ``zero.Init`` keeps it sharded."""
+    """Return the shape of a parameter, also while ``zero.Init`` keeps it sharded."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
@@ -111,7 +111,7 @@ def _first(value: Any) -> Any:
 
 
 def _plain_token(config: Any) -> int:
-    """The first token that the configuration gives no meaning to."""
+    """Return the first token that the configuration gives no meaning to."""
     special = {_first(value) for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))} if config else set()
     return next(token for token in range(len(special) + 1) if token not in special)
 

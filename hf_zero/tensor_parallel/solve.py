@@ -90,7 +90,7 @@ class Solution:
 
     @property
     def split(self) -> set[SymbolicDim]:
-        """The dims that are split."""
+        """Return the dims that are split."""
         return set(self.parts)
 
     def shares(self, rank: int) -> dict[SymbolicDim, tuple[int, int]]:
@@ -104,11 +104,11 @@ class Solution:
         return found
 
     def held_by_several(self, dims: set[SymbolicDim]) -> bool:
-        """Whether a tensor with these split dims, and not all of their choices, is the same on several ranks."""
+        """Return whether a tensor with these split dims, and not all of their choices, is the same on several ranks."""
         return any(other not in dims for dim in dims for other, _ in self._choice_of[dim])
 
     def ambiguous(self, dims: Sequence[SymbolicDim]) -> bool:
-        """Whether dimensions hold split dims so that no rank's part is one block: two choices in a product or in two dimensions."""
+        """Return whether dimensions hold split dims so that no rank's part is one block: two choices in a product or in two dimensions."""
         found = [{leaf for leaf in leaves(dim) if leaf in self.parts} for dim in dims]
         holders = [split for split in found if split]
         if len(holders) > 1:
@@ -118,7 +118,7 @@ class Solution:
         return any(self._in_products(dim) > 1 for dim in dims)
 
     def _in_products(self, dim: SymbolicDim) -> int:
-        """The most choices that meet in one product inside ``dim``."""
+        """Return the most choices that meet in one product inside ``dim``."""
 
         def walk(dim: SymbolicDim) -> list[frozenset[Choice]]:
             dim = dim.find()
@@ -188,7 +188,7 @@ def _paired(graph: Graph) -> set[SymbolicDim]:
 
 
 def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> bool:
-    """Whether ``choice`` shares a dim with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
+    """Return whether ``choice`` shares a dim with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
 
     Split dims may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions.
     """
@@ -204,7 +204,7 @@ def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> boo
 
 
 def solve(graph: Graph, ranks: int, repeats: bool = False) -> Solution:
-    """The best choice found: starts with all candidates and drops those that turn out impossible.
+    """Return the best choice found: starts with all candidates and drops those that turn out impossible.
 
     Args:
         graph: The trace.
@@ -255,7 +255,7 @@ class _Attempt:
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def split_dims(self, value: Value) -> set[SymbolicDim]:
-        """The split dims in the dimensions of ``value``."""
+        """Return the split dims in the dimensions of ``value``."""
         return {leaf for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
 
     def _conflict(self, dims: set[SymbolicDim], reason: str) -> None:
@@ -433,7 +433,7 @@ class _Attempt:
         self._finish_reductions()
 
     def _made(self, value: Value) -> str:
-        """The state of a value; one that was partial and has been added up is whole for those who read it."""
+        """Return the state of a value; one that was partial and has been added up is whole for those who read it."""
         return self.states.get(value, WHOLE)
 
     def _rest(self, value: Value, full: list[Op]) -> None:
@@ -477,7 +477,7 @@ class _Attempt:
 
 
 def _repeats(attempt: _Attempt, op: Op, value: Value) -> bool:
-    """Whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
+    """Return whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
     repeated = attempt.repeats and op.name == "expand" and value.needs_grad
     return repeated and not attempt.split_dims(value) <= attempt.split_dims(op.inputs[0])
 

@@ -31,12 +31,12 @@ from hf_zero.tensor_parallel.trace import Inputs
 
 
 def is_split(module: nn.Module) -> bool:
-    """Whether ``module`` was divided over ranks."""
+    """Return whether ``module`` was divided over ranks."""
     return plan_of(module) is not None
 
 
 def model_topology(module: nn.Module, requested: int) -> Topology:
-    """The axes of an engine for ``module``: those it is split over already, else ``requested`` adjacent ranks hold it; collective.
+    """Return the axes of an engine for ``module``: those it is split over already, else ``requested`` adjacent ranks hold it; collective.
 
     Args:
         module: The model.

@@ -39,7 +39,7 @@ class SymbolicDim:
         self._link: SymbolicDim | None = None
 
     def find(self) -> SymbolicDim:
-        """The dim that stands for all that are the same as this."""
+        """Return the dim that stands for all that are the same as this."""
         dim = self
         while dim._link is not None:
             dim = dim._link
@@ -88,7 +88,7 @@ def block(dim: SymbolicDim, reason: str) -> None:
 
 
 def factors(dim: SymbolicDim) -> list[SymbolicDim]:
-    """The factors of ``dim``, major first, none of size 1; sums are not opened."""
+    """Return the factors of ``dim``, major first, none of size 1; sums are not opened."""
     dim = dim.find()
     if dim.kind == PRODUCT:
         return [factor for part in dim.parts for factor in factors(part)]
@@ -142,7 +142,7 @@ def split_factor(dim: SymbolicDim, inner: int) -> tuple[SymbolicDim, SymbolicDim
 
 
 def cut(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
-    """The indices ``start`` to ``stop`` of ``dim``; None if they do not fit what it is made of."""
+    """Return the indices ``start`` to ``stop`` of ``dim``; None if they do not fit what it is made of."""
     dim = dim.find()
     if start == 0 and stop == dim.size:
         return dim
@@ -237,7 +237,7 @@ def _unify_sums(first: SymbolicDim, second: SymbolicDim) -> None:
 
 
 def _divided(dim: SymbolicDim, bounds: list[int]) -> list[SymbolicDim] | None:
-    """The segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit what it is made of."""
+    """Return the segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit what it is made of."""
     segments: list[SymbolicDim] = []
     offset = 0
     for part in dim.parts:
@@ -274,7 +274,7 @@ def _unify_mixed(whole: SymbolicDim, segments: SymbolicDim) -> None:
 
 
 def regroup(dims: Sequence[SymbolicDim], sizes: Sequence[int]) -> list[SymbolicDim] | None:
-    """The dimensions of a view of ``dims`` with other ``sizes``; None if the view cuts across dims."""
+    """Return the dimensions of a view of ``dims`` with other ``sizes``; None if the view cuts across dims."""
     stack = [factor for dim in dims for factor in factors(dim)][::-1]
     result: list[SymbolicDim] = []
     for size in sizes:
@@ -301,7 +301,7 @@ def regroup(dims: Sequence[SymbolicDim], sizes: Sequence[int]) -> list[SymbolicD
 
 
 def indices(dim: SymbolicDim, shares: dict[SymbolicDim, tuple[int, int]]) -> list[int]:
-    """The indices of ``dim`` that one rank holds.
+    """Return the indices of ``dim`` that one rank holds.
 
     Args:
         dim: Any dim.
@@ -330,7 +330,7 @@ def indices(dim: SymbolicDim, shares: dict[SymbolicDim, tuple[int, int]]) -> lis
 
 
 def local_size(dim: SymbolicDim, shares: dict[SymbolicDim, int]) -> int:
-    """Number of indices of ``dim`` on one rank, where ``shares`` gives the number of parts of each leaf that is split."""
+    """Return the number of indices of ``dim`` on one rank, where ``shares`` gives the number of parts of each leaf that is split."""
     dim = dim.find()
     if dim.kind is None:
         return dim.size // shares.get(dim, 1)

@@ -55,7 +55,7 @@ class Tracer:
         return value
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """The value of a tensor; one that nobody has made is a constant."""
+        """Return the value of a tensor; one that nobody has made is a constant."""
         found = self._values.get(id(tensor))
         if found is None or found.shape != tuple(tensor.shape):
             found = Value(fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
@@ -152,7 +152,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """The result of an operation where tensors that depend on no parameter have values."""
+    """Return the result of an operation where tensors that depend on no parameter have values."""
     read = [tensor for _, tensor in tensors_in([args, kwargs])]
     shapes_only = any(tensor.device.type == "meta" for tensor in read)
     if name in rules.UNIFORM_NAMES:
@@ -180,7 +180,7 @@ def without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """The result of an operation; made up where it depends on values."""
+    """Return the result of an operation; made up where it depends on values."""
     if name in ("_local_scalar_dense", "is_nonzero", "item"):
         dtype = args[0].dtype
         return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -244,7 +244,7 @@ class _Functions(TorchFunctionMode):
 
 
 def function_name(func: Any) -> str:
-    """Name of a torch function, for comparing two runs."""
+    """Return the name of a torch function, for comparing two runs."""
     return str(getattr(func, "__name__", func))
 
 
@@ -351,12 +351,12 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def have_values(inputs: Inputs) -> bool:
-    """Whether a model is to be run as [Note: values] says."""
+    """Return whether a model is to be run as [Note: values] says."""
     return any(tensor.device.type != "meta" for tensor in inputs.values())
 
 
 def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()) -> Graph:
-    """The graph of ``model(**inputs)``.
+    """Return the graph of ``model(**inputs)``.
 
     Args:
         model: A ``skeleton``.

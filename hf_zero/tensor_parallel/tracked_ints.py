@@ -104,7 +104,7 @@ def track_attributes(model: nn.Module) -> None:
 
 
 def get_attribute(module: nn.Module, name: str) -> int:
-    """The value of an attribute as ``Symbol.name`` spells it."""
+    """Return the value of an attribute as ``Symbol.name`` spells it."""
     holder, name, position = _locate(module, name)
     value = getattr(holder, name)
     return int(value if position is None else value[position])

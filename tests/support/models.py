@@ -259,7 +259,7 @@ CASES: dict[str, ModelCase] = {
 }
 
 
-# Of the vote before each update, 4 each: a digest of all that must be alike, twice, whether gradients were written, a signal, waiting gradients.
+# Of the vote before each update, 4 each: a digest of all that is alike, twice, whether gradients were written, a signal, waiting gradients.
 STEP_VOTE_BYTES = 20
 
 

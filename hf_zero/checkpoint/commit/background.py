@@ -209,7 +209,7 @@ class Background:
 
     @property
     def limited(self) -> bool:
-        """Whether some files may find no room in the copy."""
+        """Return whether some files may find no room in the copy."""
         return self._limit is not None
 
     def finish(self, net: Collectives) -> None:
@@ -285,7 +285,7 @@ class _ToldByRank(CheckpointError):
 
 
 def _room(piece: Piece) -> int:
-    """Bytes that a piece takes in the copy, with the gap behind it."""
+    """Return bytes that a piece takes in the copy, with the gap behind it."""
     return 0 if isinstance(piece, int) else -(-piece.numel() * piece.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 

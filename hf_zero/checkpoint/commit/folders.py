@@ -36,23 +36,23 @@ def check_tag(tag: str) -> str:
 
 
 def staging_folder(save_dir: Path, tag: str, number: str) -> Path:
-    """The hidden folder that save ``number`` of a checkpoint is written into."""
+    """Return the hidden folder that save ``number`` of a checkpoint is written into."""
     return save_dir / f".{tag}.{number}.part"
 
 
 def tag_of_staging(name: str) -> str | None:
-    """The tag of the checkpoint that is written into a hidden folder of that name; None when it is another's folder."""
+    """Return the tag of the checkpoint that is written into a hidden folder of that name; None when it is another's folder."""
     found = _PART.fullmatch(name)
     return found[1] if found is not None else None
 
 
 def previous_folder(save_dir: Path, tag: str) -> Path:
-    """The hidden name of the checkpoint of ``tag`` that is being replaced."""
+    """Return the hidden name of the checkpoint of ``tag`` that is being replaced."""
     return save_dir / f".{tag}.former"
 
 
 def read_latest(load_dir: Path) -> str | None:
-    """The tag that ``latest`` names, or None when there is no such file.
+    """Return the tag that ``latest`` names, or None when there is no such file.
 
     Raises:
         CheckpointError: It cannot be read, or names no folder name.
@@ -69,7 +69,7 @@ def read_latest(load_dir: Path) -> str | None:
 
 
 def find(load_dir: Path, tag: str) -> Path:
-    """The complete folder of ``tag``.
+    """Return the complete folder of ``tag``.
 
     Raises:
         CheckpointError: There is none; names what is missing and the newest complete one.
@@ -103,7 +103,7 @@ def find_latest(load_dir: Path) -> Path | None:
 
 
 def complete_or_previous(load_dir: Path, tag: str) -> Path | None:
-    """The complete folder of ``tag``; the previous one where a save of the same tag was killed between its two renames."""
+    """Return the complete folder of ``tag``; the previous one where a save of the same tag was killed between its two renames."""
     return next((folder for folder in (load_dir / tag, previous_folder(load_dir, tag)) if is_complete(folder)), None)
 
 
@@ -118,17 +118,17 @@ def _problem(load_dir: Path, tag: str) -> str:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a save into ``folder`` reached its end."""
+    """Return whether a save into ``folder`` reached its end."""
     return (folder / INDEX_FILE).is_file() and (folder / MARKER_FILE).is_file()
 
 
 def newest_complete(load_dir: Path) -> Path | None:
-    """The complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else with the most steps."""
+    """Return the complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else with the most steps."""
     return next(iter(complete_ones(load_dir).values()), None)
 
 
 def complete_ones(load_dir: Path) -> dict[tuple[str, str], Path]:
-    """All complete checkpoints in ``load_dir`` by tag and digest, the newest first, those that were replaced behind all others."""
+    """Return all complete checkpoints in ``load_dir`` by tag and digest, the newest first, those that were replaced behind all others."""
     present: list[tuple[str, Path]] = []
     replaced: list[tuple[str, Path]] = []
     for folder in load_dir.iterdir() if load_dir.is_dir() else ():
@@ -147,7 +147,7 @@ def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    """The optimizer steps that were made when a checkpoint was saved, as its index tells, and then when it was finished.
+    """Return the optimizer steps that were made when a checkpoint was saved, as its index tells, and then when it was finished.
 
     A clock may have been set back, or be another machine's; steps only go up.
     """
@@ -163,7 +163,7 @@ def _age(folder: Path) -> tuple[int, int]:
 
 
 def marker_of(folder: Path) -> str:
-    """The digest of the index of a complete checkpoint; empty when it is being removed."""
+    """Return the digest of the index of a complete checkpoint; empty when it is being removed."""
     try:
         return read_first_line(folder / MARKER_FILE)
     except (OSError, ValueError):
@@ -185,7 +185,7 @@ def digest(index: str) -> str:
 
 
 def read_index(folder: Path) -> str:
-    """The text of the index, verified against the marker.
+    """Return the text of the index, verified against the marker.
 
     Raises:
         CheckpointError: They cannot be read or do not agree.
@@ -248,7 +248,7 @@ def _is_whole_trainer_checkpoint(folder: Path) -> bool:
 
 
 def _is_archive(path: Path) -> bool:
-    """Whether a file is whole, as ``torch.save`` writes it."""
+    """Return whether a file is whole, as ``torch.save`` writes it."""
     try:
         with opened_file(path) as file:
             return zipfile.is_zipfile(file)

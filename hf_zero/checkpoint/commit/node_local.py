@@ -44,7 +44,7 @@ class Disks:
 
     @property
     def leads(self) -> bool:
-        """Whether this rank is a leader."""
+        """Return whether this rank is a leader."""
         return self.leaders[self.rank] == self.rank
 
     def only(self, work: Callable[[], object]) -> Callable[[], object]:
@@ -191,7 +191,7 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
 
 
 def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path | None:
-    """The complete checkpoint of ``tag``, or the newest one, that every node has; collective.
+    """Return the complete checkpoint of ``tag``, or the newest one, that every node has; collective.
 
     Returns:
         The folder on this rank's disk; None when no tag is given and no node has anything.

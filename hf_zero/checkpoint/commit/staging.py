@@ -43,17 +43,17 @@ _NOTE = re.compile(r"rank-\d{5,}\.json|failed-\d{5,}")  # of a save in the backg
 
 
 def note_of(rank: int) -> str:
-    """The file by which a rank of a save in the background tells rank 0 what it has written."""
+    """Return the file by which a rank of a save in the background tells rank 0 what it has written."""
     return f"rank-{rank:05d}.json"
 
 
 def failure_of(rank: int) -> str:
-    """The file by which it tells rank 0 that it failed."""
+    """Return the file by which it tells rank 0 that it failed."""
     return f"failed-{rank:05d}"
 
 
 def _is_ours(name: str) -> bool:
-    """Whether a file of a checkpoint, or of a save that is under way, has that name."""
+    """Return whether a file of a checkpoint, or of a save that is under way, has that name."""
     known = name in (INDEX_FILE, MARKER_FILE, own_files.WRITER_FILE) or own_files.is_hidden_name(name)
     return known or any(pattern.fullmatch(name) for pattern in (_SHARD, _OTHER, _NOTE))
 
@@ -173,7 +173,7 @@ def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
 
 
 def leader_of(folder: Path) -> int | None:
-    """The rank that made a hidden folder; None when there is none, or no rank offered it."""
+    """Return the rank that made a hidden folder; None when there is none, or no rank offered it."""
     leader = (own_files.read_writer(folder) or {}).get("leader")
     return leader if isinstance(leader, int) else None
 

@@ -70,7 +70,7 @@ def _copy(path: Path, folder: Path) -> None:
 
 
 def _may_be_copied(path: Path) -> bool:
-    """Whether there is something that is no link to elsewhere; says so where it is one."""
+    """Return whether there is something that is no link to elsewhere; says so where it is one."""
     if not path.exists():
         return False
     if not stays_inside(path):
@@ -82,7 +82,7 @@ def _may_be_copied(path: Path) -> bool:
 
 
 def stays_inside(path: Path) -> bool:
-    """Whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
+    """Return whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
     folder, target = path.parent.resolve(), path.resolve()
     if target.is_relative_to(folder):
         return True

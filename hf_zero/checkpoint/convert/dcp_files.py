@@ -23,7 +23,7 @@ _SUFFIX = ".distcp"
 
 
 def is_dcp(folder: Path) -> bool:
-    """Whether ``folder`` is one of torch.distributed.checkpoint."""
+    """Return whether ``folder`` is one of torch.distributed.checkpoint."""
     return (folder / METADATA).is_file() and any(folder.glob(f"*{_SUFFIX}"))
 
 
@@ -103,7 +103,7 @@ class DcpFolder:
         return found
 
     def object(self, name: str) -> Any:
-        """The value of an item that is no tensor: plain values and tensors; everything else is inert.
+        """Return the value of an item that is no tensor: plain values and tensors; everything else is inert.
 
         Raises:
             CheckpointError: It cannot be read.
@@ -174,7 +174,7 @@ def _ints(numbers: Any) -> tuple[int, ...]:
 
 
 def _stored(name: Any, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]) -> StoredTensor:
-    """The record of a tensor whose chunks add up to it, in files with enough bytes for each.
+    """Return the record of a tensor whose chunks add up to it, in files with enough bytes for each.
 
     Raises:
         ValueError: They do not.

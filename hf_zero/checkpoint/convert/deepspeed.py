@@ -34,7 +34,7 @@ _EXECUTION_KEYS = ("params", "fused", "foreach", "capturable")
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Whether ``folder`` is the folder of one tag of such a checkpoint."""
+    """Return whether ``folder`` is the folder of one tag of such a checkpoint."""
     return any(folder.glob("*_optim_states.pt")) or any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
@@ -169,7 +169,7 @@ class _Reader:
         raise NotImplementedError
 
     def _scaler(self) -> Any:
-        """The state of a dynamic loss scale, under the names of ours; None for a fixed one."""
+        """Return the state of a dynamic loss scale, under the names of ours; None for a fixed one."""
         scaler = self.ranks[0].get("loss_scaler")
         if isinstance(scaler, Inert) and scaler.kind.endswith(".LossScaler"):
             return None
@@ -185,7 +185,7 @@ class _Reader:
         return {"scale": scale, "dynamic": True, "good_steps": good % window, "tolerance": numbers["cur_hysteresis"]}
 
     def trained(self, group: int) -> list[SourceParam]:
-        """The parameters of a group, with master and states."""
+        """Return the parameters of a group, with master and states."""
         found = []
         for name, shape in self.shapes[group].items():
             master, states, numbers = self.arrays(group, name, math.prod(shape))
@@ -211,7 +211,7 @@ class _Reader:
         return master
 
     def _check(self, pieces: Sequence[torch.Tensor], name: str, numel: int, padding: int = 0) -> Elsewhere:
-        """The pieces as one row of ``numel`` elements, behind which at most ``padding`` lie."""
+        """Return the pieces as one row of ``numel`` elements, behind which at most ``padding`` lie."""
         dtypes = {piece.dtype for piece in pieces}
         if len(dtypes) > 1 or not all(dtype.is_floating_point or dtype.itemsize == 1 for dtype in dtypes):
             raise CheckpointError(
@@ -223,7 +223,7 @@ class _Reader:
         return row[:numel]
 
     def _numbers(self, by_rank: Sequence[Mapping[Any, Any]], name: str) -> tuple[list[str], dict[str, Any]]:
-        """Names of the flat states, and the states of one number, which all ranks have alike."""
+        """Return names of the flat states, and the states of one number, which all ranks have alike."""
         flat, numbers = [], {}
         for state in by_rank:
             if state.keys() != by_rank[0].keys():

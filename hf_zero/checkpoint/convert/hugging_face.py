@@ -28,7 +28,7 @@ _INDEX = ".index.json"
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Whether ``folder`` holds a model's weights under Hugging Face's names."""
+    """Return whether ``folder`` holds a model's weights under Hugging Face's names."""
     return any((folder / name).is_file() for name in (_SAFE, _SAFE + _INDEX, _PICKLE, _PICKLE + _INDEX))
 
 
@@ -67,7 +67,7 @@ def _source(folder: Path, files: Mapping[Path, set[str]], read: Callable[[Path],
 
 
 def _files(folder: Path, name: str) -> dict[Path, set[str]]:
-    """The files with the weights, and the tensors that each must hold as an index says."""
+    """Return the files with the weights, and the tensors that each must hold as an index says."""
     index = folder / (name + _INDEX)
     if not index.is_file():
         return {folder / name: set()} if (folder / name).is_file() else {}

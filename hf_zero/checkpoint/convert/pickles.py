@@ -140,7 +140,7 @@ class Names:
         return [(checked_key(key), value) for key, value in self._sequence(pairs)]
 
     def _encoded(self, text: Any = "", encoding: Any = "latin1") -> bytes:
-        """The bytes that older protocols write as text."""
+        """Return the bytes that older protocols write as text."""
         if not isinstance(text, (str, bytes)) or encoding not in _ENCODINGS:
             raise TypeError(f"bytes from a {type(text).__name__}, encoding {str(encoding)[:20]}")
         self.spend(len(text))

@@ -78,7 +78,7 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
 
 
 def _open(wanted: Conversion) -> tuple[bool, Source]:
-    """Whether the source is a checkpoint of ours, and the source."""
+    """Return whether the source is a checkpoint of ours, and the source."""
     folder, trust = wanted.source, wanted.trust_pickle
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")

@@ -50,7 +50,7 @@ class _Streaming(DefaultSavePlanner):
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """The tensor or object of an item."""
+        """Return the tensor or object of an item."""
         found = self._rows.get(write_item.index.fqn)
         if found is None:
             return super().resolve_data(write_item)

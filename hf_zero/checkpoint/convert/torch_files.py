@@ -36,7 +36,7 @@ _STORAGES = {
 
 
 def load_torch_file(path: Path) -> Any:
-    """The contents of a file that ``torch.save`` wrote; tensors are views of the mapped file, and valid while it stays as it is.
+    """Return the contents of a file that ``torch.save`` wrote; tensors are views of the mapped file, and valid while it stays as it is.
 
     Raises:
         CheckpointError: It cannot be read, or is damaged; names the file.
@@ -57,7 +57,7 @@ def load_torch_bytes(data: bytearray, what: str) -> Any:
 
 
 def load_pickle(path: Path) -> Any:
-    """The contents of a file that ``pickle`` wrote, without tensors.
+    """Return the contents of a file that ``pickle`` wrote, without tensors.
 
     Raises:
         CheckpointError: It cannot be read; names the file.
@@ -94,7 +94,7 @@ class _Tensors:
         )
 
     def storage(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """The elements of a storage, (n,); a copy where the file does not align them."""
+        """Return the elements of a storage, (n,); a copy where the file does not align them."""
         data = self._whole[start : start + nbytes]
         if start % dtype.itemsize and nbytes:
             self.names.spend(nbytes)
@@ -172,7 +172,7 @@ def _load_zip(file: BinaryIO, whole: torch.Tensor) -> Any:
 
 
 def _records(file: BinaryIO, whole: torch.Tensor) -> dict[str, _Record]:
-    """The members of an archive by name, each inside the file, stored as it is."""
+    """Return the members of an archive by name, each inside the file, stored as it is."""
     found: dict[str, _Record] = {}
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
@@ -220,7 +220,7 @@ class _Bounded(io.RawIOBase):
         return self._file.readline()
 
     def tell(self) -> int:
-        """The position."""
+        """Return the position."""
         return self._file.tell()
 
     def seek(self, offset: int, whence: int = 0) -> int:

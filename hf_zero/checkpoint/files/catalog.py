@@ -55,12 +55,12 @@ class Located:
 
     @property
     def unit(self) -> UnitRecord | None:
-        """The unit that holds it (the first shard of it); None when no unit does."""
+        """Return the unit that holds it (the first shard of it); None when no unit does."""
         return self.parts[0].unit
 
     @property
     def trained(self) -> bool:
-        """Whether an optimizer updated it."""
+        """Return whether an optimizer updated it."""
         return self.unit is not None and self.unit.kind == MASTER
 
 
@@ -90,11 +90,11 @@ class Catalog:
 
     @property
     def names(self) -> set[str]:
-        """All parameters it holds, under the names they are stored under."""
+        """Return all parameters it holds, under the names they are stored under."""
         return set(self._params)
 
     def canonical(self, name: str) -> str:
-        """The name a parameter is stored under, for any of its names."""
+        """Return the name a parameter is stored under, for any of its names."""
         return name if name in self._params else self.index.aliases.get(name, name)
 
     def find(self, name: str) -> Located | None:

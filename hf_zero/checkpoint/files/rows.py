@@ -33,7 +33,7 @@ class Elsewhere:
     start: int = 0
 
     def numel(self) -> int:
-        """Number of elements."""
+        """Return the number of elements."""
         return self.count
 
     def __getitem__(self, part: slice) -> Elsewhere:
@@ -74,12 +74,12 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the data."""
+        """Return bytes of the data."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def whole(name: str, tensor: torch.Tensor) -> Entry:
-    """The entry of one tensor as it is."""
+    """Return the entry of one tensor as it is."""
     return Entry(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
 

@@ -35,7 +35,7 @@ class Described(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its data."""
+        """Return bytes of its data."""
 
 
 D = TypeVar("D", bound=Described)

@@ -13,12 +13,12 @@ _DIGITS = 8  # of a checksum
 
 
 def digits_of(data: memoryview) -> str:
-    """The checksum of all of ``data``."""
+    """Return the checksum of all of ``data``."""
     return _hex(zlib.crc32(data))
 
 
 def first_damaged(data: memoryview, digits: str) -> int | None:
-    """The first byte of the first chunk of ``data`` that its checksum in ``digits`` does not fit; None when all fit."""
+    """Return the first byte of the first chunk of ``data`` that its checksum in ``digits`` does not fit; None when all fit."""
     found = _joined(crc32_chunks(data, CHUNK_BYTES))
     if found == digits:
         return None
@@ -64,7 +64,7 @@ class Checksum:
         self._value = self._filled = 0
 
     def digits(self) -> str:
-        """The checksums of all chunks, the last one maybe short."""
+        """Return the checksums of all chunks, the last one maybe short."""
         if self._filled:
             self._close()
         return "".join(self._digits)

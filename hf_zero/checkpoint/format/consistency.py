@@ -76,7 +76,7 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
 
 
 def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
-    """The kind of file that ``name`` says; None when no save gives that name."""
+    """Return the kind of file that ``name`` says; None when no save gives that name."""
     values = _VALUES_NAME.fullmatch(name)
     if name == VALUES_FILE or (values and 0 < int(values[1]) < world and name == values_file(int(values[1]))):
         return MODULE  # tensors that values refer to by name

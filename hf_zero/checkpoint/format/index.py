@@ -67,7 +67,7 @@ class Index:
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """The text of ``index.json``."""
+        """Return the text of ``index.json``."""
         return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod

@@ -35,7 +35,7 @@ _STATE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
 def state_kind(state: str) -> str:
-    """The kind of file that holds the optimizer state ``state``.
+    """Return the kind of file that holds the optimizer state ``state``.
 
     Raises:
         CheckpointError: The name cannot be part of a file name.
@@ -46,23 +46,23 @@ def state_kind(state: str) -> str:
 
 
 def average_kind(name: str) -> str:
-    """The kind of file that holds the averages ``name`` of units."""
+    """Return the kind of file that holds the averages ``name`` of units."""
     return f"average.{name}"
 
 
 def average_tensors_kind(name: str) -> str:
-    """The kind of file that holds the rest of the averages ``name``: buffers, parameters without unit, counts."""
+    """Return the kind of file that holds the rest of the averages ``name``: buffers, parameters without unit, counts."""
     return f"average_tensors.{name}"
 
 
 def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_world: int = 1) -> str:
-    """Name of the file with shard ``rank`` of ``world`` of every unit, of one of ``tensor_world`` tensor-parallel ranks."""
+    """Return the name of the file with shard ``rank`` of ``world`` of every unit, of one of ``tensor_world`` tensor-parallel ranks."""
     part = f".tensor-{tensor_rank:05d}-of-{tensor_world:05d}" if tensor_world > 1 else ""
     return f"{kind}-{rank:05d}-of-{world:05d}{part}.safetensors"
 
 
 def values_file(rank: int) -> str:
-    """Name of the file with the tensors of ``rank``'s client state."""
+    """Return the name of the file with the tensors of ``rank``'s client state."""
     return VALUES_FILE if rank == 0 else f"values-{rank:05d}.safetensors"
 
 
@@ -89,7 +89,7 @@ ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DTY
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """The name of ``dtype`` in a file.
+    """Return the name of ``dtype`` in a file.
 
     Raises:
         CheckpointError: safetensors has no such type; names ``what``.

@@ -167,7 +167,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
 
 
 def _kind(value: Any) -> str:
-    """The kind of a value in words; empty for None and for objects, which nothing is said about."""
+    """Return the kind of a value in words; empty for None and for objects, which nothing is said about."""
     if isinstance(value, torch.Tensor):
         return "a number" if value.numel() == 1 else "a tensor"
     kinds: dict[str, Any] = {"a switch": bool, "a number": (int, float), "a text": str, "a list": (list, tuple), "a dict": dict}

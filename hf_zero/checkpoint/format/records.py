@@ -149,7 +149,7 @@ class ParamRecord:
 
     @property
     def tp_shard(self) -> SavedTpShard:
-        """The part of the parameter that the unit holds."""
+        """Return the part of the parameter that the unit holds."""
         return SavedTpShard(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
 
 
@@ -165,7 +165,7 @@ class LooseRecord:
 
     @property
     def tp_shard(self) -> SavedTpShard:
-        """The part of the parameter that the file holds."""
+        """Return the part of the parameter that the file holds."""
         return SavedTpShard(self.shape, self.dim, tuple((pair[0], pair[1]) for pair in self.ranges))
 
 
@@ -193,7 +193,7 @@ class UnitRecord:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one shard."""
+        """Return elements of one shard."""
         return self.padded_numel // self.world
 
     def check(self) -> None:
@@ -295,7 +295,7 @@ class OptimizerRecord:
 
 
 def read_file_record(data: Any, where: str) -> FileRecord:
-    """A ``FileRecord`` of its JSON form.
+    """Return a ``FileRecord`` of its JSON form.
 
     Raises:
         CheckpointError: A key is missing or of another type; names ``where``.

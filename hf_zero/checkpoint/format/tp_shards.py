@@ -45,12 +45,12 @@ class SavedTpShard:
 
     @property
     def numel(self) -> int:
-        """Elements that the rank holds."""
+        """Return elements that the rank holds."""
         return math.prod(self.local_shape)
 
     @property
     def _inner(self) -> int:
-        """Elements per index of ``dim``: those of all later dimensions."""
+        """Return elements per index of ``dim``: those of all later dimensions."""
         return math.prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:

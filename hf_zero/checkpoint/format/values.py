@@ -28,7 +28,7 @@ PICKLE_KEY = "hf_zero.pickle_client_state"
 
 
 def pickled(value: Any, what: str) -> bytes:
-    """The pickle of ``value``.
+    """Return the pickle of ``value``.
 
     Raises:
         CheckpointError: It cannot be pickled; says ``what`` it is.
@@ -40,7 +40,7 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """The value again. Runs what the writer of ``data`` wanted: asked for by the user's configuration alone."""
+    """Return the value again. Runs what the writer of ``data`` wanted: asked for by the user's configuration alone."""
     return pickle.loads(data)
 
 
@@ -70,7 +70,7 @@ class Encoder:
         self._open: set[int] = set()  # containers on the way from the root to here: a cycle shows as one met again
 
     def encode(self, value: Any, path: str) -> Any:
-        """The JSON form of ``value``.
+        """Return the JSON form of ``value``.
 
         Args:
             value: Any nesting of the supported types.
@@ -221,7 +221,7 @@ class Decoder:
         self._may_unpickle = may_unpickle
 
     def decode(self, data: Any) -> Any:
-        """The value of a JSON form.
+        """Return the value of a JSON form.
 
         Raises:
             CheckpointError: An unknown tag, or a tag with wrong contents.

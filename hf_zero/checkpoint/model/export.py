@@ -69,7 +69,7 @@ class HostCopies:
 
 
 def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """A (numel,) tensor in a new file without name, for all of which the disk has room."""
+    """Return a (numel,) tensor in a new file without name, for all of which the disk has room."""
     own_files.make_folders(Path(folder))
     with Folder(Path(folder)) as opened:
         name = own_files.hidden_name("spilled")
@@ -87,7 +87,7 @@ def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.T
 
 
 def _spill_folder(nbytes: int) -> str | None:
-    """The folder for ``nbytes`` of copies, or None for memory."""
+    """Return the folder for ``nbytes`` of copies, or None for memory."""
     asked = os.environ.get(SPILL_VARIABLE)
     if asked:
         return asked
@@ -107,7 +107,7 @@ def _spill_folder(nbytes: int) -> str | None:
 def consolidated_state_dict(
     module: nn.Module, collectives: Collectives, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """The state dict of ``module`` with whole parameters of the training type, on the host; collective.
+    """Return the state dict of ``module`` with whole parameters of the training type, on the host; collective.
 
     At any time one unit is gathered. Every entry has a storage of its own; tied parameters share one tensor. A dict that would
     fill the host's memory is mapped from files, see [Note: copies in a file].
@@ -192,7 +192,7 @@ def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everyw
 
 
 def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None) -> torch.Tensor:
-    """The whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
+    """Return the whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
 
     Args:
         local: This rank's part, or the whole where ``part`` is None.
@@ -244,7 +244,7 @@ def _is_frozen(value: torch.Tensor) -> bool:
 
 
 def safetensors_name(filename: str) -> str:
-    """The file name under which ``filename`` is written: never a pickle, and HF's own name in place of ``pytorch_model.bin``."""
+    """Return the file name under which ``filename`` is written: never a pickle, and HF's own name in place of ``pytorch_model.bin``."""
     stem, _, ending = filename.rpartition(".")
     if ending == "safetensors":
         return filename

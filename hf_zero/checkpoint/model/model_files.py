@@ -32,7 +32,7 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of its values."""
+        """Return bytes of its values."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
@@ -138,7 +138,7 @@ class ModelFiles:
         return f"{self._name}.index.json"
 
     def _previous_files(self) -> set[str]:
-        """The files of the model that has this name now. Others that look like parts of one may be another model's."""
+        """Return the files of the model that has this name now. Others that look like parts of one may be another model's."""
         shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
         try:
             listed = json.loads(read_text(self._index, LIMIT_BYTES, within=self._opened.descriptor))["weight_map"].values()

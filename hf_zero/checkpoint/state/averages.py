@@ -20,13 +20,13 @@ _COUNTS = "(counts)"  # no parameter or buffer is named so
 
 
 def row_entries(averages: AveragedWeights, units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
-    """The average of each unit among ``units``, laid out like its master; copies nothing."""
+    """Return the average of each unit among ``units``, laid out like its master; copies nothing."""
     found = [(unit, row.flat) for unit, row in averages.rows.of(units)]
     return [(unit, Entry(unit.name, flat.dtype, (flat.numel(),), (flat,))) for unit, flat in found]
 
 
 def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iterable[str]) -> dict[str, list[Entry]]:
-    """The file of this rank with whole tensors: counts and parameters that no unit holds on the first rank, and buffers.
+    """Return the file of this rank with whole tensors: counts and parameters that no unit holds on the first rank, and buffers.
 
     Parts of a parameter that tensor parallelism splits are left out: such an average begins anew.
 

@@ -34,7 +34,7 @@ _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 
 
 def flat_states(optimizer: ShardedOptimizer) -> list[str]:
-    """Names of this rank's states that have an element per parameter element, in a fixed order."""
+    """Return names of this rank's states that have an element per parameter element, in a fixed order."""
     numbers = _shaped_numbers(optimizer)
     return sorted({name for segment in optimizer.segments for name in _rows(optimizer, segment, numbers)})
 
@@ -115,13 +115,13 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
 
 
 def _states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
-    """The states of a segment when no update is under way: rows of its length, and single numbers; empty before the first step."""
+    """Return the states of a segment when no update is under way: rows of its length, and single numbers; empty before the first step."""
     optimizer.state_store.settle()
     return segment.state
 
 
 def _rows(optimizer: ShardedOptimizer, segment: OwnedSegment, numbers: Set[str]) -> dict[str, torch.Tensor]:
-    """The states of a segment that have a number per element; ``numbers`` as ``_shaped_numbers`` gives them."""
+    """Return the states of a segment that have a number per element; ``numbers`` as ``_shaped_numbers`` gives them."""
     return {
         name: value
         for name, value in _states(optimizer, segment).items()
@@ -130,7 +130,7 @@ def _rows(optimizer: ShardedOptimizer, segment: OwnedSegment, numbers: Set[str])
 
 
 def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
-    """Names of the states of one number each that are kept with a shape, ``torch.zeros(1)``; local.
+    """Return names of the states of one number each that are kept with a shape, ``torch.zeros(1)``; local.
 
     A segment of one element has rows of that shape too. There longer segments tell, or else the class, which is tried on a small row.
     """
@@ -151,7 +151,7 @@ def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
 
 
 def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupRecord, ...]:
-    """The param groups with the names of their parameters.
+    """Return the param groups with the names of their parameters.
 
     Raises:
         CheckpointError: A group holds a value that cannot be saved.
@@ -314,7 +314,7 @@ class OptimizerPlan(GroupsPlan):
         return SegmentPlan(segment, flat, numbers)
 
     def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
-        """Where a saved state is to be read into, until ``apply``; zeros unless ``whole``: every element will be written."""
+        """Return where a saved state is to be read into, until ``apply``; zeros unless ``whole``: every element will be written."""
         # The present tensor where possible: moments are not held twice.
         present = _states(self.optimizer, segment).get(state)
         fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
@@ -329,7 +329,7 @@ class OptimizerPlan(GroupsPlan):
             self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
     def _found_numbers(self, slot: ParamSlot) -> Any:
-        """The saved single numbers of a parameter; None where there are none."""
+        """Return the saved single numbers of a parameter; None where there are none."""
         found = self._catalog.find(slot.name)
         if found is None or not found.trained or found.unit is None or not self._takeover.takes(slot.name):
             return None

@@ -19,7 +19,7 @@ from hf_zero.system.reading import shown
 
 
 def rank_states(optimizer: ShardedOptimizer) -> dict[str, list[Entry]]:
-    """This rank's vectors by kind of file."""
+    """Return this rank's vectors by kind of file."""
     return {kind: [whole(name, vector) for name, vector in vectors.items()] for kind, vectors in optimizer.rank_states().items()}
 
 
@@ -50,7 +50,7 @@ def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: R
 
 
 def _whole_vectors(catalog: Catalog, reader: RangeReader, file: str) -> dict[str, torch.Tensor]:
-    """All tensors of ``file``, which are vectors."""
+    """Return all tensors of ``file``, which are vectors."""
     tensors = catalog.index.files[file].tensors
     vectors = {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in tensors.items()}
     for name, vector in vectors.items():
@@ -78,7 +78,7 @@ def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list
 
 
 def _server_error(unit: Unit, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> torch.Tensor:
-    """The server error of this rank's part of ``unit``, (part,)."""
+    """Return the server error of this rank's part of ``unit``, (part,)."""
     numel = part_numel(unit.layout.padded_numel, world)
     own = Range(rank * numel, (rank + 1) * numel)
     part = torch.zeros(numel)
@@ -111,6 +111,6 @@ def _server_copies(param: Located, start: int, target: torch.Tensor, catalog: Ca
 
 
 def _has(catalog: Catalog, copy: Copy) -> bool:
-    """Whether the unit was trained when the checkpoint was saved; an error that is not there is zero."""
+    """Return whether the unit was trained when the checkpoint was saved; an error that is not there is zero."""
     file = catalog.index.files.get(copy.file)
     return file is not None and copy.tensor in file.tensors

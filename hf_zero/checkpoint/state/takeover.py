@@ -68,7 +68,7 @@ class Takeover:
         return self._kept(slot.group, len(slot.shape) if self._whole else 1)
 
     def _saved(self, slot: ParamSlot) -> set[str]:
-        """Names of the states that this optimizer could read for a parameter."""
+        """Return names of the states that this optimizer could read for a parameter."""
         whole = self._params.get(self._catalog.canonical(slot.name))
         if whole is not None:
             return set(whole)
@@ -88,7 +88,7 @@ class Takeover:
         )
 
     def takes(self, name: str) -> bool:
-        """Whether the saved states of parameter ``name`` are taken, where there are any."""
+        """Return whether the saved states of parameter ``name`` are taken, where there are any."""
         return name not in self._left
 
     def lacks(self, group: int, names: set[str]) -> set[str]:
@@ -98,7 +98,7 @@ class Takeover:
         return set(kept or ()) - names
 
     def settings(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """The saved hyper-parameters that a present group takes."""
+        """Return the saved hyper-parameters that a present group takes."""
         if not self.foreign:
             return dict(saved)
         # None: an optimizer that sets its rate itself.

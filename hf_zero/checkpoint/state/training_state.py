@@ -156,7 +156,7 @@ class TrainingState:
 
 
 def _beside_replicas(axis: Topology) -> int:
-    """This rank's place among those of ``axis`` and their replicas: the replicas of one shard are side by side."""
+    """Return this rank's place among those of ``axis`` and their replicas: the replicas of one shard are side by side."""
     return axis.rank if axis.replicate is None else axis.rank * axis.replicate.world + axis.replicate.rank
 
 

@@ -153,7 +153,7 @@ class FreeSection(Section):
 
 
 def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
-    """Whether the (typed) value of a switch turns its section on; `passes` are values that leave it off, such as a degree of 1."""
+    """Return whether the (typed) value of a switch turns its section on; `passes` are values that leave it off, such as a degree of 1."""
     return value not in OFF_VALUES and value not in tuple(passes)
 
 
@@ -161,7 +161,7 @@ def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
 
 
 def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
-    """The pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
+    """Return the pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
 
     Among the extras, `secret` marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr. `model` is
     the section that describes the keys of a block that stays a plain dictionary.
@@ -185,7 +185,7 @@ def accepted(default: Any, text: str, why: str, **extra: Any) -> Any:
 
 
 def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
-    """An old spelling. `into` names the key it is translated to."""
+    """Return an old spelling. `into` names the key it is translated to."""
     return _field(default, text, "mapped", f"read as {into}", {"into": into, **extra})
 
 
@@ -205,5 +205,5 @@ def section(default: Any, text: str, **extra: Any) -> Any:
 
 
 def asks(value: Any, default: Any, passes: Iterable[Any] = ()) -> bool:
-    """Whether a value of a refused key asks for something: it is neither the default, nor empty, nor listed as harmless."""
+    """Return whether a value of a refused key asks for something: it is neither the default, nor empty, nor listed as harmless."""
     return value not in OFF_VALUES and value != default and value not in tuple(passes)

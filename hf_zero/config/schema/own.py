@@ -11,7 +11,7 @@ from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, NonNegative, Posit
 
 
 def _signal_name(value: Any) -> Any:
-    """The name of a signal from the usual spellings: "SIGUSR1", "usr1", its number; "none" for none."""
+    """Return the name of a signal from the usual spellings: "SIGUSR1", "usr1", its number; "none" for none."""
     text = str(value).strip().upper()
     if value in (None, False) or text == "NONE":
         return "none"

@@ -85,7 +85,7 @@ class OffloadOptimizer(Section, switch="device"):
 
     @property
     def pipeline(self) -> bool:
-        """Whether reading or writing overlaps updates; DeepSpeed's configuration class has it."""
+        """Return whether reading or writing overlaps updates; DeepSpeed's configuration class has it."""
         return self.pipeline_read or self.pipeline_write
 
 

@@ -26,7 +26,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
-    """An optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
+    """Return an optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
     other.__dict__.pop("step", None)  # a scheduler that counts calls puts one there, bound to the original
@@ -44,7 +44,7 @@ def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -
 
 
 def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
-    """The part of ``defaults`` that the constructor names; behind ``**kwargs``, what its base classes name."""
+    """Return the part of ``defaults`` that the constructor names; behind ``**kwargs``, what its base classes name."""
     names: set[str] = set()
     for ancestor in kind.__mro__:
         if "__init__" not in vars(ancestor):
@@ -109,7 +109,7 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
-    """Names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
+    """Return names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
 
     Returns:
         None where the class cannot be tried. The optimizer itself and the global random state stay untouched.

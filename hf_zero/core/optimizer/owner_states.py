@@ -110,14 +110,14 @@ class OwnerStates:
         present.copy_(value.detach().reshape(present.shape))
 
     def _present(self, name: str, key: str) -> torch.Tensor | None:
-        """The tensor that this rank keeps; None where it keeps none of that name."""
+        """Return the tensor that this rank keeps; None where it keeps none of that name."""
         entry = self._whole.get(name)
         value = entry.state.get(key) if entry is not None else None
         return value if isinstance(value, torch.Tensor) else None
 
 
 def _travels(unit: Unit) -> bool:
-    """Whether some ranks do not have all of the unit's parameters, which their owners update for them."""
+    """Return whether some ranks do not have all of the unit's parameters, which their owners update for them."""
     return unit.layout.world > 1 or unit.collectives.topology.of_experts
 
 

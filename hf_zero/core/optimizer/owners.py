@@ -69,7 +69,7 @@ class Owned:
 
     @property
     def travels(self) -> bool:
-        """Whether one rank updates it for others; else every rank has it and updates it."""
+        """Return whether one rank updates it for others; else every rank has it and updates it."""
         return self.spread.together > 1
 
     def given_by(self, rank: int) -> Piece | None:
@@ -80,7 +80,7 @@ class Owned:
 
 
 def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
-    """The trained parameters of units that ``world`` ranks divide among them, or that each of them has; by unit, and then by offset.
+    """Return the trained parameters of units that ``world`` ranks divide among them, or that each of them has; by unit, and then by offset.
 
     Args:
         layouts: Of the units.
@@ -97,7 +97,7 @@ def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
 
 
 def spread_of_experts(unit: int, layouts: Sequence[UnitLayout], parts: Sequence[Mapping[str, TpShard]], world: int) -> list[Spread]:
-    """The trained parameters of a unit of experts; as ``spread_of``.
+    """Return the trained parameters of a unit of experts; as ``spread_of``.
 
     Args:
         unit: Its position.
@@ -213,7 +213,7 @@ class TensorMoves:
         self._updated = [_held([entry for entry in moving if entry.rank == rank], self._rank) for rank in world]
 
     def stays(self, entry: Owned) -> bool:
-        """Whether this rank's shard holds all of the parameter."""
+        """Return whether this rank's shard holds all of the parameter."""
         return entry.spread.pieces[self._rank].inside.numel == entry.slot.numel
 
     def collect(self, flat: torch.Tensor, what: str) -> tuple[dict[str, torch.Tensor], Pending]:
@@ -307,7 +307,7 @@ def _inside(piece: Piece) -> slice:
 
 
 def _shaped(row: torch.Tensor, entry: Owned) -> torch.Tensor:
-    """The parameter in its whole shape: ``row`` itself, or room for it where its parts lie in another order."""
+    """Return the parameter in its whole shape: ``row`` itself, or room for it where its parts lie in another order."""
     return row.new_empty(entry.slot.shape) if entry.spread.parts else row.view(entry.slot.shape)
 
 

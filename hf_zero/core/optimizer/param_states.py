@@ -17,7 +17,7 @@ class ParamStates(Protocol):
     """Access by unit, position of the parameter in it, and name of the state (``exp_avg``, ...)."""
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """The whole state, a new tensor; None where there is none, as before the first step. Collective."""
+        """Return the whole state, a new tensor; None where there is none, as before the first step. Collective."""
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """Sets the whole state; collective.
@@ -27,7 +27,7 @@ class ParamStates(Protocol):
         """
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """This rank's part, 1D; None where it has none. Local."""
+        """Return this rank's part, 1D; None where it has none. Local."""
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """Sets this rank's part. Local.
@@ -112,7 +112,7 @@ def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> tor
 
 
 def no_state(key: str) -> StateError:
-    """The error for a state that is not there."""
+    """Return the error for a state that is not there."""
     return StateError(f"there is no optimizer state {key!r}; states exist after the first step")
 
 
@@ -132,7 +132,7 @@ def write_param(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor)
 
 
 def gather_param(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
-    """The full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; a new tensor. Collective.
+    """Return the full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; a new tensor. Collective.
 
     ``what`` names the tensor in the label of the collective.
     """

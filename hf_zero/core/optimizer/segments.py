@@ -52,7 +52,7 @@ class OwnedSegment:
             self.inner.state.pop(self.tensor, None)
 
     def elementwise(self) -> list[tuple[str, torch.Tensor]]:
-        """The states that have one number per element, by name."""
+        """Return the states that have one number per element, by name."""
         shape = self.tensor.shape
         return [
             (name, value) for name, value in self.state.items() if isinstance(value, torch.Tensor) and value.ndim and value.shape == shape
@@ -101,7 +101,7 @@ class OwnedSegment:
 
     @property
     def low(self) -> torch.Tensor | None:
-        """The part of the shard that its new value is cast to; None where the master is the shard."""
+        """Return the part of the shard that its new value is cast to; None where the master is the shard."""
         return None if self.unit.master is self.unit.shard else self.within(self.unit.shard)
 
 
@@ -124,12 +124,12 @@ class Segments(list[OwnedSegment]):
 
     @property
     def trained(self) -> list[OwnedSegment]:
-        """The segments that are updated now."""
+        """Return the segments that are updated now."""
         return [segment for segment in self if not segment.rests]
 
 
 def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[[Unit], Sequence[Range]]) -> Segments:
-    """The segments of this rank's shards.
+    """Return the segments of this rank's shards.
 
     Args:
         inner: Updates them.
@@ -150,7 +150,7 @@ def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[
 
 
 def master_of(unit: Unit) -> torch.Tensor:
-    """The unit's master, (shard_numel,).
+    """Return the unit's master, (shard_numel,).
 
     Raises:
         StateError: It has none: nothing of it is trained.

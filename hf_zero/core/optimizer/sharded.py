@@ -180,7 +180,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        """The inner optimizer's groups, live."""
+        """Return the inner optimizer's groups, live."""
         return self.inner.param_groups
 
     @param_groups.setter
@@ -189,17 +189,17 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """The inner optimizer's state, by segment; waits for an update that is under way."""
+        """Return the inner optimizer's state, by segment; waits for an update that is under way."""
         self.state_store.settle()
         return self.inner.state
 
     @property
     def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        """The inner optimizer's defaults."""
+        """Return the inner optimizer's defaults."""
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """This rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
+        """Return this rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
         for before in (*self._optimizer_state_dict_pre_hooks.values(),):
             before(self)
         state = self._own_state_dict()
@@ -252,7 +252,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return SegmentStates(self.segments, self.state_store.settle)
 
     def offloaded(self) -> Mapping[str, int]:
-        """Bytes of this rank's offloaded masters and states by the tier they rest on: ``host``, ``nvme``."""
+        """Return bytes of this rank's offloaded masters and states by the tier they rest on: ``host``, ``nvme``."""
         return self.state_store.tiers(lambda unit: [value for segment in self.segments.of(unit) for _, value in segment.elementwise()])
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:

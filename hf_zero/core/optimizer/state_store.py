@@ -38,7 +38,7 @@ class StateStore:
     segments: Segments
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
-        """The parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
+        """Return the parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
         return [Range(0, unit.layout.shard_numel)]
 
     def divides(self, unit: Unit) -> bool:
@@ -123,7 +123,7 @@ class StateStore:
         stepper.finish()
 
     def _writes_shards(self) -> bool:
-        """Whether native passes unscale, update and write the 16-bit shards at once."""
+        """Return whether native passes unscale, update and write the 16-bit shards at once."""
         # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
         return (
             isinstance(self.inner, HostOptimizer)
@@ -137,7 +137,7 @@ class StateStore:
         return gathers and not self._has_hooks() and self._on_host()
 
     def _has_hooks(self) -> bool:
-        """Whether hooks of the inner optimizer expect one step of all."""
+        """Return whether hooks of the inner optimizer expect one step of all."""
         return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _on_host(self) -> bool:
@@ -167,7 +167,7 @@ class StateStore:
         """Moves states that were put into the inner optimizer from outside (``load_state_dict``) to where they rest."""
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
-        """Bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
+        """Return bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
         return {}
 
     def close(self) -> None:

@@ -182,7 +182,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return OwnerStates(self._by_name, self._owners, self._collectives)
 
     def offloaded(self) -> Mapping[str, int]:
-        """Bytes of offloaded masters, and of the tensors that this rank keeps for the parameters of offloaded units that it owns."""
+        """Return bytes of offloaded masters, and of the tensors that this rank keeps for the parameters of offloaded units that it owns."""
         return self.state_store.tiers(
             lambda unit: [
                 value
@@ -203,7 +203,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
 
 def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collectives | None) -> list[Spread]:
-    """The trained parameters, by unit; of experts those of all ranks. Collective over ``experts``."""
+    """Return the trained parameters, by unit; of experts those of all ranks. Collective over ``experts``."""
     dense = {entry.slot.name: entry for entry in spread_of([unit.layout for unit in units], collectives.world)}
     shared = [index for index, unit in enumerate(units) if unit.collectives.topology.of_experts]
     own = [(units[index].layout, _parts(units[index])) for index in shared]

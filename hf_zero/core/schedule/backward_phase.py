@@ -121,7 +121,7 @@ class BackwardPhase:
 
     @property
     def awaited(self) -> bool:
-        """Whether a backward may still come of the forwards so far."""
+        """Return whether a backward may still come of the forwards so far."""
         return bool(self.outputs)
 
     # -- from forward to backward -------------------------------------------------------------------------------------

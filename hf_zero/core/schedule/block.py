@@ -118,7 +118,7 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        """Elements that unsharding it allocates."""
+        """Return elements that unsharding it allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
 
     def forget_size(self) -> None:
@@ -127,7 +127,7 @@ class Block:
 
     @property
     def sharded(self) -> bool:
-        """Whether a unit is neither unsharded nor on its way."""
+        """Return whether a unit is neither unsharded nor on its way."""
         for unit in self.units:  # noqa: SIM110 - asked for each block several times a step; any() takes three times as long
             if unit.state is UnitState.SHARDED:
                 return True
@@ -135,7 +135,7 @@ class Block:
 
     @property
     def unsharding(self) -> bool:
-        """Whether an unshard of it is under way."""
+        """Return whether an unshard of it is under way."""
         for unit in self.units:  # noqa: SIM110
             if unit.state is UnitState.UNSHARDING:
                 return True
@@ -143,7 +143,7 @@ class Block:
 
     @property
     def unsharded(self) -> bool:
-        """Whether all units are whole now."""
+        """Return whether all units are whole now."""
         for unit in self.units:  # noqa: SIM110
             if unit.state is not UnitState.UNSHARDED:
                 return False
@@ -156,7 +156,7 @@ class Block:
 
     @property
     def pinned(self) -> bool:
-        """Whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
+        """Return whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
         return all(unit.pinned or not unit.reshards for unit in self.units)
 
     def start_unshard(self) -> None:

@@ -217,12 +217,12 @@ def _loose_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> li
 
 
 def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
-    """The units that hold any of ``params``, each once, in order of first appearance."""
+    """Return the units that hold any of ``params``, each once, in order of first appearance."""
     return list(positions_of(params))
 
 
 def positions_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> dict[Unit, list[int]]:
-    """The units that hold any of ``params``, in order of first appearance, and the positions of those in them, each once."""
+    """Return the units that hold any of ``params``, in order of first appearance, and the positions of those in them, each once."""
     found: dict[Unit, dict[int, None]] = {}
     for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
         owner = find_unit(param) if isinstance(param, torch.Tensor) else None

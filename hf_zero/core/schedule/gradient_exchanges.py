@@ -190,7 +190,7 @@ class ReplicatedGradients(UnitGradients):
         self._waiting = received.to(self._policy.message_dtype or travelled)
 
     def _fetch_partial(self, dtype: torch.dtype) -> torch.Tensor:
-        """The sum over the shard group so far, which is forgotten here."""
+        """Return the sum over the shard group so far, which is forgotten here."""
         if self.shard is None:
             raise StateError(f"unit {self.unit.name}: no sum to send to the replicas")
         total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, dtype), None, False

@@ -95,7 +95,7 @@ class BufferPool:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """An uninitialised (numel,) tensor."""
+        """Return an uninitialised (numel,) tensor."""
         free = self._free.get((numel, dtype))
         return free.pop() if free else host_memory.passing(numel, dtype, device)
 
@@ -127,11 +127,11 @@ class GradientPlace:
         self.listener = listener
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
+        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
         return received.to(dtype) if total is None else total.add_(received)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """The gradient of a unit that no backward has reached."""
+        """Return the gradient of a unit that no backward has reached."""
         return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
 
     def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -205,22 +205,22 @@ class UnitGradients:
 
     @property
     def has_local(self) -> bool:
-        """Whether gradients of this rank wait to be reduced."""
+        """Return whether gradients of this rank wait to be reduced."""
         return self._flat is not None and self._pending is None
 
     @property
     def complete(self) -> bool:
-        """Whether every parameter of the unit has handed in a gradient in this backward."""
+        """Return whether every parameter of the unit has handed in a gradient in this backward."""
         return len(self._arrived) >= len(self._written)
 
     @property
     def done(self) -> bool:
-        """Whether nothing more is expected in this backward, so that it may be sent off when its turn comes."""
+        """Return whether nothing more is expected in this backward, so that it may be sent off when its turn comes."""
         # What was late once came when backward had passed its block, or after all parameters had a gradient: only the end tells.
         return not (self.piecemeal or self.was_late) and (self.passed or len(self._arrived) >= len(self._written))
 
     def unused(self) -> list[str]:
-        """Names of the parameters that require a gradient and had none on this rank since the last step."""
+        """Return names of the parameters that require a gradient and had none on this rank since the last step."""
         owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
         wanted = ((slot, used) for param, slot, used in owners if param is not None and param.requires_grad and slot.numel)
         return [slot.name for slot, used in wanted if not used]
@@ -355,7 +355,7 @@ class UnitGradients:
 
     @property
     def late(self) -> bool:
-        """Whether gradients of this rank have come when the unit had been sent."""
+        """Return whether gradients of this rank have come when the unit had been sent."""
         return self._aside is not None
 
     def set_aside(self) -> None:
@@ -426,7 +426,7 @@ class UnitGradients:
             self.place.listener(self.unit, self.shard, self.place.settle)
 
     def reduced(self) -> torch.Tensor:
-        """The reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
+        """Return the reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
 
         Where nothing is reduced, this rank's own of the whole unit, (padded_numel,).
         """
@@ -438,7 +438,7 @@ class UnitGradients:
         return held
 
     def own_whole(self) -> torch.Tensor:
-        """This rank's gradients that are not reduced, of the whole unit, (padded_numel,); zeros where it has none."""
+        """Return this rank's gradients that are not reduced, of the whole unit, (padded_numel,); zeros where it has none."""
         self.finish_reduce()
         flat = self._allocate(deferred=True)
         self._write_kept()

@@ -204,7 +204,7 @@ class OutsideReads:
         return not (self._forward.stack or self._backward.begun)
 
     def _wants_values(self) -> bool:
-        """Whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""
+        """Return whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""
         if self._forward.stack or (self._backward.begun and in_backward()):
             return True
         return not self._backward.begun and self._backward.awaited and torch.is_grad_enabled()

@@ -105,11 +105,11 @@ class BackwardOrder:
             self._opens[reduction] = unshards[passed - 1] + 1 if passed else 0
 
     def before(self, position: int) -> int:
-        """How many reductions go before the unshard at ``position``."""
+        """Return how many reductions go before the unshard at ``position``."""
         return self._before[position]
 
     def allows(self, reduction: int) -> bool:
-        """Whether all unshards that go before ``reduction`` are issued."""
+        """Return whether all unshards that go before ``reduction`` are issued."""
         return self.issued >= self._opens[reduction]
 
 
@@ -234,7 +234,7 @@ class Reducer:
             self._send_up_to(self._order.before(position))
 
     def is_ready_for_unshard(self, position: int) -> bool:
-        """Whether nothing would be sent off incomplete if the unshard at ``position`` came now."""
+        """Return whether nothing would be sent off incomplete if the unshard at ``position`` came now."""
         if self._order is None or not self._reduces:
             return True
         return all(entry.done for entry in self._queue[self._sent : self._order.before(position)])

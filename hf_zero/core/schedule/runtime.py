@@ -101,7 +101,7 @@ class Runtime:
 
     @property
     def lost(self) -> str:
-        """Names of the parameters that this engine was made to train and another one has taken, the first few; empty without any."""
+        """Return names of the parameters that this engine was made to train and another one has taken, the first few; empty without any."""
         if not self._moved:
             return ""
         own = {id(unit) for block in (self.root, *self.blocks) for unit in block.units}
@@ -111,7 +111,7 @@ class Runtime:
 
     @property
     def trains(self) -> bool:
-        """Whether an engine trains the module."""
+        """Return whether an engine trains the module."""
         return self.attached and self.backward.reducer is not None
 
     def detach(self) -> None:
@@ -130,7 +130,7 @@ class Runtime:
 
     @property
     def attached(self) -> bool:
-        """Whether the module still obeys this runtime; another engine on the same module takes it over."""
+        """Return whether the module still obeys this runtime; another engine on the same module takes it over."""
         return bool(self._handles)
 
     def enter(self, block: Block) -> None:
@@ -163,7 +163,7 @@ class Runtime:
 
     @property
     def idle(self) -> bool:
-        """Whether no forward or backward runs, and no backward can come of the forwards so far."""
+        """Return whether no forward or backward runs, and no backward can come of the forwards so far."""
         return not (self.forward.stack or self.backward.begun or self.backward.awaited)
 
     @property

@@ -135,7 +135,7 @@ class UnshardSchedule:
             self.end_forward()
 
     def give_up(self) -> bool:
-        """Whether the last forward raised here and was not run again, while other ranks are in it; collective where it raised.
+        """Return whether the last forward raised here and was not run again, while other ranks are in it; collective where it raised.
 
         No rank comes out of its forward then.
         """
@@ -312,7 +312,7 @@ class UnshardSchedule:
                 block.reshard()
 
     def _vote(self, again: bool) -> bool:
-        """Whether any rank needs another pass, by whether this one does; collective.
+        """Return whether any rank needs another pass, by whether this one does; collective.
 
         Raises:
             StateError: A rank has given its forward up.

@@ -57,7 +57,7 @@ class ShownGradients:
         self._views.clear()
 
     def has(self, param: torch.Tensor) -> bool:
-        """Whether ``param.grad`` is one that is shown."""
+        """Return whether ``param.grad`` is one that is shown."""
         return id(param) in self._views and self._views[id(param)][1] is param.grad
 
     def require_hidden(self, param: torch.Tensor, name: str) -> None:

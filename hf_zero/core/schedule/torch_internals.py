@@ -17,7 +17,7 @@ from hf_zero.core.units.memory_uses import ordinary_tensors
 
 
 def transforming() -> bool:
-    """Whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) runs now."""
+    """Return whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) runs now."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
@@ -30,7 +30,7 @@ def outside_transforms() -> AbstractContextManager[None]:
 
 
 def in_backward() -> bool:
-    """Whether this thread runs a node of a backward now."""
+    """Return whether this thread runs a node of a backward now."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -40,7 +40,7 @@ def call_after_backward(function: Callable[[], None]) -> None:
 
 
 def reaches(params: Iterable[torch.Tensor]) -> bool:
-    """Whether the backward that runs adds to ``param.grad`` of any of ``params``; for hooks of tensors in the graph.
+    """Return whether the backward that runs adds to ``param.grad`` of any of ``params``; for hooks of tensors in the graph.
 
     It does not in ``torch.autograd.grad``, whatever that asks for, nor in a transform of torch.func, nor where the graph has none
     of them. Parameters inside a module under reentrant checkpointing are not part of the graph yet.
@@ -53,7 +53,7 @@ def _accumulates(param: torch.Tensor) -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Whether the backward that runs comes to ``node`` of the graph, or has been there; for hooks of tensors in the graph."""
+    """Return whether the backward that runs comes to ``node`` of the graph, or has been there; for hooks of tensors in the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad with respect to it: the gradient goes to the caller
@@ -61,12 +61,12 @@ def will_run(node: Any) -> bool:
 
 
 def next_node() -> int:
-    """The number that this thread's next node of a graph gets. Numbers rise, and backward runs nodes with higher ones first."""
+    """Return the number that this thread's next node of a graph gets. Numbers rise, and backward runs nodes with higher ones first."""
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
 def number_of(node: Any) -> int:
-    """The number of a ``grad_fn``."""
+    """Return the number of a ``grad_fn``."""
     return int(node._sequence_nr())
 
 

@@ -66,11 +66,11 @@ class UnshardPass:
             block.ran = False
 
     def index_of(self, block: Block) -> int | None:
-        """Where ``block`` stands in the order; None for the root, and in backward for blocks whose values it does not read."""
+        """Return where ``block`` stands in the order; None for the root, and in backward for blocks whose values it does not read."""
         return self._index.get(id(block))
 
     def has_lost(self, block: Block) -> bool:
-        """Whether the pass is behind ``block`` and it was resharded since: only another pass can unshard it."""
+        """Return whether the pass is behind ``block`` and it was resharded since: only another pass can unshard it."""
         return self._index[id(block)] < self._position and block.sharded
 
     def advance(self, block: Block) -> None:
@@ -94,7 +94,7 @@ class UnshardPass:
             reducer.issued_up_to(self._position)
 
     def _crosses(self, wanted: bool) -> bool:
-        """Whether the pass goes on behind its border, for this rank or another; collective."""
+        """Return whether the pass goes on behind its border, for this rank or another; collective."""
         if self._reducer is not None:  # what goes before the unshard there goes before the vote: every rank waits for others in one order
             self._reducer.send_before_unshard(self._position)
         self._border = None

@@ -167,7 +167,7 @@ class WatchedOutputs:
 
 
 def _is_reached(block: Block) -> bool:
-    """Whether the backward that runs may come to ``block``; of one whose parameters are frozen nobody can tell."""
+    """Return whether the backward that runs may come to ``block``; of one whose parameters are frozen nobody can tell."""
     trained = [param for entry in block.gradients for param in entry.unit.params if param is not None]
     return not trained or bool(block.checkpointed) or reaches(trained)
 

@@ -86,26 +86,26 @@ class Accumulation:
         self.boundary = self._awaits_step = True
 
     def current_is_boundary(self) -> bool:
-        """Whether the micro-step that the caller is in (or about to begin) is a boundary."""
+        """Return whether the micro-step that the caller is in (or about to begin) is a boundary."""
         return self.boundary if self._awaits_step else self.next_is_boundary()
 
     @property
     def awaits_update(self) -> bool:
-        """Whether the gradients of an optimizer step are complete and ``step`` has not been called yet."""
+        """Return whether the gradients of an optimizer step are complete and ``step`` has not been called yet."""
         return self.boundary and self._awaits_step
 
     @property
     def in_window(self) -> bool:
-        """Whether there were micro-steps since the last optimizer step."""
+        """Return whether there were micro-steps since the last optimizer step."""
         return self._in_cycle > 0
 
     @property
     def awaits_step(self) -> bool:
-        """Whether there was a backward after the last ``step``."""
+        """Return whether there was a backward after the last ``step``."""
         return self._awaits_step
 
     def step_called(self) -> bool:
-        """The caller steps; returns whether that means an update.
+        """Return the caller steps; returns whether that means an update.
 
         Raises:
             StateError: The ``no_sync`` that is open allows no step, this step is to update and the last backward was inside a ``no_sync``,
@@ -131,7 +131,7 @@ class Accumulation:
         return self.boundary
 
     def next_is_boundary(self) -> bool:
-        """Whether the next call of ``step`` updates, and so the backwards before it complete an optimizer step."""
+        """Return whether the next call of ``step`` updates, and so the backwards before it complete an optimizer step."""
         if self._no_sync_depth:
             return False
         if not self.managed:
@@ -157,7 +157,7 @@ class Accumulation:
         return True
 
     def completed(self) -> bool:
-        """The caller says that the backwards so far complete an optimizer step; returns whether there were any."""
+        """Return the caller says that the backwards so far complete an optimizer step; returns whether there were any."""
         self.boundary = self._awaits_step
         return self.boundary
 
@@ -184,7 +184,7 @@ class Accumulation:
 
     @property
     def broken(self) -> bool:
-        """Whether the last backward broke off, and the caller has not said ``zero_grad`` since."""
+        """Return whether the last backward broke off, and the caller has not said ``zero_grad`` since."""
         return self._broke or self._lost > 0
 
     def require_window(self) -> None:
@@ -211,5 +211,5 @@ class Accumulation:
 
     @property
     def in_no_sync(self) -> bool:
-        """Whether a ``no_sync`` is open."""
+        """Return whether a ``no_sync`` is open."""
         return self._no_sync_depth > 0

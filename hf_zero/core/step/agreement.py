@@ -82,7 +82,7 @@ def fact(key: str, value: object) -> str:
 
 
 def is_fact(line: str | None) -> bool:
-    """Whether ``fact`` has made ``line``."""
+    """Return whether ``fact`` has made ``line``."""
     return line is not None and "\t" in line
 
 
@@ -215,5 +215,5 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
+    """Return whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
     return tensor.dim() > 0 and not any(tensor.stride())

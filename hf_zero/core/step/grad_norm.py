@@ -41,7 +41,7 @@ class ModelAxis:
 
 
 def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | None = None) -> ModelAxis:
-    """The copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap.
+    """Return the copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap.
 
     Args:
         units: In the model's order.
@@ -66,7 +66,7 @@ def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
 
 
 def _runs(part: TpShard, shape: Sequence[int]) -> list[tuple[Range, int]]:
-    """Where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
+    """Return where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
     inner = math.prod(shape[part.dim + 1 :])
     row = shape[part.dim] * inner
     rows = range(math.prod(shape[: part.dim])) if part.copies else ()
@@ -76,7 +76,7 @@ def _runs(part: TpShard, shape: Sequence[int]) -> list[tuple[Range, int]]:
 def global_norm(
     shards: Sequence[torch.Tensor], collectives: Collectives, sharded: bool, model: ModelAxis | None = None, threads: int | None = None
 ) -> torch.Tensor:
-    """The 2-norm of all gradients together; collective if ``sharded`` or ``model``.
+    """Return the 2-norm of all gradients together; collective if ``sharded`` or ``model``.
 
     Args:
         shards: This rank's gradients, one 1D tensor per unit.
@@ -149,7 +149,7 @@ def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """The factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or, on the host, when ``max_norm`` is 0."""
+    """Return the factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or, on the host, when ``max_norm`` is 0."""
     if max_norm <= 0:
         return torch.ones((), dtype=norm.dtype)  # can be read without waiting for a device
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
@@ -158,7 +158,7 @@ def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
 def first_non_finite(
     units: Sequence[Unit], shards: Sequence[torch.Tensor], collectives: Collectives, model: ModelAxis | None = None, whole: bool = False
 ) -> str:
-    """The name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective.
+    """Return the name of the first parameter, in the model's order, with a gradient that is not finite on any rank; collective.
 
     Args:
         units: The units.

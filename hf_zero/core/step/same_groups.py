@@ -17,7 +17,7 @@ _NUMBERS = frozenset((float, bool, int))
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """The class of ``optimizer``, and each hyper-parameter of each of its groups, a line each.
+    """Return the class of ``optimizer``, and each hyper-parameter of each of its groups, a line each.
 
     Numbers count to single precision, so that a rate is the same as a number and as a tensor.
     """
@@ -29,7 +29,7 @@ def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
-    """The hyper-parameters that are numbers, for the vote of a boundary.
+    """Return the hyper-parameters that are numbers, for the vote of a boundary.
 
     A scheduler that differs on a rank, or a callback that edits one rank's rate, would have each rank update its part of the parameters
     by its own rule. Rates on a device are not read: that would wait for it. The error is a StateError that names group, key, values and
@@ -56,7 +56,7 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
 
 
 def same_clipping(max_norm: float) -> Alike:
-    """The norm that gradients are clipped to, for the vote of a boundary. The error is a StateError that names all values."""
+    """Return the norm that gradients are clipped to, for the vote of a boundary. The error is a StateError that names all values."""
 
     def refuse(collectives: Collectives) -> NoReturn:
         kinds = ranks_by_facts([fact("the norm that gradients are clipped to", max_norm)], collectives, "clipping")
@@ -66,7 +66,7 @@ def same_clipping(max_norm: float) -> Alike:
 
 
 def _numbers(value: Any) -> list[float]:
-    """The numbers of a hyper-parameter: one, those of a list, or a stand-in for what holds others."""
+    """Return the numbers of a hyper-parameter: one, those of a list, or a stand-in for what holds others."""
     if isinstance(value, (tuple, list)):
         return [number for item in value for number in _numbers(item)]
     if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"):

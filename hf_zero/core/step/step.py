@@ -120,7 +120,7 @@ class Stepper:
         return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads)
 
     def culprit_of(self, shards: Sequence[torch.Tensor]) -> str:
-        """Name of the first parameter with a gradient that is not finite; collective."""
+        """Return the name of the first parameter with a gradient that is not finite; collective."""
         return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
 
     def _require_all(self) -> None:

@@ -18,7 +18,7 @@ from hf_zero.errors import StateError
 
 
 def have_written(reducer: Reducer) -> bool:
-    """Whether any parameter has a ``grad`` that no backward has left there, so a script has written it. Local."""
+    """Return whether any parameter has a ``grad`` that no backward has left there, so a script has written it. Local."""
     return next(_written(reducer), None) is not None
 
 

@@ -43,10 +43,10 @@ class Divided(Protocol):
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part, (shard_numel,)."""
+        """Return this rank's part, (shard_numel,)."""
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """The part of a parameter in a (shard_numel,) tensor."""
+        """Return the part of a parameter in a (shard_numel,) tensor."""
 
     def unpin(self, reshard: bool = True) -> None:
         """Undoes a pin."""
@@ -89,7 +89,7 @@ class AloneParams:
         return index in self._held
 
     def serves(self, indices: Iterable[int]) -> bool:
-        """Whether these parameters, by position, would come alone; the same answer on every rank."""
+        """Return whether these parameters, by position, would come alone; the same answer on every rank."""
         unit, slots = self._unit, self._unit.layout.slots
         rests = unit.state is UnitState.SHARDED and unit.shard_storage is ON_DEVICE and not (unit.own.offloaded or unit.quantized)
         if not rests or not unit.reshards or unit.layout.world == 1 or any(slot.shown_as is not None for slot in slots):

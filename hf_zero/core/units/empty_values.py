@@ -37,13 +37,13 @@ class UnsavedTensor(StandIn):
 
     @staticmethod
     def of(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, param: nn.Parameter | None = None) -> UnsavedTensor:
-        """The stand-in for parameter ``name``; ``param`` is the parameter itself, None for a copy."""
+        """Return the stand-in for parameter ``name``; ``param`` is the parameter itself, None for a copy."""
         tensor: UnsavedTensor = UnsavedTensor.make(name, shape, dtype, device)
         tensor.source = param
         return tensor
 
     def refused(self, attempt: str) -> StateError:
-        """The error for ``attempt``, which says where the tensor comes from."""
+        """Return the error for ``attempt``, which says where the tensor comes from."""
         return refusal(self.parameter, f"this rank's state dict has no values of it, and {attempt}")
 
     @classmethod
@@ -77,7 +77,7 @@ def guard_state_dict(module: nn.Module) -> None:
 
 
 def _is_apart(param: nn.Parameter) -> bool:
-    """Whether this rank has not all values of ``param`` now: they are sharded, experts of other ranks, or another stage's."""
+    """Return whether this rank has not all values of ``param`` now: they are sharded, experts of other ranks, or another stage's."""
     return is_sharded(param) or is_expert(param) or is_elsewhere(param)
 
 

@@ -33,7 +33,7 @@ class BlockSpec:
 
 
 def enclosing(name: str, among: Container[str]) -> str | None:
-    """The outermost of ``among`` that is ``name`` or holds it, all dotted names of modules; as many looks as the name has parts."""
+    """Return the outermost of ``among`` that is ``name`` or holds it, all dotted names of modules; as many looks as the name has parts."""
     paths = itertools.accumulate(name.split("."), "{}.{}".format)
     return next((path for path in paths if path in among), None)
 
@@ -52,7 +52,7 @@ def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
-    """The repeated blocks of ``model`` by dotted name, outermost first, none inside another.
+    """Return the repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
     ``_no_split_modules``, where a model names the classes of its blocks, decides if present and matching; else the children of the
     largest ``ModuleList`` or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds

@@ -26,11 +26,11 @@ class Range:
 
     @property
     def numel(self) -> int:
-        """Number of elements; 0 when empty."""
+        """Return the number of elements; 0 when empty."""
         return max(0, self.stop - self.start)
 
     def intersect(self, other: Range) -> Range:
-        """The common part; empty (``numel == 0``) when there is none."""
+        """Return the common part; empty (``numel == 0``) when there is none."""
         start = max(self.start, other.start)
         return Range(start, max(start, min(self.stop, other.stop)))
 
@@ -93,12 +93,12 @@ class UnitLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Elements of one rank's shard."""
+        """Return elements of one rank's shard."""
         return self.padded_numel // self.world
 
     @cached_property
     def numel(self) -> int:
-        """Elements that belong to parameters, padding left out."""
+        """Return elements that belong to parameters, padding left out."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
@@ -109,11 +109,11 @@ class UnitLayout:
         return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
     def shard_range(self, rank: int) -> Range:
-        """Elements that ``rank`` owns."""
+        """Return elements that ``rank`` owns."""
         return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """The parts of ``rank``'s shard, one per param group that reaches into it; ``FROZEN`` is left out.
+        """Return the parts of ``rank``'s shard, one per param group that reaches into it; ``FROZEN`` is left out.
 
         A segment covers the alignment gaps between its parameters: they hold zeros and an element-wise optimizer keeps them zero.
         """
@@ -129,7 +129,7 @@ class UnitLayout:
 
 
 def round_up(value: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``value``."""
+    """Return the smallest multiple of ``multiple`` that is at least ``value``."""
     return math.ceil(value / multiple) * multiple
 
 

@@ -17,7 +17,7 @@ _MARK = "_z3_leaf"
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Whether ``module`` is marked."""
+    """Return whether ``module`` is marked."""
     # Not getattr: the wrappers of other libraries pass unknown names on to the module inside.
     return bool(module.__dict__.get(_MARK, getattr(type(module), _MARK, False)))
 

@@ -22,12 +22,12 @@ def _ordinary() -> Iterator[None]:
 
 
 def other_uses(tensor: torch.Tensor) -> int:
-    """How many tensors share the memory of ``tensor``, beside itself; what it is a view of counts, and what autograd has saved."""
+    """Return how many tensors share the memory of ``tensor``, beside itself; what it is a view of counts, and what autograd has saved."""
     return _uses(tensor) - _uses_of_one()
 
 
 def is_only_view(tensor: torch.Tensor) -> bool:
-    """Whether nobody else has the memory of ``tensor``: no view of it, no other tensor but the one of which it is itself a view."""
+    """Return whether nobody else has the memory of ``tensor``: no view of it, no other tensor but the one of which it is itself a view."""
     return other_uses(tensor) == (tensor._base is not None)
 
 

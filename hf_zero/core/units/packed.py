@@ -21,7 +21,7 @@ def mark_packed(param: torch.Tensor) -> None:
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """Whether ``param`` was marked, or is of a floating-point type of one byte, whose scales lie beside it."""
+    """Return whether ``param`` was marked, or is of a floating-point type of one byte, whose scales lie beside it."""
     return getattr(param, _PACKED, False) or is_narrow(param)
 
 
@@ -40,7 +40,7 @@ def is_wrapped(param: torch.Tensor) -> bool:
 
 
 def inner_tensors(outer: Any) -> dict[str, torch.Tensor]:
-    """The tensors that a wrapped one stands around, by the names of its attributes."""
+    """Return the tensors that a wrapped one stands around, by the names of its attributes."""
     names, _ = outer.__tensor_flatten__()
     return {name: getattr(outer, name) for name in names}
 
@@ -65,5 +65,5 @@ def with_outer(param: torch.Tensor) -> Iterator[Any]:
 
 
 def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """The first bytes of ``part``, 1D and contiguous, as a tensor of another element type and ``shape``; shares its memory."""
+    """Return the first bytes of ``part``, 1D and contiguous, as a tensor of another element type and ``shape``; shares its memory."""
     return part.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -41,7 +41,7 @@ class SecondaryCopy:
 
     @property
     def here(self) -> bool:
-        """Whether the node can make the unit whole."""
+        """Return whether the node can make the unit whole."""
         return self._part is not None
 
     def keep(self, full: torch.Tensor) -> None:

@@ -23,7 +23,7 @@ class ShardOwner(Protocol):
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part, (shard_numel,), where it rests."""
+        """Return this rank's part, (shard_numel,), where it rests."""
 
 
 class ShardStorage:
@@ -56,7 +56,7 @@ class ShardStorage:
         """Called when the all-gather has ended: the device's stream waits for what is still under way."""
 
     def outgoing(self, unit: ShardOwner) -> torch.Tensor:
-        """Where an update on the host writes the new shard, (shard_numel,) in host memory; then comes ``send``."""
+        """Return where an update on the host writes the new shard, (shard_numel,) in host memory; then comes ``send``."""
         return unit.shard
 
     def send(self, unit: ShardOwner) -> None:
@@ -69,7 +69,7 @@ class ShardStorage:
         """The shard was written to directly: forgets copies of it."""
 
     def of_copies(self) -> ShardStorage:
-        """Where the shards of a deep copy rest, which may outlive this storage."""
+        """Return where the shards of a deep copy rest, which may outlive this storage."""
         return ON_DEVICE
 
     def close(self) -> None:
@@ -127,7 +127,7 @@ class OwnPart:
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part of the parameters, where it rests.
+        """Return this rank's part of the parameters, where it rests.
 
         Raises:
             StateError: It waits on the host.
@@ -175,7 +175,7 @@ class OwnPart:
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Whether the elements of ``tensor`` are there; False while they wait on the host after ``engine.offload_states``."""
+    """Return whether the elements of ``tensor`` are there; False while they wait on the host after ``engine.offload_states``."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 

@@ -111,13 +111,13 @@ def set_class(param: torch.Tensor, empty: bool) -> None:
 
 
 def whole_class(kind: type[Any]) -> type[Any]:
-    """The class that a parameter of class ``kind`` has while it is whole."""
+    """Return the class that a parameter of class ``kind`` has while it is whole."""
     return kind.__mro__[kind.__mro__.index(_Empty) + 1] if issubclass(kind, _Empty) else kind
 
 
 @cache
 def _empty_class(kind: type[Any]) -> type[Any] | None:
-    """The class that a parameter of a script's own class has while it is empty; None where that class has rules of its own."""
+    """Return the class that a parameter of a script's own class has while it is empty; None where that class has rules of its own."""
     plain = issubclass(kind, nn.Parameter) and getattr(kind, "__torch_function__", None) is nn.Parameter.__torch_function__
     return type(f"Sharded{kind.__name__}", (_Empty, kind), {"__slots__": (), "__module__": kind.__module__}) if plain else None
 
@@ -127,7 +127,7 @@ def _empty_class(kind: type[Any]) -> type[Any] | None:
 
 @cache
 def _free() -> frozenset[Callable[..., Any]]:
-    """The functions that need no values: questions about shape, type, device, memory, gradient and hooks."""
+    """Return the functions that need no values: questions about shape, type, device, memory, gradient and hooks."""
     accessors = (getattr(torch.Tensor, name) for name in dir(torch.Tensor) if name not in _VALUES)
     found = {
         getattr(accessor, access)

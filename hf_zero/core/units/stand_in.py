@@ -16,7 +16,7 @@ _NO_VALUES = "this rank's state dict has no values of it, and a file would be em
 
 
 def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
-    """The error for an attempt to read or write the values of a divided parameter.
+    """Return the error for an attempt to read or write the values of a divided parameter.
 
     Args:
         name: Of the parameter.
@@ -76,7 +76,7 @@ class StandIn(torch.Tensor):
         return other
 
     def refused(self, attempt: str) -> StateError:
-        """The error for ``attempt``, a clause, which needs values."""
+        """Return the error for ``attempt``, a clause, which needs values."""
         return refusal(self.parameter, attempt)
 
     @classmethod
@@ -93,7 +93,7 @@ class StandIn(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """The device that it shows."""
+        """Return the device that it shows."""
         return self.shown_device
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]

@@ -53,7 +53,7 @@ def unmark_tp_shard(param: torch.Tensor) -> None:
 
 
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
-    """The part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
+    """Return the part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
     return getattr(param, _TP_SHARD, None)
 
 
@@ -71,19 +71,19 @@ def whole_reader_of(module: nn.Module) -> WholeReader | None:
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Whether ``param`` is the experts of this rank, or one of them: the ranks that hold the same shard it among them."""
+    """Return whether ``param`` is the experts of this rank, or one of them: the ranks that hold the same shard it among them."""
     part = tp_shard_of(param)
     return part is not None and part.expert
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size | None:
-    """The shape of the whole that ``param`` is a part of; None where it is all of it."""
+    """Return the shape of the whole that ``param`` is a part of; None where it is all of it."""
     part = tp_shard_of(param)
     return part.full_shape if part is not None else None
 
 
 def cut(whole: torch.Tensor, part: TpShard) -> torch.Tensor:
-    """The ranges of ``part`` out of ``whole``, one behind the other, in memory of their own."""
+    """Return the ranges of ``part`` out of ``whole``, one behind the other, in memory of their own."""
     pieces = [whole.narrow(part.dim, piece.start, piece.numel) for piece in part.ranges]
     return torch.cat(pieces, part.dim).contiguous() if pieces else whole.narrow(part.dim, 0, 0).clone()
 
@@ -99,19 +99,19 @@ def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[
 
 
 def is_elsewhere(param: torch.Tensor) -> bool:
-    """Whether other stages of a pipeline hold ``param``, and this rank nothing of it."""
+    """Return whether other stages of a pipeline hold ``param``, and this rank nothing of it."""
     part = tp_shard_of(param)
     return part is not None and part.elsewhere
 
 
 def is_part(param: torch.Tensor) -> bool:
-    """Whether this rank has less than all of ``param``."""
+    """Return whether this rank has less than all of ``param``."""
     part = tp_shard_of(param)
     return part is not None and sum(run.numel for run in part.ranges) < part.full_shape[part.dim]
 
 
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:
-    """The stages of a pipeline that hold ``param``, where they are several."""
+    """Return the stages of a pipeline that hold ``param``, where they are several."""
     part = tp_shard_of(param)
     found: tuple[int, ...] = part.stages if part is not None else getattr(param, _STAGES, ())
     return found

@@ -66,7 +66,7 @@ class Pins:
 
     @property
     def modifier_of_outer(self) -> int | None:
-        """The modifier rank of a holder outside the innermost one, if any has one."""
+        """Return the modifier rank of a holder outside the innermost one, if any has one."""
         return next((rank for rank in self._modifier_ranks[:-1] if rank is not None), None)
 
 
@@ -180,12 +180,12 @@ class Unit:
 
     @property
     def name(self) -> str:
-        """Name of the unit, as in labels and messages."""
+        """Return the name of the unit, as in labels and messages."""
         return self.layout.name
 
     @property
     def full(self) -> torch.Tensor:
-        """The whole buffer, (padded_numel,); only while unsharded.
+        """Return the whole buffer, (padded_numel,); only while unsharded.
 
         Raises:
             StateError: The unit is not unsharded, or its memory waits on the host.
@@ -197,21 +197,21 @@ class Unit:
 
     @property
     def bytes_to_unshard(self) -> int:
-        """Bytes that unsharding it now would allocate."""
+        """Return bytes that unsharding it now would allocate."""
         return self.whole.nbytes if self.state is UnitState.SHARDED else 0
 
     @property
     def shard(self) -> torch.Tensor:
-        """This rank's part, (shard_numel,), where it rests; waits for an update that is under way."""
+        """Return this rank's part, (shard_numel,), where it rests; waits for an update that is under way."""
         return self.own.shard
 
     @property
     def master(self) -> torch.Tensor | None:
-        """This rank's part in the master dtype, (shard_numel,); the shard itself when the types agree; None when frozen."""
+        """Return this rank's part in the master dtype, (shard_numel,); the shard itself when the types agree; None when frozen."""
         return self.own.master
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """The part of parameter ``index`` that lies in ``flat``, a (shard_numel,) tensor of this rank; 1D, maybe empty."""
+        """Return the part of parameter ``index`` that lies in ``flat``, a (shard_numel,) tensor of this rank; 1D, maybe empty."""
         part = self.layout.slots[index].range.intersect(self.owned).shift(-self.owned.start)
         return flat[part.start : part.stop] if part.numel else flat[:0]
 
@@ -370,7 +370,7 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Whether somebody holds the unit unsharded."""
+        """Return whether somebody holds the unit unsharded."""
         return bool(self.pins)
 
     def set_offloaded(self, offloaded: bool) -> None:
@@ -393,7 +393,7 @@ _pinned: WeakSet[Unit] = WeakSet()
 
 
 def shares_unsharded_memory(tensor: torch.Tensor) -> bool:
-    """Whether ``tensor``, not itself in a unit, is a view of a unit that somebody holds unsharded: resharding frees its memory."""
+    """Return whether ``tensor``, not itself in a unit, is a view of a unit that somebody holds unsharded: resharding frees its memory."""
     return any(unit.reshards and unit.whole.holds(tensor) for unit in _pinned)
 
 
@@ -403,17 +403,17 @@ def trained_of(units: Iterable[Unit]) -> list[Unit]:
 
 
 def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
-    """The unit that holds ``param`` and its index there, or None for an ordinary tensor."""
+    """Return the unit that holds ``param`` and its index there, or None for an ordinary tensor."""
     return getattr(param, OWNER, None)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Whether ``param`` is an empty tensor right now: its unit is not unsharded, and nobody holds it alone."""
+    """Return whether ``param`` is an empty tensor right now: its unit is not unsharded, and nobody holds it alone."""
     owner = find_unit(param)
     return owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """The shape of the whole parameter, sharded or not."""
+    """Return the shape of the whole parameter, sharded or not."""
     owner = find_unit(param)
     return owner[0].layout.slots[owner[1]].shape if owner is not None and not is_wrapped(param) else param.shape

@@ -91,7 +91,7 @@ def adopt_writes(unit: Unit) -> None:
 
 
 def _is_beside(unit: Unit) -> bool:
-    """Whether shard and master can be compared without moving one of them from the host to a device or back."""
+    """Return whether shard and master can be compared without moving one of them from the host to a device or back."""
     shard, master = unit.own.resting()
     return master is not None and master is not shard and master.device == shard.device
 

@@ -237,7 +237,7 @@ class WholeBuffer:
         return self._views[index]
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is a view of the buffer."""
+        """Return whether ``tensor`` is a view of the buffer."""
         return tensor.untyped_storage().data_ptr() == self.flat.untyped_storage().data_ptr() != 0
 
 
@@ -249,7 +249,7 @@ def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateErr
 
 
 def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
-    """The parameter of ``slot`` as it lies in ``flat``, a whole buffer."""
+    """Return the parameter of ``slot`` as it lies in ``flat``, a whole buffer."""
     part = flat[slot.range.start : slot.range.stop]
     return part.view(slot.shape) if slot.shown_as is None else bytes_as(part, slot.shown_as, slot.shape)
 

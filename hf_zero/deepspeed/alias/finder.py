@@ -100,7 +100,7 @@ class AliasLoader(importlib.abc.Loader):
     """Makes the modules of the alias; a refused module has a spec, and its import raises the reason."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
-        """An empty module whose attributes come from the table.
+        """Return an empty module whose attributes come from the table.
 
         Raises:
             RefusedImportError: The table refuses this module, or the name imported from a module.
@@ -128,11 +128,11 @@ class AliasDistribution(importlib.metadata.Distribution):
     """Metadata of a distribution named `deepspeed`, with the version whose API the alias follows."""
 
     def read_text(self, filename: str) -> str | None:
-        """The METADATA file; there is no other."""
+        """Return the METADATA file; there is no other."""
         return _METADATA if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """Where a file of the distribution would lie; it owns none."""
+        """Return where a file of the distribution would lie; it owns none."""
         return Path(__file__).parent / path
 
 
@@ -156,7 +156,7 @@ def _refusing_class(full_name: str) -> type:
 
 
 def alias_is_active() -> bool:
-    """Whether hf_zero answers for `deepspeed` in this process.
+    """Return whether hf_zero answers for `deepspeed` in this process.
 
     What is imported already decides. Else ``HF_ZERO=0`` says no, ``HF_ZERO=1`` or :func:`install_as_deepspeed` say yes,
     and otherwise ours serves when no other finder knows a real `deepspeed`.
@@ -192,7 +192,7 @@ def answers_deepspeed() -> str:
 
 
 def real_deepspeed_importable() -> bool:
-    """Whether any finder but ours has a `deepspeed` with code in it (a bare folder of that name has none)."""
+    """Return whether any finder but ours has a `deepspeed` with code in it (a bare folder of that name has none)."""
     from _hf_zero_startup import DeepSpeedAliasFinder
 
     for finder in sys.meta_path:
@@ -206,7 +206,7 @@ def real_deepspeed_importable() -> bool:
 
 
 def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
-    """The spec of one alias module, provided or refused; None when the alias is off or does not know the name."""
+    """Return the spec of one alias module, provided or refused; None when the alias is off or does not know the name."""
     if not alias_is_active():
         return None
     if fullname in _COMMANDS:

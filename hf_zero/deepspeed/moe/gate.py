@@ -20,7 +20,7 @@ have chosen each expert (experts,) int64."""
 
 
 def capacity_of(logits: torch.Tensor, factor: float, least: int) -> int:
-    """How many tokens an expert takes: ``factor`` times its even share of (tokens, experts) ``logits``, rounded up, or ``least``."""
+    """Return how many tokens an expert takes: ``factor`` times its even share of (tokens, experts) ``logits``, rounded up, or ``least``."""
     tokens, experts = logits.shape
     return max(int(torch.ceil((tokens / experts) * torch.tensor(factor))), int(least))
 
@@ -103,7 +103,7 @@ def topkgating(
 
 
 def _tables(routes: Routes, capacity: int | None, group: dist.ProcessGroup | None) -> Gated:
-    """The routes as tables of (tokens, experts, capacity); without one, that of the fullest expert of any rank of ``group``."""
+    """Return the routes as tables of (tokens, experts, capacity); without one, that of the fullest expert of any rank of ``group``."""
     if capacity is None:
         capacity = int(routes.counts.max())
         if group is not None and group.size() > 1:

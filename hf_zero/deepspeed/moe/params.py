@@ -12,7 +12,7 @@ from hf_zero.deepspeed.moe.layer import MoE
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Whether a parameter is of an expert of a ``MoE`` (marked ``param.allreduce = False``)."""
+    """Return whether a parameter is of an expert of a ``MoE`` (marked ``param.allreduce = False``)."""
     return not getattr(param, "allreduce", True)
 
 
@@ -23,7 +23,7 @@ def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Whether a group was made for parameters of experts."""
+    """Return whether a group was made for parameters of experts."""
     return bool(param_group.get("moe", False))
 
 
@@ -58,7 +58,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """The param groups of a list of parameters or of groups, experts apart, unless some are already."""
+    """Return the param groups of a list of parameters or of groups, experts apart, unless some are already."""
     if model_parameters and isinstance(model_parameters[0], dict):
         apart = any("moe" in group for group in model_parameters)
         return model_parameters if apart else split_params_into_different_moe_groups_for_optimizer(model_parameters)

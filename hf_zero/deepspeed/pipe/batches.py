@@ -41,7 +41,7 @@ class Feed:
         self.convert: Callable[[Any], Any] | None = None
 
     def take(self, given: Iterator[Any] | None, count: int, device: torch.device) -> list[MicroBatch]:
-        """The next ``count`` of ``given``, or of ``batches``, on ``device``.
+        """Return the next ``count`` of ``given``, or of ``batches``, on ``device``.
 
         Raises:
             ConfigError: What is given is no iterator, or an entry is no (inputs, labels).

@@ -43,14 +43,14 @@ def require_layers(layers: Any) -> list[Layer]:
 
 
 def name_of(layer: Layer) -> str:
-    """Name of a layer's class, or of a function: what ``partition_method`` ``type:REGEX`` looks at."""
+    """Return the name of a layer's class, or of a function: what ``partition_method`` ``type:REGEX`` looks at."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def without_values(layer: Layer) -> nn.Module | None:
-    """The module of ``layer`` as shapes on the device "meta"; None for a function. Random generators stay as they are.
+    """Return the module of ``layer`` as shapes on the device "meta"; None for a function. Random generators stay as they are.
 
     Raises:
         ConfigError: A tied layer has no such parameter as it names.
@@ -98,7 +98,7 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
 def build_layers(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> list[nn.Module | None]:
-    """The module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Those of one key are one.
+    """Return the module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Those of one key are one.
 
     [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
     build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are

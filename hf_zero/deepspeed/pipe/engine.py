@@ -171,11 +171,11 @@ class PipelineEngine(Engine):
         self.feed.convert = fn
 
     def is_first_stage(self) -> bool:
-        """Whether this rank's stage takes inputs."""
+        """Return whether this rank's stage takes inputs."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Whether this rank's stage has the loss."""
+        """Return whether this rank's stage has the loss."""
         return self.stage_id == self.num_stages - 1
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
@@ -183,7 +183,7 @@ class PipelineEngine(Engine):
         return self._additional_losses
 
     def get_pipeline_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self.stage_id
 
     def reset_activation_shape(self) -> None:
@@ -230,7 +230,7 @@ class PipelineEngine(Engine):
         return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self.autocast, computes_loss)
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """The mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
+        """Return the mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
         mean = _mean(losses, self.collectives.data) if self.is_last_stage() else torch.zeros((), device=self.collectives.topology.device)
         self._pipe.broadcast(mean, self.num_stages - 1, "mean loss")
         return mean
@@ -253,7 +253,7 @@ class PipelineEngine(Engine):
 
 
 def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
-    """The mean of tensors of one shape over the ranks of ``data`` too, in fp32; collective over these.
+    """Return the mean of tensors of one shape over the ranks of ``data`` too, in fp32; collective over these.
 
     Raises:
         ConfigError: They are no tensors of one shape.

@@ -67,7 +67,7 @@ class PipelineParallelGrid:
         return self
 
     def topology(self) -> ProcessTopology:
-        """The axes."""
+        """Return the axes."""
         return self._topology
 
     def _is_grid_valid(self) -> bool:
@@ -75,19 +75,19 @@ class PipelineParallelGrid:
         return True
 
     def get_stage_id(self) -> int:
-        """This rank's stage, from 0."""
+        """Return this rank's stage, from 0."""
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """This rank's place among those with the same parameters."""
+        """Return this rank's place among those with the same parameters."""
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
-        """This rank."""
+        """Return this rank."""
         return self.global_rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """The rank that runs ``stage_id`` for the same samples; ``kwargs`` name other places on the further axes.
+        """Return the rank that runs ``stage_id`` for the same samples; ``kwargs`` name other places on the further axes.
 
         Raises:
             ConfigError: There is no such stage or axis.
@@ -96,7 +96,7 @@ class PipelineParallelGrid:
         return self._topology.get_rank(**{**coord, "pipe": stage_id, **kwargs})
 
     def get_pipe_parallel_rank(self) -> int:
-        """This rank's stage."""
+        """Return this rank's stage."""
         return self._axes["pipe"].rank
 
     def get_pipe_parallel_world_size(self) -> int:
@@ -104,11 +104,11 @@ class PipelineParallelGrid:
         return self._axes["pipe"].world
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """The stages of this rank's model."""
+        """Return the stages of this rank's model."""
         return self._axes["pipe"].group
 
     def get_data_parallel_rank(self) -> int:
-        """This rank's place among those with the same parameters."""
+        """Return this rank's place among those with the same parameters."""
         return self._axes["data"].rank
 
     def get_data_parallel_world_size(self) -> int:
@@ -120,7 +120,7 @@ class PipelineParallelGrid:
         return self._axes["data"].group
 
     def get_model_parallel_rank(self) -> int:
-        """This rank's place among those that hold one model together: stages, and the ranks that divide their layers."""
+        """Return this rank's place among those that hold one model together: stages, and the ranks that divide their layers."""
         return self._axes["model"].rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -132,7 +132,7 @@ class PipelineParallelGrid:
         return self._axes["model"].group
 
     def get_slice_parallel_rank(self) -> int:
-        """This rank's place among those that divide its layers."""
+        """Return this rank's place among those that divide its layers."""
         return self._axes["slice"].rank
 
     def get_slice_parallel_world_size(self) -> int:
@@ -164,7 +164,7 @@ def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
 
 
 def _axes(topology: ProcessTopology) -> dict[str, Topology]:
-    """The lines of ranks through this one: the stages, those alike, those that divide layers, and all that hold one model."""
+    """Return the lines of ranks through this one: the stages, those alike, those that divide layers, and all that hold one model."""
     world, device, key = dist.group.WORLD, default_device(), (tuple(topology.axes), tuple(topology.dims))
     assert world is not None
     alone = [[rank] for rank in range(dist.get_world_size())]

@@ -156,7 +156,7 @@ class PipelineModule(nn.Module):
         return outputs if labels is None else self.loss_of(outputs, labels)
 
     def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
-        """The loss of what the last layer returned; that itself where there is no ``loss_fn``.
+        """Return the loss of what the last layer returned; that itself where there is no ``loss_fn``.
 
         Raises:
             ConfigError: It is no single number.
@@ -173,7 +173,7 @@ class PipelineModule(nn.Module):
         return None
 
     def pipeline_plan(self) -> PipelinePlan:
-        """Which stage holds what; what layers and borders are made of is known when they run.
+        """Return which stage holds what; what layers and borders are made of is known when they run.
 
         Parameters that no layer has (those of a subclass, say) are held by all stages.
         """
@@ -193,11 +193,11 @@ class PipelineModule(nn.Module):
         self.stages[self.stage_id].compile(*args, **kwargs)
 
     def topology(self) -> ProcessTopology:
-        """Where ranks stand."""
+        """Return where ranks stand."""
         return self._grid.topology()
 
     def mpu(self) -> PipelineParallelGrid:
-        """The groups of ranks."""
+        """Return the groups of ranks."""
         return self._grid
 
     def num_pipeline_stages(self) -> int:
@@ -205,7 +205,7 @@ class PipelineModule(nn.Module):
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The stage that runs layer ``layer_idx``.
+        """Return the stage that runs layer ``layer_idx``.
 
         Raises:
             ConfigError: There is no such layer.
@@ -230,7 +230,7 @@ def require_undivided(model: PipelineModule) -> None:
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    """The axes that the arguments say.
+    """Return the axes that the arguments say.
 
     Raises:
         ConfigError: They say nothing, or do not fit the ranks.

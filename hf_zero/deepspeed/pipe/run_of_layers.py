@@ -25,7 +25,7 @@ class Recomputation:
     classes: Sequence[str] | None = None
 
     def fits(self, layers: Sequence[LayerCall]) -> bool:
-        """Whether ``layers`` together may be recomputed: all of the named classes, or any with parameters."""
+        """Return whether ``layers`` together may be recomputed: all of the named classes, or any with parameters."""
         modules = [layer.module for layer in layers]
         if self.classes is not None:
             return all(type(module).__name__ in self.classes for module in modules)

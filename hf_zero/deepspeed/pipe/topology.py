@@ -37,7 +37,7 @@ class ProcessTopology:
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """The rank at a coordinate, which names every axis: ``get_rank(pipe=1, data=0)``.
+        """Return the rank at a coordinate, which names every axis: ``get_rank(pipe=1, data=0)``.
 
         Raises:
             ConfigError: An axis is missing or unknown (``filter_match`` takes a part), or there is no rank at it.
@@ -55,7 +55,7 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """Where ``rank`` is: a named tuple with its place on every axis.
+        """Return where ``rank`` is: a named tuple with its place on every axis.
 
         Raises:
             ConfigError: The grid has no such rank.
@@ -68,7 +68,7 @@ class ProcessTopology:
         return self.ProcessCoord(*reversed(places))
 
     def get_axis_names(self) -> list[str]:
-        """Names of the axes, from the outside in."""
+        """Return names of the axes, from the outside in."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
@@ -81,7 +81,7 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omitted)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """The lines of ranks along ``axis``, one for each place on the others; none where there is no such axis.
+        """Return the lines of ranks along ``axis``, one for each place on the others; none where there is no such axis.
 
         Axes (pipe, data, model) of 2 each along pipe: ``[[0, 4], [1, 5], [2, 6], [3, 7]]``.
         """
@@ -161,7 +161,7 @@ def default_topology(ranks: int) -> PipeDataParallelTopology:
 
 
 def prime_factors(number: int) -> list[int]:
-    """The prime factors of ``number``, rising; none for 1.
+    """Return the prime factors of ``number``, rising; none for 1.
 
     Raises:
         ConfigError: It is below 1.

@@ -61,7 +61,7 @@ class Borders:
         return found
 
     def _sent(self, outputs: Any, shape: Any, stage: int) -> Any:
-        """The result of ``stage`` on every one."""
+        """Return the result of ``stage`` on every one."""
         device = self._pipe.topology.device
         if stage != self._pipe.rank:
             outputs = map_tensors(shape, lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
@@ -71,7 +71,7 @@ class Borders:
 
 
 def _described(outputs: Any) -> tuple[bool, list[tuple[torch.Size, torch.dtype]]]:
-    """Whether they are a tuple, and shapes and types."""
+    """Return whether they are a tuple, and shapes and types."""
     return isinstance(outputs, tuple), [(tensor.shape, tensor.dtype) for _, tensor in tensors_in(outputs)]
 
 

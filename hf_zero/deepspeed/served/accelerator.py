@@ -50,7 +50,7 @@ class TorchAccelerator:
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
     def device(self, device_index: int | None = None) -> Any:
-        """The current device as object, or a context manager that selects ``device_index``."""
+        """Return the current device as object, or a context manager that selects ``device_index``."""
         return (
             torch.device(self.device_name(device_index))
             if device_index is None or self._is_cpu
@@ -58,11 +58,11 @@ class TorchAccelerator:
         )
 
     def current_device(self) -> int:
-        """Index of the current device; 0 on a CPU."""
+        """Return the index of the current device; 0 on a CPU."""
         return 0 if self._is_cpu else torch.accelerator.current_device_index()
 
     def current_device_name(self) -> str:
-        """Name of the current device, ``"cuda:0"`` for example."""
+        """Return the name of the current device, ``"cuda:0"`` for example."""
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
@@ -71,7 +71,7 @@ class TorchAccelerator:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Number of devices; on a CPU the ranks of this machine that ``LOCAL_SIZE`` names, as DeepSpeed's does, else 1."""
+        """Return the number of devices; on a CPU the ranks of this machine that ``LOCAL_SIZE`` names, as DeepSpeed's does, else 1."""
         if not self._is_cpu:
             return torch.accelerator.device_count()
         ranks = os.environ.get("LOCAL_SIZE", "")
@@ -91,7 +91,7 @@ class TorchAccelerator:
             torch.accelerator.synchronize(device_index)
 
     def is_bf16_supported(self) -> bool:
-        """Whether bf16 arithmetic works on the device."""
+        """Return whether bf16 arithmetic works on the device."""
         check = getattr(self._module, "is_bf16_supported", None)
         return True if check is None else bool(check())
 
@@ -108,19 +108,19 @@ class TorchAccelerator:
         return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Bytes of memory of the device (of the machine, on a CPU)."""
+        """Return bytes of memory of the device (of the machine, on a CPU)."""
         if self._is_cpu:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._module.get_device_properties(self.current_device() if device_index is None else device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Bytes of it that are free."""
+        """Return bytes of it that are free."""
         if self._is_cpu:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.total_memory(device_index) - int(self._module.memory_allocated(device_index))
 
     def random(self) -> Any:
-        """The module of random-number functions."""
+        """Return the module of random-number functions."""
         return torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
@@ -128,19 +128,19 @@ class TorchAccelerator:
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether a host tensor is page-locked."""
+        """Return whether a host tensor is page-locked."""
         return bool(not self._is_cpu and tensor.is_pinned())
 
     def is_fp64_supported(self) -> bool:
-        """Whether tensors may be float64 here."""
+        """Return whether tensors may be float64 here."""
         return default_device().type != "mps"
 
     def is_triton_supported(self) -> bool:
-        """Whether Triton compiles for this device."""
+        """Return whether Triton compiles for this device."""
         return default_device().type in ("cuda", "xpu")
 
     def is_synchronized_device(self) -> bool:
-        """Whether operations are done when their call returns: on a CPU."""
+        """Return whether operations are done when their call returns: on a CPU."""
         return self._is_cpu
 
     def use_host_timers(self) -> bool:
@@ -174,7 +174,7 @@ class TorchAccelerator:
             torch.cuda.nvtx.range_pop()
 
     def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        """The builder of that class name; None where there is none."""
+        """Return the builder of that class name; None where there is none."""
         builder = BUILDERS.get(class_name)
         return builder() if builder is not None else None
 
@@ -193,7 +193,7 @@ class TorchAccelerator:
         )
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` lives on the device."""
+        """Return whether ``tensor`` lives on the device."""
         return tensor.device.type == default_device().type
 
     def __getattr__(self, name: str) -> Any:
@@ -224,7 +224,7 @@ class TorchAccelerator:
 
 
 def _resident_bytes(device_index: int | None = None) -> int:
-    """Bytes of memory this process holds now (its peak, where the system tells nothing else)."""
+    """Return bytes of memory this process holds now (its peak, where the system tells nothing else)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -274,7 +274,7 @@ _TENSOR_TYPES: dict[str, torch.dtype] = {
 
 @lru_cache(maxsize=1)
 def get_accelerator() -> TorchAccelerator:
-    """The accelerator object of this process."""
+    """Return the accelerator object of this process."""
     return TorchAccelerator()
 
 

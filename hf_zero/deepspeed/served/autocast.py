@@ -58,12 +58,12 @@ def _class_of(name: str) -> type[nn.Module]:
 
 
 def is_autocast_initialized() -> bool:
-    """Whether an engine of this process was made with ``torch_autocast``."""
+    """Return whether an engine of this process was made with ``torch_autocast``."""
     return bool(_marked_with)
 
 
 def get_autocast_dtype() -> torch.dtype | None:
-    """The type of autocast of the newest such engine; None without one."""
+    """Return the type of autocast of the newest such engine; None without one."""
     return _marked_with[0] if _marked_with else None
 
 
@@ -73,7 +73,7 @@ def get_default_autocast_lower_precision_modules() -> list[str]:
 
 
 def has_comm_dtype(param: torch.Tensor) -> bool:
-    """Whether ``param`` is marked."""
+    """Return whether ``param`` is marked."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
@@ -84,7 +84,7 @@ def get_comm_dtype(param: torch.Tensor) -> torch.dtype:
 
 
 def get_all_comm_dtypes(params: Iterable[torch.Tensor]) -> set[torch.dtype]:
-    """The types of ``get_comm_dtype`` of all of ``params``."""
+    """Return the types of ``get_comm_dtype`` of all of ``params``."""
     return {get_comm_dtype(param) for param in params}
 
 

@@ -22,7 +22,7 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Whether hf_zero has what the operator is for."""
+        """Return whether hf_zero has what the operator is for."""
         return bool(self.USE)
 
     def builder_available(self) -> bool:
@@ -30,7 +30,7 @@ class OpBuilder:
         return self.is_compatible()
 
     def absolute_name(self) -> str:
-        """Where DeepSpeed keeps it."""
+        """Return where DeepSpeed keeps it."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> LoadedOp:
@@ -94,7 +94,7 @@ COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_
 
 
 def __getattr__(name: str) -> Any:
-    """The builders by their class names."""
+    """Return the builders by their class names."""
     if name in BUILDERS:
         return BUILDERS[name]
     raise AttributeError(name)

@@ -41,15 +41,15 @@ ZERO_STAGE: Final = "zero_stage"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
-    """The file with the module of a model-parallel rank ("00", ...)."""
+    """Return the file with the module of a model-parallel rank ("00", ...)."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
-    """The file with the optimizer's part of a data-parallel rank."""
+    """Return the file with the optimizer's part of a data-parallel rank."""
     return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
-    """The file with a layer of a pipeline."""
+    """Return the file with a layer of a pipeline."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")

@@ -109,7 +109,7 @@ def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 
 def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
-    """The named random states of this process; those of its CPU generator without an accelerator."""
+    """Return the named random states of this process; those of its CPU generator without an accelerator."""
     return random_states()
 
 

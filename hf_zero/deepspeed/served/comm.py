@@ -63,12 +63,12 @@ def _tell_accelerate(backend: str) -> None:
 
 
 def is_available() -> bool:
-    """Whether this PyTorch can communicate at all."""
+    """Return whether this PyTorch can communicate at all."""
     return dist.is_available()
 
 
 def is_initialized() -> bool:
-    """Whether the default process group exists; asked by accelerate, it is also told the backend (see the note above)."""
+    """Return whether the default process group exists; asked by accelerate, it is also told the backend (see the note above)."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     _tell_accelerate(dist.get_backend())
@@ -81,7 +81,7 @@ def get_rank(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_world_size(group: dist.ProcessGroup | None = None) -> int:
-    """Number of ranks in ``group`` (default: all)."""
+    """Return the number of ranks in ``group`` (default: all)."""
     return dist.get_world_size(group) if is_initialized() else 1
 
 
@@ -131,15 +131,15 @@ def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int
 
 
 def get_local_rank_from_launcher() -> int:
-    """This rank on its machine, as the launcher says; 0 without one."""
+    """Return this rank on its machine, as the launcher says; 0 without one."""
     return get_local_rank()
 
 
 def get_world_rank_from_launcher() -> int:
-    """This rank, as the launcher says; 0 without one."""
+    """Return this rank, as the launcher says; 0 without one."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_world_size_from_launcher() -> int:
-    """Number of ranks, as the launcher says; 1 without one."""
+    """Return the number of ranks, as the launcher says; 1 without one."""
     return int(os.environ.get("WORLD_SIZE", "1"))

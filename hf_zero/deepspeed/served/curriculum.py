@@ -72,7 +72,7 @@ class CurriculumScheduler:
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> Any:
-        """The difficulty after ``global_steps`` steps.
+        """Return the difficulty after ``global_steps`` steps.
 
         Raises:
             ConfigError: A ``custom`` schedule has no function.

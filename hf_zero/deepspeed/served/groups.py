@@ -10,7 +10,7 @@ from hf_zero.errors import StateError
 
 
 def _divided() -> Topology | None:
-    """The newest topology with a second axis; None where every rank has all of its model and whole sequences."""
+    """Return the newest topology with a second axis; None where every rank has all of its model and whole sequences."""
     return newest_with("sequence") or newest_with("model")
 
 
@@ -29,13 +29,13 @@ def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_sequence_data_parallel_world_size() -> int:
-    """Number of ranks in ``_get_sequence_data_parallel_group()``."""
+    """Return the number of ranks in ``_get_sequence_data_parallel_group()``."""
     topology = _divided()
     return get_world_size() if topology is None else topology.world
 
 
 def _get_sequence_data_parallel_rank() -> int:
-    """This process' rank in ``_get_sequence_data_parallel_group()``."""
+    """Return this process' rank in ``_get_sequence_data_parallel_group()``."""
     topology = _divided()
     return get_rank() if topology is None else topology.rank
 
@@ -60,18 +60,18 @@ def _get_data_parallel_group_ranks() -> list[int]:
 
 
 def _get_broadcast_src_rank() -> int:
-    """The first rank of ``_get_sequence_data_parallel_group()``, as the default group counts ranks."""
+    """Return the first rank of ``_get_sequence_data_parallel_group()``, as the default group counts ranks."""
     return dist.get_process_group_ranks(_get_sequence_data_parallel_group())[0]
 
 
 def get_data_parallel_world_size() -> int:
-    """Number of ranks in ``get_data_parallel_group()``."""
+    """Return the number of ranks in ``get_data_parallel_group()``."""
     topology = _divided()
     return get_world_size() if topology is None else topology.replicas
 
 
 def get_data_parallel_rank() -> int:
-    """This process' rank in ``get_data_parallel_group()``."""
+    """Return this process' rank in ``get_data_parallel_group()``."""
     topology = _divided()
     return get_rank() if topology is None else topology.replica
 
@@ -101,7 +101,7 @@ def get_model_parallel_rank() -> int:
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """The first of them, as the default group counts ranks; this rank itself where nothing is split."""
+    """Return the first of them, as the default group counts ranks; this rank itself where nothing is split."""
     model = newest_axis("model")
     return get_rank() if model is None else model.ranks[0]
 
@@ -121,13 +121,13 @@ def _get_sequence_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """How many they are; 1 where sequences are whole."""
+    """Return how many they are; 1 where sequences are whole."""
     sequence = newest_axis("sequence")
     return 1 if sequence is None else sequence.world
 
 
 def _get_sequence_parallel_rank() -> int:
-    """Which slice is this rank's."""
+    """Return which slice is this rank's."""
     sequence = newest_axis("sequence")
     return 0 if sequence is None else sequence.rank
 

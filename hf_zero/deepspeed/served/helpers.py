@@ -92,7 +92,7 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """The text of a call: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
+    """Return the text of a call: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
@@ -139,7 +139,7 @@ def is_compile_supported() -> bool:
 
 
 def noop_decorator(func: Function) -> Function:
-    """The function itself."""
+    """Return the function itself."""
     return func
 
 
@@ -149,12 +149,12 @@ def empty_cache() -> None:
 
 
 def get_ma_status() -> int:
-    """Bytes allocated on the device; of the process, on a CPU."""
+    """Return bytes allocated on the device; of the process, on a CPU."""
     return int(get_accelerator().memory_allocated())
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Whether torch's version (of which the first two numbers count) lies between the two, both included."""
+    """Return whether torch's version (of which the first two numbers count) lies between the two, both included."""
     present = version.parse(".".join(torch.__version__.split(".")[:2]))
     return (min_version is None or present >= version.parse(str(min_version))) and (
         max_version is None or present <= version.parse(str(max_version))
@@ -162,12 +162,12 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
 
 def is_model_parallel_parameter(param: torch.Tensor) -> bool:
-    """Whether a script's own model parallelism marked the parameter as divided."""
+    """Return whether a script's own model parallelism marked the parameter as divided."""
     return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Whether a parameter is one that stage 3 shards."""
+    """Return whether a parameter is one that stage 3 shards."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 

@@ -15,7 +15,7 @@ from hf_zero.observe import logger
 
 
 def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
-    """The hosts of a file and their numbers of slots; None, with a warning, where there is no such file.
+    """Return the hosts of a file and their numbers of slots; None, with a warning, where there is no such file.
 
     Raises:
         ConfigError: A ``ValueError``; names file and line.
@@ -36,7 +36,7 @@ def _counts(found: Sequence[Host]) -> OrderedDict[str, int]:
 
 
 def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Mapping[str, Any]:
-    """The hosts and slots that a filter leaves.
+    """Return the hosts and slots that a filter leaves.
 
     Args:
         host_info: Numbers of the slots by host.

@@ -62,7 +62,7 @@ log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info",
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """The number of a level.
+    """Return the number of a level.
 
     Raises:
         ConfigError: There is no such level.
@@ -82,12 +82,12 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """The level of the package's log."""
+    """Return the level of the package's log."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Whether the package's log is at this level or a more talkative one."""
+    """Return whether the package's log is at this level or a more talkative one."""
     return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
 
 

@@ -24,7 +24,7 @@ _BLOCKS_AT_ONCE = 3
 def estimate_zero2_model_states_mem_needs(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True, additional_buffer_factor: float = 1.5
 ) -> tuple[int, int]:
-    """Bytes at stage 2, with 16-bit weights and Adam.
+    """Return bytes at stage 2, with 16-bit weights and Adam.
 
     Args:
         total_params: Parameters of the model.
@@ -53,7 +53,7 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Bytes at stage 3, with 16-bit weights and Adam.
+    """Return bytes at stage 3, with 16-bit weights and Adam.
 
     Args:
         total_params: Parameters of the model.

@@ -36,7 +36,7 @@ class MonitorMaster(EventWriter):
         self.trackio_monitor = self._alone(TrackioMonitor, TrackioSink, monitor_config)
 
     def _alone(self, kind: type[_Kind], sink: type[Sink], monitor_config: MonitorView) -> _Kind | None:
-        """The monitor of one kind over the sink that there is."""
+        """Return the monitor of one kind over the sink that there is."""
         own = [mine for mine in self.sinks if isinstance(mine, sink)]
         return kind(getattr(monitor_config, kind.kind), own) if own else None
 

@@ -43,20 +43,20 @@ def clip_grad_norm_(
 
 
 def get_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of all ``param.grad`` on this rank; -1 where one is not finite, as in DeepSpeed."""
+    """Return the norm of all ``param.grad`` on this rank; -1 where one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_grad_norm", mpu)
     return _finite_or_minus_one(_norm(_grads(parameters), norm_type))
 
 
 def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """The norm of the tensors themselves; -1 where one is not finite, as in DeepSpeed."""
+    """Return the norm of the tensors themselves; -1 where one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_weight_norm", mpu)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _finite_or_minus_one(_norm([tensor.detach() for tensor in tensors], norm_type))
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """The norm of everything, from the norms of its parts; infinity where a part is not finite."""
+    """Return the norm of everything, from the norms of its parts; infinity where a part is not finite."""
     norms = [float(norm) for norm in norm_list]
     return math.sqrt(sum(norm * norm for norm in norms)) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.inf
 
@@ -64,7 +64,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 def get_global_norm_of_tensors(
     input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """The norm of all elements of the tensors, 0-dim; -1 where one is not finite, as in DeepSpeed."""
+    """Return the norm of all elements of the tensors, 0-dim; -1 where one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_global_norm_of_tensors", mpu)
     norm = _norm([tensor.detach() for tensor in input_tensors], norm_type)
     return mask_nan_or_inf_with_val_inplace(norm)
@@ -115,7 +115,7 @@ class CheckOverflow:
         self.params = [param for group in param_groups or () for param in group]
 
     def check(self, param_groups: Sequence[Iterable[torch.Tensor]] | None = None) -> bool:
-        """Whether any rank has such a value; collective where there is a process group."""
+        """Return whether any rank has such a value; collective where there is a process group."""
         return self.has_overflow(self.params if param_groups is None else [param for group in param_groups for param in group])
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
@@ -127,7 +127,7 @@ class CheckOverflow:
         return not all(bool(grad.isfinite().all()) for grad in _grads(params))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """Whether a norm says so: it is negative (``get_weight_norm``) or not finite; collective unless told otherwise."""
+        """Return whether a norm says so: it is negative (``get_weight_norm``) or not finite; collective unless told otherwise."""
         found = any(not math.isfinite(norm) or norm < 0 for norm in map(float, norm_group))
         return _any_rank(found) if reduce_overflow else found
 

@@ -37,27 +37,27 @@ def get_sequence_parallel_group() -> dist.ProcessGroup:
 
 
 def get_sequence_parallel_world_size() -> int:
-    """How many they are."""
+    """Return how many they are."""
     return _sequence().world
 
 
 def get_sequence_parallel_rank() -> int:
-    """Which slice is this rank's."""
+    """Return which slice is this rank's."""
     return _sequence().rank
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """All groups together."""
+    """Return all groups together."""
     return _joint().group
 
 
 def get_sequence_data_parallel_world_size() -> int:
-    """Number of ranks of all groups."""
+    """Return the number of ranks of all groups."""
     return _joint().world
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """This rank's place among them."""
+    """Return this rank's place among them."""
     return _joint().rank
 
 

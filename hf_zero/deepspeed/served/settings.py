@@ -81,7 +81,7 @@ class DeepSpeedConfig(ConfigView):
 
 
 def _replicas(config: dict[str, Any], mpu: Any) -> int:
-    """How many ranks, or groups of ranks, train on samples of their own."""
+    """Return how many ranks, or groups of ranks, train on samples of their own."""
     if hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
     found = (
@@ -123,7 +123,7 @@ class DeepSpeedMonitorConfig(MonitorView):
 
 
 def get_monitor_config(param_dict: Any) -> MonitorView:
-    """The monitors' sections of a whole configuration; its other sections are not looked at."""
+    """Return the monitors' sections of a whole configuration; its other sections are not looked at."""
     sections = {
         key: value for key, value in read_config(param_dict).items() if key in ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
     }

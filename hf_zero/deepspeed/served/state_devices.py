@@ -11,7 +11,7 @@ from hf_zero.errors import ConfigError
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
-    """The devices of one kind of state of an engine; local.
+    """Return the devices of one kind of state of an engine; local.
 
     Args:
         model: The engine.
