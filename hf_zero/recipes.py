@@ -209,6 +209,4 @@ def _table() -> str:
     rows = [("name", "GPUs", "stage", "use"), *((one.name, str(one.gpus), str(one.stage), one.use) for one in RECIPES.values())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     lines = ["  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[3]]) for row in rows]
-    return "\n".join(
-        [*lines, "", "hf-zero recipes NAME --out DIR   writes both files; --gpus N for another number of GPUs"]
-    )
+    return "\n".join([*lines, "", "hf-zero recipes NAME --out DIR   writes both files; --gpus N for another number of GPUs"])
