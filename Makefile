@@ -1,10 +1,11 @@
-# Two commands for a newcomer: `make demo` trains a small GPT-2 with ZeRO-3 on 2 ranks, `make test` runs the tests.
+# Two commands for a newcomer: `make demo` shows what hf_zero does in about a minute, `make test` runs the tests.
 # Needs Python (3.11 or newer) and make; everything is installed into .venv.
 
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+READY_DEMO := $(VENV)/.ready-demo
 READY_DEV := $(VENV)/.ready-dev
 READY_AUDIT := $(VENV)/.ready-audit
 DOCS_VENV ?= .venv-docs
@@ -40,7 +41,7 @@ SIDE_BY_SIDE = -n $(TEST_WORKERS) --dist loadfile
 .PHONY: help demo test test-quick test-all test-newest test-oldest lint format audit advisories bench gpu docs release venv kernels clean
 
 help:
-	@echo "make demo      train, evaluate, save and reload a small GPT-2 with ZeRO-3 on 2 ranks (DEMO_ARGS)"
+	@echo "make demo      exact losses, less memory, a checkpoint for other ranks, a saved model: one screen and a picture (DEMO_ARGS)"
 	@echo "make test      run the fast tests (TEST_ARGS='-k alias', TEST_WORKERS=2)"
 	@echo "make test-quick  run what a minute allows, after every edit: configuration, imports, traces, one row of the parity matrix per stage"
 	@echo "make test-all  run every test"
@@ -60,8 +61,8 @@ help:
 # Processes of tests import the package hundreds of times: it stays compiled, whatever the shell says of other work.
 test test-quick test-all test-newest test-oldest: export PYTHONDONTWRITEBYTECODE =
 
-demo: $(READY)
-	$(BIN)/python examples/clm/demo.py $(DEMO_ARGS)
+demo: $(READY_DEMO)
+	$(BIN)/python examples/demo/demo.py $(DEMO_ARGS)
 
 test: $(READY)
 	$(BIN)/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS)
@@ -135,11 +136,17 @@ venv: $(READY)
 kernels:
 	$(PYTHON) build_backend/native_library.py
 
+# The demo needs little: a newcomer does not wait for what the tests need.
 # PyTorch first: its size makes it worth a line of its own, and builds that need it installed find it.
-$(READY): $(INPUTS)
+$(READY_DEMO): $(INPUTS)
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("the pinned versions need Python 3.11; run make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install torch==2.13.0
+	@echo "Installing PyTorch and hf_zero into $(VENV): a few minutes, once."
+	$(BIN)/python -m pip install --quiet torch==2.13.0
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e . matplotlib
+	@touch $@
+
+$(READY): $(READY_DEMO)
 	$(BIN)/python -m pip install -c constraints.txt -e ".[examples,test]"
 	@touch $@
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "clm")]
 
 from benchmarks.tables import ResultTable  # noqa: E402
 
@@ -29,7 +29,7 @@ LIMIT = 1.02  # of Adam's loss
 def corpus() -> Any:
     """Docstrings as rows of ``LENGTH`` bytes, (rows, LENGTH) int64."""
     import torch
-    from common.docstrings import standard_library_text
+    from offline import standard_library_text
 
     text = "".join(standard_library_text()).encode()
     tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8)

@@ -53,12 +53,12 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
     """Seconds per step of each, by the roofline."""
-    from hf_zero.plan.cluster import Cluster, Load
+    from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.costs import costs_of
     from hf_zero.plan.measure import measure
-    from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware
+    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.models import build_model
     from hf_zero.plan.rates import rates_of
     from hf_zero.plan.stages import plan_step
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "examples")]
+sys.path[:0] = [str(ROOT), str(ROOT / "examples" / "clm")]
 
 from benchmarks import figures  # noqa: E402
 from benchmarks.onebit_convergence import LENGTH, corpus  # noqa: E402

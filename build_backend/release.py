@@ -178,7 +178,7 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
             run(*pip, "install", "--no-deps", "--force-reinstall", wheel)
             told.append(run(python, "-c", _IMPORTS).strip())
         run(python, "-m", "compileall", "-q", *venv.glob("lib/python*/site-packages/hf_zero"))
-        run(venv / "bin" / "hf-zero", "--help")
+        assert (venv / "bin" / "hf-zero").is_file()
         return f"no {torch_requirement()} to be had; {told[-1]}; without the library too"
     pins = ("-c", source / "constraints.txt") if tuple(map(int, wanted.split("."))) >= FIRST_PINNED else ()
     run(*pip, "install", *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
-from common.arguments import (
+from flags import (
+    FlagError,
     Parser,
     add_hub_flags,
     add_name_flags,
@@ -114,3 +119,39 @@ def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     """Refuse data flags that cannot work, in the words of the command line."""
     check_files(parser, args, ("txt", "csv", "json"))
     check_at_least(parser, args, 1, "block_size", "max_train_samples", "max_eval_samples")
+
+
+def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
+    """The JSON of ``--deepspeed_config`` with what Accelerate asks for and DeepSpeed's own scripts leave to its defaults.
+
+    Args:
+        args: The batch size that the file names replaces that of the flags.
+        ranks: Data-parallel ranks.
+
+    Raises:
+        FlagError: The file cannot be read, or its batch sizes do not fit the number of ranks.
+    """
+    path = args.deepspeed_config
+    try:
+        config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise FlagError(f"--deepspeed_config {path}: {error}") from error
+    micro = config.get("train_micro_batch_size_per_gpu", "auto")
+    if isinstance(micro, int):
+        args.per_device_train_batch_size = micro
+    micro, total = args.per_device_train_batch_size, config.get("train_batch_size", "auto")
+    if isinstance(total, int) and not isinstance(config.get("gradient_accumulation_steps"), int):
+        if total % (micro * ranks):
+            raise FlagError(f"--deepspeed_config {path}: train_batch_size {total} is no multiple of {micro} per rank x {ranks} ranks.")
+        config["gradient_accumulation_steps"] = total // (micro * ranks)
+    config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
+    config.setdefault("zero_optimization", {"stage": 0})
+    if args.freeze_step:
+        config.setdefault("optimizer", {}).setdefault("params", {})["freeze_step"] = args.freeze_step
+    return config
+
+
+def launched_ranks() -> int:
+    """Processes that torchrun, Open MPI, MPICH or Slurm started."""
+    names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
+    return int(next((os.environ[name] for name in names if os.environ.get(name)), "1"))

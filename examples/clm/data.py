@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.docstrings import split_items, standard_library_text
-from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
-from common.tokenizer import END_OF_TEXT
+from flags import FlagError
+from offline import END_OF_TEXT, first_samples, from_columns, load_files, load_hub_dataset, split_items, standard_library_text
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -62,7 +60,7 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
     Args:
         raw: Result of `load_raw_datasets`.
         tokenizer: Any Hugging Face tokenizer.
-        args: ``block_size``, ``max_*_samples`` and the cache flags.
+        args: ``block_size``, ``max_*_samples``.
 
     Returns:
         Training and validation sequences with columns ``input_ids``, ``attention_mask``, ``labels``.
@@ -71,13 +69,12 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
         FlagError: A split holds less text than one block.
     """
     column = text_column(raw)
-    options = {"num_proc": args.preprocessing_num_workers, "load_from_cache_file": not args.overwrite_cache}
 
     def tokenize(batch: dict[str, list[str]]) -> Any:
         return tokenizer(batch[column], return_token_type_ids=False)
 
-    tokenized = raw.map(tokenize, batched=True, remove_columns=raw["train"].column_names, desc="Tokenize", **options)
-    grouped = tokenized.map(group_into_blocks, batched=True, fn_kwargs={"block_size": args.block_size}, desc="Cut into blocks", **options)
+    tokenized = raw.map(tokenize, batched=True, remove_columns=raw["train"].column_names, desc="Tokenize")
+    grouped = tokenized.map(group_into_blocks, batched=True, fn_kwargs={"block_size": args.block_size}, desc="Cut into blocks")
     splits = []
     for split, limit in (("train", args.max_train_samples), ("validation", args.max_eval_samples)):
         if len(grouped[split]) == 0:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.hub import named_config
+from flags import FlagError
+from offline import named_config
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaskedLM
 
 if TYPE_CHECKING:
@@ -22,11 +22,11 @@ def build_config(args: argparse.Namespace) -> tuple[PretrainedConfig | None, str
     """Find the configuration that the flags ask for, size flags not yet applied.
 
     Returns:
-        The configuration, or None when the flags name none, and one line for the user (see `common.hub.named_config`).
+        The configuration, or None when the flags name none, and one line for the user (see `offline.named_config`).
     """
     name = args.config_name or args.model_name_or_path
     if name:
-        return named_config(name, args.trust_remote_code)
+        return named_config(name)
     if args.model_type not in SMALL_TYPES:
         return CONFIG_MAPPING[args.model_type](), ""
     return None, ""
@@ -77,13 +77,13 @@ def build_model(
     Args:
         config: Result of `finish_config`.
         tokenizer: A pretrained model's embedding grows to its length.
-        args: ``model_name_or_path`` and ``trust_remote_code``.
+        args: ``model_name_or_path``.
         masked: A masked language model instead of a causal one.
     """
     family = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     if not args.model_name_or_path:
-        return family.from_config(config, trust_remote_code=args.trust_remote_code)
-    model = family.from_pretrained(args.model_name_or_path, config=config, trust_remote_code=args.trust_remote_code)
+        return family.from_config(config)
+    model = family.from_pretrained(args.model_name_or_path, config=config)
     if len(tokenizer) > config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     return model

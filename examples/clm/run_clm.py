@@ -5,35 +5,29 @@ torchrun --nproc_per_node 2 examples/clm/run_clm.py --deepspeed examples/clm/zer
 
 from __future__ import annotations
 
-import argparse
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
+import math
+from functools import partial
 
 from arguments import add_data_flags, add_model_flags, check_data
-from common.arguments import told_once
-from common.results import to_perplexity
-from common.trainer import parse_arguments, report, start, train
+from flags import checkpoint_to_resume, say, settle, told_once
 from model import build_model
-from task import Material, load_material
-from transformers import Trainer, TrainingArguments, default_data_collator, set_seed
-
-DESCRIPTION = (
-    "Train a language model with transformers' Trainer: the flags of run_clm_no_trainer.py for data and model, Trainer's for the rest."
-)
+from offline import check_offline
+from task import load_material
+from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
 
 
-def train_language_model(training: TrainingArguments, args: argparse.Namespace, material: Material, *, title: str, sample: str) -> None:
-    """Train, save and evaluate with Trainer, and print the table.
+@told_once
+def main() -> None:
+    """Run the program."""
+    parser = HfArgumentParser(TrainingArguments, description="Train a language model with transformers' Trainer.")
+    add_data_flags(parser)
+    add_model_flags(parser)
+    training, args = parser.parse_args_into_dataclasses()
+    check_data(parser, args)
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    settle(training)
+    material = load_material(args, partial(training.main_process_first, local=False))
 
-    Args:
-        training: What Trainer does.
-        args: The data and model flags.
-        material: Tokenizer, data and configuration.
-        title: What is trained.
-        sample: What one sample is.
-    """
     set_seed(training.seed)
     trainer = Trainer(
         model=build_model(material.config, material.tokenizer, args),
@@ -43,20 +37,14 @@ def train_language_model(training: TrainingArguments, args: argparse.Namespace, 
         data_collator=default_data_collator,
         processing_class=material.tokenizer,
     )
-    clock = train(trainer)
+    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
     trainer.save_state()
     metrics = trainer.evaluate()
-    judged = {"perplexity": to_perplexity(metrics["eval_loss"])}
-    report(trainer, clock, title=title, sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
-
-
-@told_once
-def main() -> None:
-    """Run the program."""
-    training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)
-    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
-    train_language_model(training, args, material, title="causal language model", sample=f"sequences of {args.block_size} tokens")
+    metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
+    for split, measured in (("train", trained.metrics), ("eval", metrics)):
+        trainer.log_metrics(split, measured)  # a table
+        trainer.save_metrics(split, measured)  # all_results.json
 
 
 if __name__ == "__main__":

@@ -2,96 +2,237 @@
 
     accelerate launch --config_file examples/clm/accelerate_zero3.yaml examples/clm/run_clm_no_trainer.py --output_dir runs/zero3
 
-Nothing in here knows which engine runs underneath. See README.md beside this file for the commands and what to expect.
+Nothing in here knows which engine runs underneath. Beside this file: arguments.py (flags), data.py, model.py, README.md (commands).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from functools import partial
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
-
+import datasets
 import torch
+import transformers
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from arguments import parse_arguments
-from common.arguments import told_once
-from common.compare import compare
-from common.results import to_perplexity
-from common.run import Run, Task, build_accelerator, build_run, construction, finish, ranks_of, train_and_report
+from flags import FlagError, line_of, say, told_once, trackers
 from model import build_model
+from offline import check_offline
 from task import load_material
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase, default_data_collator
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForCausalLM, default_data_collator, get_scheduler
 
+# Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
+NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
 GENERATED_TOKENS = 40
 
 
-def evaluate(run: Run) -> dict[str, float]:
-    """Mean loss in nats per token over the evaluation sequences of all ranks, and the perplexity (collective)."""
-    losses = []
-    for batch in run.eval_loader:
-        loss = run.model(**batch).loss.float()
-        losses.append(run.accelerator.gather_for_metrics(loss.repeat(len(batch["input_ids"]))))
-    loss = torch.cat(losses).mean().item()
-    return {"perplexity": to_perplexity(loss), "eval_loss": loss}
+@dataclass
+class Counts:
+    """How long a run is."""
+
+    steps: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    accumulation: int  # micro-steps per optimizer step
 
 
-def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, PreTrainedTokenizerBase]:
-    """Load text, tokenizer and model, and hand everything to Accelerate.
+def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
+    """The DeepSpeed configuration that the launcher chose; empty where it chose something else."""
+    plugin = accelerator.state.deepspeed_plugin
+    return {} if plugin is None else plugin.deepspeed_config
 
-    Returns:
-        The run at its first step, and the tokenizer.
-    """
-    material = load_material(args, ranks_of(accelerator))
-    with construction(accelerator, args):
-        model = build_model(material.config, material.tokenizer, args)
-    task = Task("causal language model", f"sequences of {args.block_size} tokens", evaluate, headline=("perplexity",))
-    collators = (default_data_collator, default_data_collator)
-    return build_run(accelerator, args, task, model, data=material.data, collators=collators), material.tokenizer
+
+def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
+    """AdamW and schedule by the flags, or placeholders with their values for what the DeepSpeed configuration holds itself."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
+    held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
+    if not held:  # Accelerate moves the schedule once per rank and step
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+        return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
+    from accelerate.utils import DummyOptim, DummyScheduler  # there where Accelerate finds DeepSpeed, or hf_zero in its place
+
+    kind = DummyOptim if "optimizer" in held else torch.optim.AdamW
+    optimizer = kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    if "scheduler" in held:  # Accelerate divides the total by the number of ranks
+        return optimizer, DummyScheduler(optimizer, total_num_steps=steps * ranks, warmup_num_steps=args.num_warmup_steps)
+
+    def by_flags(inner: Any) -> Any:
+        return get_scheduler(args.lr_scheduler_type, inner, args.num_warmup_steps, steps)
+
+    return optimizer, DummyScheduler(optimizer, lr_scheduler_callable=by_flags)
 
 
 @torch.no_grad()
-def loss_of_first_block(model: torch.nn.Module, run: Run) -> float:
-    """Loss of ``model`` on the first evaluation sequence; with the engine itself a collective."""
-    batch = default_data_collator([run.eval_loader.dataset[0]])
+def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> dict[str, float]:
+    """Mean loss in nats per token over the evaluation sequences of all ranks, and the perplexity (collective)."""
     model.eval()
-    return model(**{name: tensor.to(run.accelerator.device) for name, tensor in batch.items()}).loss.item()
+    losses = []
+    for batch in loader:
+        loss = model(**batch).loss.float()
+        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["input_ids"]))))
+    model.train()
+    loss = torch.cat(losses).mean().item()
+    return {"perplexity": math.exp(min(loss, 700)), "eval_loss": loss}
 
 
-def reload_and_generate(run: Run, tokenizer: PreTrainedTokenizerBase, engine_loss: float) -> None:
-    """Load the saved folder as any user would, compare it with the trained model and let it continue the prompt.
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save everything a resumed run needs (collective); the step comes last: a folder without it is no whole checkpoint."""
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (folder / "progress.partial").write_text(json.dumps({"steps": step}), encoding="utf-8")
+        (folder / "progress.partial").rename(folder / "progress.json")
+    accelerator.wait_for_everyone()
 
-    Args:
-        run: Names the folder and the prompt.
-        tokenizer: Encodes the prompt.
-        engine_loss: What the trained model said in `loss_of_first_block`.
-    """
-    model = AutoModelForCausalLM.from_pretrained(run.args.output_dir).to(run.accelerator.device)
-    loss = loss_of_first_block(model, run)
-    print(f"\nThe model lies in {run.args.output_dir}. Reloaded with from_pretrained: loss {loss:.4f} on the first evaluation sequence")
-    print(f"(in training: {engine_loss:.4f}). It continues {run.args.prompt!r}:")
-    prompt = tokenizer(run.args.prompt, return_tensors="pt", return_token_type_ids=False).to(run.accelerator.device)
-    room = run.args.block_size - prompt["input_ids"].shape[1]  # a small model has no positions beyond its block
-    length = {name: max(1, min(GENERATED_TOKENS, room)) for name in ("min_new_tokens", "max_new_tokens")}
-    torch.manual_seed(run.args.seed)
-    output = model.generate(**prompt, **length, do_sample=True, top_k=20, pad_token_id=tokenizer.eos_token_id)
-    line = str(tokenizer.decode(output[0], skip_special_tokens=True))
-    print("    " + " ".join(line.split()))
+
+def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
+    """Continue where --resume_from_checkpoint says (collective); the optimizer steps that are done."""
+    found = [Path(args.resume_from_checkpoint or "", "progress.json")]
+    if args.resume_from_checkpoint == "latest":
+        found = list(Path(args.output_dir).glob("*/progress.json"))
+    if not args.resume_from_checkpoint or not found:
+        say(f"No checkpoint in {args.output_dir} yet, beginning at the start." if args.resume_from_checkpoint else "")
+        return 0
+    if not found[0].is_file():
+        raise FlagError(f"--resume_from_checkpoint {found[0].parent}: give a step_N or epoch_N folder of an earlier run, or 'latest'.")
+    steps, folder = max((int(json.loads(path.read_text(encoding="utf-8"))["steps"]), path.parent) for path in found)
+    accelerator.load_state(str(folder))
+    say(f"Resumed from {folder}: {steps} steps are done.")
+    return steps
+
+
+def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, counts: Counts) -> dict[str, Any]:
+    """Train, evaluating after each epoch (collective); what was measured, as results.json keeps it."""
+    model, optimizer, train_loader, eval_loader, scheduler = prepared
+    results: dict[str, Any] = asdict(counts) | {"before": {}, "log": [], "epochs": []}
+    steps = load_checkpoint(args, accelerator)
+    if steps == 0 and not args.skip_initial_eval:
+        results["before"] = evaluate(accelerator, model, eval_loader)
+        say(f"Before training: {line_of(results['before'])}")
+    save_every = int(args.checkpointing_steps) if (args.checkpointing_steps or "").isdigit() else None
+    bar = tqdm(total=counts.steps, initial=steps, desc="train", disable=not (accelerator.is_main_process and sys.stdout.isatty()))
+    while steps < counts.steps:
+        epoch, done = divmod(steps, counts.steps_per_epoch)
+        train_loader.set_epoch(epoch)
+        batches = accelerator.skip_first_batches(train_loader, done * counts.accumulation) if done else train_loader
+        began, first, losses, parts, norm = time.perf_counter(), steps, [], [], math.nan
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and args.max_grad_norm > 0:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            parts.append(loss.detach().float())
+            if not accelerator.sync_gradients:
+                continue
+            steps += 1
+            losses.append(torch.stack(parts).mean())
+            parts = []
+            if steps % args.logging_steps == 0:
+                entry = {"train_loss": accelerator.reduce(losses[-1], reduction="mean").item()}
+                entry |= {"grad_norm": math.nan if norm is None else float(norm), "learning_rate": scheduler.get_last_lr()[0]}
+                results["log"].append({"step": steps} | entry)
+                accelerator.log(entry, step=steps)
+                bar.set_postfix_str(line_of(entry), refresh=False)
+                say(f"step {steps}/{counts.steps}  {line_of(entry)}" if not sys.stdout.isatty() else "")
+            bar.update()
+            if save_every and steps % save_every == 0:
+                save_checkpoint(accelerator, Path(args.output_dir, f"step_{steps}"), steps)
+            if steps == counts.steps:
+                break
+        metrics = {"epoch_train_loss": accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()}
+        trained = time.perf_counter()
+        metrics |= evaluate(accelerator, model, eval_loader)
+        times = {"train_seconds": trained - began, "eval_seconds": time.perf_counter() - trained}
+        results["epochs"].append({"steps": steps - first} | metrics | times)
+        accelerator.log(metrics | times, step=steps)
+        say(f"\nstep {steps}: {line_of(metrics | times)}")
+        if args.checkpointing_steps == "epoch":
+            save_checkpoint(accelerator, Path(args.output_dir, f"epoch_{epoch + 1}"), steps)
+    bar.close()
+    return results
+
+
+def reload_and_generate(args: argparse.Namespace, tokenizer: Any, batch: dict[str, torch.Tensor], loss: float) -> None:
+    """Load the saved folder as any user would, compare it with the trained model and let it continue the prompt."""
+    model = AutoModelForCausalLM.from_pretrained(args.output_dir).to(batch["input_ids"].device).eval()
+    with torch.no_grad():
+        found = model(**batch).loss.item()
+    print(f"\nThe model lies in {args.output_dir}. Reloaded with from_pretrained: loss {found:.4f} on the first evaluation sequence")
+    print(f"(in training: {loss:.4f}). It continues {args.prompt!r}:")
+    prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    room = max(1, min(GENERATED_TOKENS, args.block_size - prompt["input_ids"].shape[1]))  # a small model has no positions beyond a block
+    torch.manual_seed(args.seed)
+    options = {"do_sample": True, "top_k": 20, "pad_token_id": tokenizer.eos_token_id}
+    output = model.generate(**prompt, min_new_tokens=room, max_new_tokens=room, **options)
+    print("    " + " ".join(tokenizer.decode(output[0], skip_special_tokens=True).split()))
 
 
 @told_once
 def main() -> None:
     """Run the program."""
     args = parse_arguments()
-    if args.compare:
-        sys.exit(compare(__file__, sys.argv[1:], args))
-    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name")
-    run, tokenizer = prepare(accelerator, args)
-    train_and_report(run)
-    loss = loss_of_first_block(run.model, run)
-    finish(run, tokenizer, show=partial(reload_and_generate, run, tokenizer, loss))
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=trackers(args),
+        project_dir=args.output_dir,
+        # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+    )
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    material = load_material(args, accelerator.main_process_first)
+    train_data, eval_data = material.data
+    set_seed(args.seed)
+    model = build_model(material.config, material.tokenizer, args)
+    set_seed(args.seed, device_specific=True)  # from here on dropout differs from rank to rank
+    config, batch_size = deepspeed_config(accelerator), args.per_device_train_batch_size
+    accumulation = config.get("gradient_accumulation_steps")
+    accumulation = accumulation if isinstance(accumulation, int) else accelerator.gradient_accumulation_steps
+    micro_steps = math.ceil(math.ceil(len(train_data) / batch_size) / accelerator.num_processes)
+    per_epoch = math.ceil(micro_steps / accumulation)
+    counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
+    say(
+        f"{len(train_data):,} samples to train, {len(eval_data):,} to evaluate; {counts.steps:,} steps on {accelerator.num_processes} ranks"
+    )
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
+    options = {"collate_fn": default_data_collator, "generator": torch.Generator().manual_seed(args.seed)}
+    train_loader: Any = DataLoader(train_data, batch_size, shuffle=True, **options)
+    eval_loader: Any = DataLoader(eval_data, args.per_device_eval_batch_size, **options)
+    optimizer, scheduler = build_optimizer(args, accelerator, model, counts.steps)
+    prepared = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
+    if args.with_tracking:
+        accelerator.init_trackers(args.report_name, vars(args), {"wandb": {"dir": args.output_dir}})
+    results = train(args, accelerator, prepared, counts)
+    first = {name: tensor.to(accelerator.device) for name, tensor in default_data_collator([eval_data[0]]).items()}
+    with torch.no_grad():
+        loss = prepared[0].eval()(**first).loss.item()
+    if args.output_dir:
+        model = accelerator.unwrap_model(prepared[0])
+        weights = accelerator.get_state_dict(prepared[0])  # at stage 3 every rank sends its shards
+        model.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
+        if accelerator.is_main_process:
+            material.tokenizer.save_pretrained(args.output_dir)
+            Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+            reload_and_generate(args, material.tokenizer, first, loss)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

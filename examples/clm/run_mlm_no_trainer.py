@@ -10,94 +10,166 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
+import math
 import sys
-from functools import partial
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
-
+import datasets
 import torch
+import transformers
 from accelerate import Accelerator, DeepSpeedPlugin
-from arguments import parse_mlm_arguments
-from common.arguments import FlagError, told_once
-from common.compare import compare
-from common.results import to_perplexity
-from common.run import Run, Task, build_accelerator, build_run, construction, finish, ranks_of, train_and_report
-from common.tokenizer import ENCODER_TOKENS
+from accelerate.utils import DataLoaderConfiguration, set_seed
+from arguments import launched_ranks, parse_mlm_arguments, read_deepspeed_config
 from data import mask_blocks
+from flags import FlagError, line_of, say, told_once, trackers
 from model import build_model
+from offline import ENCODER_TOKENS, check_offline
 from task import load_material
-from transformers import AutoModelForMaskedLM, AutoTokenizer, PreTrainedTokenizerBase, default_data_collator
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForMaskedLM, AutoTokenizer, default_data_collator, get_scheduler
 
-PROMPT = "Return the {mask} of the list."
-SHOWN_WORDS = 5
-
-
-def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The JSON of ``--deepspeed_config`` with what Accelerate asks for and DeepSpeed's own scripts leave to its defaults.
-
-    Args:
-        args: The batch size that the file names replaces that of the flags.
-        ranks: Data-parallel ranks.
-
-    Raises:
-        FlagError: The file cannot be read, or its batch sizes do not fit the number of ranks.
-    """
-    path = args.deepspeed_config
-    try:
-        config: dict[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, json.JSONDecodeError) as error:
-        raise FlagError(f"--deepspeed_config {path}: {error}") from error
-    micro = config.get("train_micro_batch_size_per_gpu", "auto")
-    if isinstance(micro, int):
-        args.per_device_train_batch_size = micro
-    micro, total = args.per_device_train_batch_size, config.get("train_batch_size", "auto")
-    if isinstance(total, int) and not isinstance(config.get("gradient_accumulation_steps"), int):
-        if total % (micro * ranks):
-            raise FlagError(f"--deepspeed_config {path}: train_batch_size {total} is no multiple of {micro} per rank x {ranks} ranks.")
-        config["gradient_accumulation_steps"] = total // (micro * ranks)
-    config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
-    config.setdefault("zero_optimization", {"stage": 0})
-    if args.freeze_step:
-        config.setdefault("optimizer", {}).setdefault("params", {})["freeze_step"] = args.freeze_step
-    return config
+# Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
+NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
+PROMPT, SHOWN_WORDS = "Return the {mask} of the list.", 5
 
 
-def launched_ranks() -> int:
-    """Processes that torchrun, Open MPI, MPICH or Slurm started."""
-    names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
-    return int(next((os.environ[name] for name in names if os.environ.get(name)), "1"))
+@dataclass
+class Counts:
+    """How long a run is."""
+
+    steps: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    accumulation: int  # micro-steps per optimizer step
 
 
-def evaluate(run: Run) -> dict[str, float]:
+def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
+    """The DeepSpeed configuration that the launcher chose; empty where it chose something else."""
+    plugin = accelerator.state.deepspeed_plugin
+    return {} if plugin is None else plugin.deepspeed_config
+
+
+def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
+    """AdamW and schedule by the flags, or placeholders with their values for what the DeepSpeed configuration holds itself."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
+    held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
+    if not held:  # Accelerate moves the schedule once per rank and step
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+        return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
+    from accelerate.utils import DummyOptim, DummyScheduler  # there where Accelerate finds DeepSpeed, or hf_zero in its place
+
+    kind = DummyOptim if "optimizer" in held else torch.optim.AdamW
+    optimizer = kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    if "scheduler" in held:  # Accelerate divides the total by the number of ranks
+        return optimizer, DummyScheduler(optimizer, total_num_steps=steps * ranks, warmup_num_steps=args.num_warmup_steps)
+
+    def by_flags(inner: Any) -> Any:
+        return get_scheduler(args.lr_scheduler_type, inner, args.num_warmup_steps, steps)
+
+    return optimizer, DummyScheduler(optimizer, lr_scheduler_callable=by_flags)
+
+
+@torch.no_grad()
+def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> dict[str, float]:
     """Mean loss in nats per hidden token over the evaluation sequences of all ranks, and the perplexity (collective)."""
+    model.eval()
     losses, counts = [], []
-    for batch in run.eval_loader:
+    for batch in loader:
         hidden = (batch["labels"] != -100).sum(dim=1)
-        logits = run.model(**batch).logits.float()
+        logits = model(**batch).logits.float()
         loss = torch.nn.functional.cross_entropy(logits.transpose(1, 2), batch["labels"], reduction="none").sum(dim=1)
-        gathered = run.accelerator.gather_for_metrics((loss, hidden))
+        gathered = accelerator.gather_for_metrics((loss, hidden))
         losses.append(gathered[0])
         counts.append(gathered[1])
+    model.train()
     loss = (torch.cat(losses).sum() / torch.cat(counts).sum().clamp(min=1)).item()
-    return {"perplexity": to_perplexity(loss), "eval_loss": loss}
+    return {"perplexity": math.exp(min(loss, 700)), "eval_loss": loss}
 
 
-def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, PreTrainedTokenizerBase]:
-    """Load text, tokenizer and model, and hand everything to Accelerate.
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save everything a resumed run needs (collective); the step comes last: a folder without it is no whole checkpoint."""
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (folder / "progress.partial").write_text(json.dumps({"steps": step}), encoding="utf-8")
+        (folder / "progress.partial").rename(folder / "progress.json")
+    accelerator.wait_for_everyone()
 
-    Returns:
-        The run at its first step, and the tokenizer.
-    """
-    material = load_material(args, ranks_of(accelerator), ENCODER_TOKENS)
-    data = [mask_blocks(blocks, material.tokenizer, args.mlm_probability, args.seed) for blocks in material.data]
-    with construction(accelerator, args):
-        model = build_model(material.config, material.tokenizer, args, masked=True)
-    task = Task("masked language model", f"sequences of {args.block_size} tokens", evaluate, headline=("perplexity",))
-    collators = (default_data_collator, default_data_collator)
-    return build_run(accelerator, args, task, model, data=(data[0], data[1]), collators=collators), material.tokenizer
+
+def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
+    """Continue where --resume_from_checkpoint says (collective); the optimizer steps that are done."""
+    found = [Path(args.resume_from_checkpoint or "", "progress.json")]
+    if args.resume_from_checkpoint == "latest":
+        found = list(Path(args.output_dir).glob("*/progress.json"))
+    if not args.resume_from_checkpoint or not found:
+        say(f"No checkpoint in {args.output_dir} yet, beginning at the start." if args.resume_from_checkpoint else "")
+        return 0
+    if not found[0].is_file():
+        raise FlagError(f"--resume_from_checkpoint {found[0].parent}: give a step_N or epoch_N folder of an earlier run, or 'latest'.")
+    steps, folder = max((int(json.loads(path.read_text(encoding="utf-8"))["steps"]), path.parent) for path in found)
+    accelerator.load_state(str(folder))
+    say(f"Resumed from {folder}: {steps} steps are done.")
+    return steps
+
+
+def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, counts: Counts) -> dict[str, Any]:
+    """Train, evaluating after each epoch (collective); what was measured, as results.json keeps it."""
+    model, optimizer, train_loader, eval_loader, scheduler = prepared
+    results: dict[str, Any] = asdict(counts) | {"before": {}, "log": [], "epochs": []}
+    steps = load_checkpoint(args, accelerator)
+    if steps == 0 and not args.skip_initial_eval:
+        results["before"] = evaluate(accelerator, model, eval_loader)
+        say(f"Before training: {line_of(results['before'])}")
+    save_every = int(args.checkpointing_steps) if (args.checkpointing_steps or "").isdigit() else None
+    bar = tqdm(total=counts.steps, initial=steps, desc="train", disable=not (accelerator.is_main_process and sys.stdout.isatty()))
+    while steps < counts.steps:
+        epoch, done = divmod(steps, counts.steps_per_epoch)
+        train_loader.set_epoch(epoch)
+        batches = accelerator.skip_first_batches(train_loader, done * counts.accumulation) if done else train_loader
+        began, first, losses, parts, norm = time.perf_counter(), steps, [], [], math.nan
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and args.max_grad_norm > 0:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            parts.append(loss.detach().float())
+            if not accelerator.sync_gradients:
+                continue
+            steps += 1
+            losses.append(torch.stack(parts).mean())
+            parts = []
+            if steps % args.logging_steps == 0:
+                entry = {"train_loss": accelerator.reduce(losses[-1], reduction="mean").item()}
+                entry |= {"grad_norm": math.nan if norm is None else float(norm), "learning_rate": scheduler.get_last_lr()[0]}
+                results["log"].append({"step": steps} | entry)
+                accelerator.log(entry, step=steps)
+                bar.set_postfix_str(line_of(entry), refresh=False)
+                say(f"step {steps}/{counts.steps}  {line_of(entry)}" if not sys.stdout.isatty() else "")
+            bar.update()
+            if save_every and steps % save_every == 0:
+                save_checkpoint(accelerator, Path(args.output_dir, f"step_{steps}"), steps)
+            if steps == counts.steps:
+                break
+        metrics = {"epoch_train_loss": accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()}
+        trained = time.perf_counter()
+        metrics |= evaluate(accelerator, model, eval_loader)
+        times = {"train_seconds": trained - began, "eval_seconds": time.perf_counter() - trained}
+        results["epochs"].append({"steps": steps - first} | metrics | times)
+        accelerator.log(metrics | times, step=steps)
+        say(f"\nstep {steps}: {line_of(metrics | times)}")
+        if args.checkpointing_steps == "epoch":
+            save_checkpoint(accelerator, Path(args.output_dir, f"epoch_{epoch + 1}"), steps)
+    bar.close()
+    return results
 
 
 @torch.no_grad()
@@ -116,17 +188,57 @@ def fill_in(folder: str) -> None:
 def main() -> None:
     """Run the program."""
     args = parse_mlm_arguments()
-    if args.compare:
-        sys.exit(compare(__file__, sys.argv[1:], args))
-    options: dict[str, Any] = {}
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    plugin = None
     if args.deepspeed_config:
-        config = read_deepspeed_config(args, launched_ranks())
-        args.gradient_accumulation_steps = config["gradient_accumulation_steps"]
-        options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
-    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name", **options)
-    run, tokenizer = prepare(accelerator, args)
-    train_and_report(run)
-    finish(run, tokenizer, show=partial(fill_in, args.output_dir))
+        chosen = read_deepspeed_config(args, launched_ranks())
+        args.gradient_accumulation_steps = chosen["gradient_accumulation_steps"]
+        plugin = DeepSpeedPlugin(hf_ds_config=chosen)
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=trackers(args),
+        project_dir=args.output_dir,
+        # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+        deepspeed_plugin=plugin,
+    )
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    material = load_material(args, accelerator.main_process_first, ENCODER_TOKENS)
+    train_data, eval_data = (mask_blocks(blocks, material.tokenizer, args.mlm_probability, args.seed) for blocks in material.data)
+    set_seed(args.seed)
+    model = build_model(material.config, material.tokenizer, args, masked=True)
+    set_seed(args.seed, device_specific=True)  # from here on dropout differs from rank to rank
+    config, batch_size = deepspeed_config(accelerator), args.per_device_train_batch_size
+    accumulation = config.get("gradient_accumulation_steps")
+    accumulation = accumulation if isinstance(accumulation, int) else accelerator.gradient_accumulation_steps
+    micro_steps = math.ceil(math.ceil(len(train_data) / batch_size) / accelerator.num_processes)
+    per_epoch = math.ceil(micro_steps / accumulation)
+    counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
+    say(
+        f"{len(train_data):,} samples to train, {len(eval_data):,} to evaluate; {counts.steps:,} steps on {accelerator.num_processes} ranks"
+    )
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
+    options = {"collate_fn": default_data_collator, "generator": torch.Generator().manual_seed(args.seed)}
+    train_loader: Any = DataLoader(train_data, batch_size, shuffle=True, **options)
+    eval_loader: Any = DataLoader(eval_data, args.per_device_eval_batch_size, **options)
+    optimizer, scheduler = build_optimizer(args, accelerator, model, counts.steps)
+    prepared = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
+    if args.with_tracking:
+        accelerator.init_trackers(args.report_name, vars(args), {"wandb": {"dir": args.output_dir}})
+    results = train(args, accelerator, prepared, counts)
+    if args.output_dir:
+        model = accelerator.unwrap_model(prepared[0])
+        weights = accelerator.get_state_dict(prepared[0])  # at stage 3 every rank sends its shards
+        model.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
+        if accelerator.is_main_process:
+            material.tokenizer.save_pretrained(args.output_dir)
+            Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+            fill_in(args.output_dir)
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

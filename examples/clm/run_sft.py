@@ -9,21 +9,19 @@ With ``"tensor_parallel": {"autotp_size": 2}`` on four ranks there are two copie
 from __future__ import annotations
 
 import argparse
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any
 
 from arguments import add_data_flags, add_model_flags, check_data
-from common.arguments import told_once
-from common.ranks import Ranks, files_first
-from common.tokenizer import build_tokenizer
-from common.trainer import parse_arguments, start
-from model import build_config, finish_config
-from run_clm import train_language_model
+from flags import checkpoint_to_resume, files_first, say, settle, told_once
+from model import build_config, build_model, finish_config
+from offline import build_tokenizer, check_offline
 from sft_data import encode_splits, load_instructions, prompt_of
 from task import Material
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, Trainer, TrainingArguments, default_data_collator, set_seed
 
 DESCRIPTION = (
     "Fine-tune a language model on instructions and answers with transformers' Trainer. "
@@ -31,21 +29,14 @@ DESCRIPTION = (
 )
 
 
-def add_small_llama_flags(parser: argparse.ArgumentParser) -> None:
-    """Model flags; where none is named, the model is a small Llama."""
-    add_model_flags(parser, model_type="llama")
-
-
-def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
-    """Load instructions and tokenizer and work out the configuration of the model."""
+def load_material(args: argparse.Namespace, first_rank_first: Callable[[], AbstractContextManager[Any]]) -> Material:
+    """Load instructions and tokenizer and work out the configuration of the model; arguments as of `task.load_material`."""
     config, note = build_config(args)
-    if note:
-        ranks.say(note)
-    with files_first(ranks, args):
+    say(note)
+    with files_first(args, first_rank_first):
         raw = load_instructions(args)
-    with ranks.first_rank_first():
-        tokenizer = build_tokenizer(args, lambda: [prompt_of(sample) + sample["output"] for sample in raw["train"]])
-    with files_first(ranks, args):
+    tokenizer = build_tokenizer(args, lambda: [prompt_of(sample) + sample["output"] for sample in raw["train"]])
+    with files_first(args, first_rank_first):
         data = encode_splits(raw, tokenizer, args)
     return Material(tokenizer, data, finish_config(config, tokenizer, args))
 
@@ -53,11 +44,32 @@ def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
 @told_once
 def main() -> None:
     """Run the program."""
-    training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_small_llama_flags), check_data)
-    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
-    train_language_model(
-        training, args, material, title="supervised fine-tuning", sample=f"prompts and answers of {args.block_size} tokens"
+    parser = HfArgumentParser(TrainingArguments, description=DESCRIPTION)
+    add_data_flags(parser)
+    add_model_flags(parser, model_type="llama")
+    training, args = parser.parse_args_into_dataclasses()
+    check_data(parser, args)
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    settle(training)
+    material = load_material(args, partial(training.main_process_first, local=False))
+
+    set_seed(training.seed)
+    trainer = Trainer(
+        model=build_model(material.config, material.tokenizer, args),
+        args=training,
+        train_dataset=material.data[0],
+        eval_dataset=material.data[1],
+        data_collator=default_data_collator,
+        processing_class=material.tokenizer,
     )
+    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
+    trainer.save_model()
+    trainer.save_state()
+    metrics = trainer.evaluate()
+    metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
+    for split, measured in (("train", trained.metrics), ("eval", metrics)):
+        trainer.log_metrics(split, measured)  # a table
+        trainer.save_metrics(split, measured)  # all_results.json
 
 
 if __name__ == "__main__":

@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.docstrings import Function
-from common.raw_data import first_samples, load_samples
+from flags import FlagError
+from offline import Function, first_samples, load_samples
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from common.ranks import Ranks, files_first
-from common.tokenizer import DECODER_TOKENS, build_tokenizer
 from data import load_raw_datasets, make_blocks, text_column
+from flags import files_first, say
 from model import build_config, finish_config
+from offline import DECODER_TOKENS, build_tokenizer
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -26,21 +27,23 @@ class Material:
     config: PretrainedConfig
 
 
-def load_material(args: argparse.Namespace, ranks: Ranks, special_tokens: Mapping[str, str] = DECODER_TOKENS) -> Material:
+def load_material(
+    args: argparse.Namespace,
+    first_rank_first: Callable[[], AbstractContextManager[Any]],
+    special_tokens: Mapping[str, str] = DECODER_TOKENS,
+) -> Material:
     """Load text and tokenizer and work out the configuration of the model.
 
     Args:
-        args: The data and model flags, and ``output_dir``.
-        ranks: Orders the ranks and prints.
+        args: The data and model flags.
+        first_rank_first: Context that the other ranks enter when the first has left it.
         special_tokens: Of a tokenizer that is trained here.
     """
     config, note = build_config(args)
-    if note:
-        ranks.say(note)
-    with files_first(ranks, args):
+    say(note)
+    with files_first(args, first_rank_first):
         raw = load_raw_datasets(args)
-    with ranks.first_rank_first():
-        tokenizer = build_tokenizer(args, lambda: raw["train"][text_column(raw)][:], special_tokens)
-    with files_first(ranks, args):
+    tokenizer = build_tokenizer(args, lambda: raw["train"][text_column(raw)][:], special_tokens)
+    with files_first(args, first_rank_first):
         data = make_blocks(raw, tokenizer, args)
     return Material(tokenizer, data, finish_config(config, tokenizer, args))

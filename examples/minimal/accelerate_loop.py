@@ -21,7 +21,7 @@ accelerator = Accelerator(deepspeed_plugin=ZeroPlugin(stage=3))
 # A tiny model with random weights. Yours: AutoTokenizer.from_pretrained("...") and AutoModelForCausalLM.from_pretrained("...")
 torch.manual_seed(0)
 tokenizer = ByT5Tokenizer()
-shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 160, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
 config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)
 model = AutoModelForCausalLM.from_config(config)
 

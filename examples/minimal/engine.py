@@ -27,7 +27,7 @@ keep = HfDeepSpeedConfig(CONFIG)
 # A tiny model with random weights. Yours: AutoTokenizer.from_pretrained("...") and AutoModelForCausalLM.from_pretrained("...")
 torch.manual_seed(0)
 tokenizer = ByT5Tokenizer()
-shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
+shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 160, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1}
 config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)
 model = AutoModelForCausalLM.from_config(config)
 
@@ -45,9 +45,9 @@ for step, batch in enumerate(loader, start=1):
     if engine.global_rank == 0 and (step == 1 or step % 20 == 0):
         print(f"step {step:3}  loss {loss.item():.3f}  gradient norm {engine.get_global_grad_norm():.3f}", flush=True)
 
-# All ranks take part: each sends its share of the weights, the first one writes.
-engine.module.save_pretrained(OUTPUT, is_main_process=engine.global_rank == 0)
+engine.save_16bit_model(OUTPUT, "model.safetensors")  # all ranks take part: each sends its share of the weights, the first one writes
 if engine.global_rank == 0:
+    config.save_pretrained(OUTPUT)
     tokenizer.save_pretrained(OUTPUT)
     print(f"Saved: AutoModelForCausalLM.from_pretrained({OUTPUT!r}) loads it.")
 engine.destroy()

@@ -19,7 +19,15 @@ LENGTH = 64
 if int(os.environ["RANK"]) == 0:
     torch.manual_seed(0)
     tokenizer = ByT5Tokenizer()
-    shape = {"n_positions": LENGTH, "n_layer": 2, "n_embd": 64, "n_head": 4, "bos_token_id": 0, "eos_token_id": 1, "initializer_range": 0.1}
+    shape = {
+        "n_positions": LENGTH,
+        "n_layer": 2,
+        "n_embd": 160,
+        "n_head": 4,
+        "bos_token_id": 0,
+        "eos_token_id": 1,
+        "initializer_range": 0.1,
+    }
     AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)).save_pretrained(BASE)
     tokenizer.save_pretrained(BASE)
 

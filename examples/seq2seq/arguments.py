@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from common.arguments import (
+from flags import (
     Parser,
     add_hub_flags,
     add_name_flags,

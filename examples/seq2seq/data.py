@@ -6,9 +6,8 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.docstrings import Function
-from common.raw_data import first_samples, load_samples
+from flags import FlagError
+from offline import Function, first_samples, load_samples
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -85,8 +84,6 @@ def tokenize_samples(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args:
             remove_columns=raw[split].column_names,
             fn_kwargs={"target_length": length},
             desc="Tokenize",
-            num_proc=args.preprocessing_num_workers,
-            load_from_cache_file=not args.overwrite_cache,
         )
         for split, length in lengths.items()
     )

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.hub import known_config, named_config
+from flags import FlagError
+from offline import known_config, named_config
 from transformers import AutoModelForSeq2SeqLM
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
         tokenizer: Its length bounds the vocabulary from below.
 
     Returns:
-        The configuration, and one line for the user (see `common.hub.named_config`).
+        The configuration, and one line for the user (see `offline.named_config`).
 
     Raises:
         FlagError: A source or target is longer than the model has positions.
@@ -34,7 +34,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
     name, note = args.config_name or args.model_name_or_path, ""
     longest = max(args.max_source_length, args.max_target_length, args.val_max_target_length)
     if name:
-        config, note = named_config(name, args.trust_remote_code)
+        config, note = named_config(name)
     else:
         config = known_config(PUBLISHED)
         set_sizes(config, SMALL_SHAPE | {"vocab_size": len(tokenizer), "max_position_embeddings": longest})
@@ -62,8 +62,8 @@ def set_sizes(config: PretrainedConfig, sizes: dict[str, int]) -> None:
 def build_model(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> PreTrainedModel:
     """Build the model, pretrained or with random weights; under ZeRO-3 inside ``zero.Init``."""
     if not args.model_name_or_path:
-        return AutoModelForSeq2SeqLM.from_config(config, trust_remote_code=args.trust_remote_code)
-    model = AutoModelForSeq2SeqLM.from_pretrained(args.model_name_or_path, config=config, trust_remote_code=args.trust_remote_code)
+        return AutoModelForSeq2SeqLM.from_config(config)
+    model = AutoModelForSeq2SeqLM.from_pretrained(args.model_name_or_path, config=config)
     if len(tokenizer) > config.vocab_size:
         model.resize_token_embeddings(len(tokenizer))
     return model

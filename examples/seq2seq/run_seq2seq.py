@@ -7,29 +7,30 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
+from functools import partial
 
 import numpy as np
 from arguments import add_data_flags, add_generation_flags, add_model_flags, check_data
-from common.arguments import told_once
-from common.trainer import parse_arguments, report, start, train
+from flags import checkpoint_to_resume, say, settle, told_once
 from model import build_model
+from offline import check_offline
 from task import collator, decode, generation_options, load_material, write_chat_file
-from transformers import EvalPrediction, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
-
-DESCRIPTION = "Train a chatbot with transformers' Seq2SeqTrainer: the flags of run_seq2seq_no_trainer.py for data, model and generation."
+from transformers import EvalPrediction, HfArgumentParser, Seq2SeqTrainer, Seq2SeqTrainingArguments, set_seed
 
 
 @told_once
 def main() -> None:
     """Run the program."""
-    flags = (add_data_flags, add_generation_flags, add_model_flags)
-    training, args = parse_arguments(Seq2SeqTrainingArguments, DESCRIPTION, flags, check_data)
-    training.predict_with_generate = True
-    material = load_material(args, start(training, args, "tokenizer_name", "dataset_name"))
+    parser = HfArgumentParser(Seq2SeqTrainingArguments, description="Train a chatbot with transformers' Seq2SeqTrainer.")
+    add_data_flags(parser)
+    add_generation_flags(parser)
+    add_model_flags(parser)
+    training, args = parser.parse_args_into_dataclasses()
+    check_data(parser, args)
+    args.output_dir, training.predict_with_generate = training.output_dir, True
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    settle(training)
+    material = load_material(args, partial(training.main_process_first, local=False))
     tokenizer = material.tokenizer
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:
@@ -51,14 +52,14 @@ def main() -> None:
     )
     # BlenderBot takes any keyword and ignores num_items_in_batch: Trainer would multiply its mean loss by the number of ranks.
     trainer.model_accepts_loss_kwargs = False
-    clock = train(trainer)
+    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
-    metrics = trainer.evaluate(**generation_options(args))
+    trainer.save_state()
+    for split, metrics in (("train", trained.metrics), ("eval", trainer.evaluate(**generation_options(args)))):
+        trainer.log_metrics(split, metrics)  # a table
+        trainer.save_metrics(split, metrics)  # all_results.json
     if training.process_index == 0:
         write_chat_file(args)
-    judged = {"bleu": metrics["eval_bleu"], "eval_loss": metrics["eval_loss"]}
-    sample = f"sources of at most {args.max_source_length} tokens, targets of at most {args.max_target_length}"
-    report(trainer, clock, title="sequence to sequence", sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
 
 
 if __name__ == "__main__":

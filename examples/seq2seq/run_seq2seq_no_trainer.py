@@ -3,121 +3,247 @@
     accelerate launch --config_file examples/seq2seq/accelerate_zero2.yaml examples/seq2seq/run_seq2seq_no_trainer.py --output_dir runs/chat
     python examples/seq2seq/chat.py runs/chat
 
-Nothing in here knows which engine runs underneath. See README.md beside this file for the commands and what to expect.
+Nothing in here knows which engine runs underneath. Beside this file: arguments.py (flags), data.py, model.py, README.md (commands).
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import sys
-from functools import partial
+import time
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
-
+import datasets
 import torch
+import transformers
 from accelerate import Accelerator
+from accelerate.utils import DataLoaderConfiguration, set_seed
 from arguments import parse_arguments
-from common.arguments import told_once
-from common.compare import compare
-from common.optimizer import deepspeed_section
-from common.results import wide_console
-from common.run import Run, Task, build_accelerator, build_run, construction, finish, precision_of, ranks_of, train_and_report
-from common.tracking import log_table
+from flags import FlagError, line_of, say, told_once, trackers
 from model import build_model
-from rich.table import Table
-from task import Material, collator, decode, generation_options, load_material, write_chat_file
-from transformers import AutoModelForSeq2SeqLM, AutoTokenizer
+from offline import check_offline
+from task import Material, collator, decode, generation_options, keep_samples, load_material, write_chat_file
+from torch.utils.data import DataLoader
+from tqdm.auto import tqdm
+from transformers import AutoModelForSeq2SeqLM, AutoTokenizer, get_scheduler
 
-PRINTED_ROWS = 5
-COLUMNS = ["prompt", "generated", "reference"]
-
-
-def evaluate(run: Run, material: Material) -> dict[str, float]:
-    """BLEU of what the model generates and mean loss of the targets, over all ranks (collective); keeps sample generations."""
-    accelerator, args, tokenizer = run.accelerator, run.args, material.tokenizer
-    losses, rows = [], []
-    for index, batch in enumerate(run.eval_loader):
-        loss = run.model(**batch).loss.float()
-        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
-        generated = generate(run, batch)
-        padded = [
-            accelerator.pad_across_processes(tensor, dim=1, pad_index=tokenizer.pad_token_id)
-            for tensor in (generated, batch["labels"], batch["input_ids"])
-        ]
-        texts = [decode(tokenizer, tokens.cpu()) for tokens in accelerator.gather_for_metrics(tuple(padded))]
-        material.metric.add_batch(predictions=texts[0], references=texts[1])
-        if index < args.n_val_batch_generations:
-            rows += [[prompt, answer, reference] for answer, reference, prompt in zip(*texts, strict=True)]
-    keep_samples(run, rows)
-    return {"bleu": material.metric.compute()["bleu"], "eval_loss": torch.cat(losses).mean().item()}
+# Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
+NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
 
 
-def generate(run: Run, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    """Generate for one batch; tokens of shape [batch, length]. At stage 3 the ranks go on together until the last has finished."""
-    zero = deepspeed_section(run.accelerator, "zero_optimization") or {}
-    together = int(zero.get("stage", 0)) == 3 and run.accelerator.num_processes > 1
-    model = run.accelerator.unwrap_model(run.model)
-    inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
-    return model.generate(**inputs, **generation_options(run.args), synced_gpus=together)
+@dataclass
+class Counts:
+    """How long a run is."""
+
+    steps: int  # optimizer steps of the whole run
+    steps_per_epoch: int
+    accumulation: int  # micro-steps per optimizer step
 
 
-def keep_samples(run: Run, rows: list[list[str]]) -> None:
-    """Print the first sample generations and send all of them to the trackers."""
-    if not rows:
-        return
-    if run.args.with_tracking:
-        log_table(run.accelerator, "generations", COLUMNS, rows, run.progress.steps)
-    if run.accelerator.is_main_process:
-        table = Table(
-            title=f"Sample generations at step {run.progress.steps} ({min(PRINTED_ROWS, len(rows))} of {len(rows)})", show_lines=True
-        )
-        for name in COLUMNS:
-            table.add_column(name, overflow="fold")
-        for row in rows[:PRINTED_ROWS]:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        wide_console().print(table)
+def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
+    """The DeepSpeed configuration that the launcher chose; empty where it chose something else."""
+    plugin = accelerator.state.deepspeed_plugin
+    return {} if plugin is None else plugin.deepspeed_config
 
 
-def prepare(accelerator: Accelerator, args: argparse.Namespace) -> tuple[Run, Material]:
-    """Load text, tokenizer, metric and model, and hand everything to Accelerate.
+def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
+    """AdamW and schedule by the flags, or placeholders with their values for what the DeepSpeed configuration holds itself."""
+    groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
+    for name, parameter in model.named_parameters():
+        groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
+    held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
+    if not held:  # Accelerate moves the schedule once per rank and step
+        optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
+        return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
+    from accelerate.utils import DummyOptim, DummyScheduler  # there where Accelerate finds DeepSpeed, or hf_zero in its place
 
-    Returns:
-        The run at its first step, and what it was made of.
-    """
-    material = load_material(args, ranks_of(accelerator))
-    with construction(accelerator, args):
-        model = build_model(material.config, material.tokenizer, args)
-    sample = f"sources of at most {args.max_source_length} tokens, targets of at most {args.max_target_length}"
-    task = Task("sequence to sequence", sample, partial(evaluate, material=material), headline=("bleu", "eval_loss"))
-    batches = collator(material.tokenizer, args, half=precision_of(accelerator) != "fp32")
-    return build_run(accelerator, args, task, model, data=material.data, collators=(batches, batches)), material
+    kind = DummyOptim if "optimizer" in held else torch.optim.AdamW
+    optimizer = kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
+    if "scheduler" in held:  # Accelerate divides the total by the number of ranks
+        return optimizer, DummyScheduler(optimizer, total_num_steps=steps * ranks, warmup_num_steps=args.num_warmup_steps)
+
+    def by_flags(inner: Any) -> Any:
+        return get_scheduler(args.lr_scheduler_type, inner, args.num_warmup_steps, steps)
+
+    return optimizer, DummyScheduler(optimizer, lr_scheduler_callable=by_flags)
+
+
+def in_sixteen_bit(accelerator: Accelerator) -> bool:
+    """Whether batches should have lengths that tensor cores like; under a DeepSpeed configuration its sections decide."""
+    sections = [deepspeed_config(accelerator).get(name) or {} for name in ("bf16", "fp16")]
+    return accelerator.mixed_precision != "no" or any(str(section.get("enabled")).lower() == "true" for section in sections)
 
 
 @torch.no_grad()
-def answer_from_folder(run: Run) -> None:
+def evaluate(args: argparse.Namespace, accelerator: Accelerator, model: Any, loader: Any, material: Material) -> dict[str, float]:
+    """BLEU of what the model generates and mean loss of the targets, over all ranks (collective); keeps sample generations."""
+    model.eval()
+    stage = int((deepspeed_config(accelerator).get("zero_optimization") or {}).get("stage", 0))
+    options = generation_options(args) | {"synced_gpus": stage == 3 and accelerator.num_processes > 1}  # until the last rank has finished
+    losses, rows, pad = [], [], material.tokenizer.pad_token_id
+    for index, batch in enumerate(loader):
+        loss = model(**batch).loss.float()
+        losses.append(accelerator.gather_for_metrics(loss.repeat(len(batch["labels"]))))
+        inputs = {name: batch[name] for name in ("input_ids", "attention_mask")}
+        generated = accelerator.unwrap_model(model).generate(**inputs, **options)
+        padded = [accelerator.pad_across_processes(ids, dim=1, pad_index=pad) for ids in (generated, batch["labels"], batch["input_ids"])]
+        texts = [decode(material.tokenizer, tokens.cpu()) for tokens in accelerator.gather_for_metrics(tuple(padded))]
+        material.metric.add_batch(predictions=texts[0], references=texts[1])
+        if index < args.n_val_batch_generations:
+            rows += zip(texts[2], texts[0], texts[1], strict=True)
+    model.train()
+    keep_samples(args, accelerator, rows)
+    return {"bleu": material.metric.compute()["bleu"], "eval_loss": torch.cat(losses).mean().item()}
+
+
+def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
+    """Save everything a resumed run needs (collective); the step comes last: a folder without it is no whole checkpoint."""
+    accelerator.save_state(str(folder))
+    accelerator.wait_for_everyone()
+    if accelerator.is_main_process:
+        (folder / "progress.partial").write_text(json.dumps({"steps": step}), encoding="utf-8")
+        (folder / "progress.partial").rename(folder / "progress.json")
+    accelerator.wait_for_everyone()
+
+
+def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
+    """Continue where --resume_from_checkpoint says (collective); the optimizer steps that are done."""
+    found = [Path(args.resume_from_checkpoint or "", "progress.json")]
+    if args.resume_from_checkpoint == "latest":
+        found = list(Path(args.output_dir).glob("*/progress.json"))
+    if not args.resume_from_checkpoint or not found:
+        say(f"No checkpoint in {args.output_dir} yet, beginning at the start." if args.resume_from_checkpoint else "")
+        return 0
+    if not found[0].is_file():
+        raise FlagError(f"--resume_from_checkpoint {found[0].parent}: give a step_N or epoch_N folder of an earlier run, or 'latest'.")
+    steps, folder = max((int(json.loads(path.read_text(encoding="utf-8"))["steps"]), path.parent) for path in found)
+    accelerator.load_state(str(folder))
+    say(f"Resumed from {folder}: {steps} steps are done.")
+    return steps
+
+
+def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, counts: Counts, material: Material) -> dict[str, Any]:
+    """Train, evaluating after each epoch (collective); what was measured, as results.json keeps it."""
+    model, optimizer, train_loader, eval_loader, scheduler = prepared
+    results: dict[str, Any] = asdict(counts) | {"before": {}, "log": [], "epochs": []}
+    steps = load_checkpoint(args, accelerator)
+    if steps == 0 and not args.skip_initial_eval:
+        results["before"] = evaluate(args, accelerator, model, eval_loader, material)
+        say(f"Before training: {line_of(results['before'])}")
+    save_every = int(args.checkpointing_steps) if (args.checkpointing_steps or "").isdigit() else None
+    bar = tqdm(total=counts.steps, initial=steps, desc="train", disable=not (accelerator.is_main_process and sys.stdout.isatty()))
+    while steps < counts.steps:
+        epoch, done = divmod(steps, counts.steps_per_epoch)
+        train_loader.set_epoch(epoch)
+        batches = accelerator.skip_first_batches(train_loader, done * counts.accumulation) if done else train_loader
+        began, first, losses, parts, norm = time.perf_counter(), steps, [], [], math.nan
+        for batch in batches:
+            with accelerator.accumulate(model):
+                loss = model(**batch).loss
+                accelerator.backward(loss)
+                if accelerator.sync_gradients and args.max_grad_norm > 0:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            parts.append(loss.detach().float())
+            if not accelerator.sync_gradients:
+                continue
+            steps += 1
+            losses.append(torch.stack(parts).mean())
+            parts = []
+            if steps % args.logging_steps == 0:
+                entry = {"train_loss": accelerator.reduce(losses[-1], reduction="mean").item()}
+                entry |= {"grad_norm": math.nan if norm is None else float(norm), "learning_rate": scheduler.get_last_lr()[0]}
+                results["log"].append({"step": steps} | entry)
+                accelerator.log(entry, step=steps)
+                bar.set_postfix_str(line_of(entry), refresh=False)
+                say(f"step {steps}/{counts.steps}  {line_of(entry)}" if not sys.stdout.isatty() else "")
+            bar.update()
+            if save_every and steps % save_every == 0:
+                save_checkpoint(accelerator, Path(args.output_dir, f"step_{steps}"), steps)
+            if steps == counts.steps:
+                break
+        metrics = {"epoch_train_loss": accelerator.reduce(torch.stack(losses).mean(), reduction="mean").item()}
+        trained = time.perf_counter()
+        metrics |= evaluate(args, accelerator, model, eval_loader, material)
+        times = {"train_seconds": trained - began, "eval_seconds": time.perf_counter() - trained}
+        results["epochs"].append({"steps": steps - first} | metrics | times)
+        accelerator.log(metrics | times, step=steps)
+        say(f"\nstep {steps}: {line_of(metrics | times)}")
+        if args.checkpointing_steps == "epoch":
+            save_checkpoint(accelerator, Path(args.output_dir, f"epoch_{epoch + 1}"), steps)
+    bar.close()
+    return results
+
+
+@torch.no_grad()
+def answer_from_folder(args: argparse.Namespace, sample: dict[str, Any]) -> None:
     """Leave what the chat has to know, load the saved folder as any user would and let it answer the first evaluation sample."""
-    write_chat_file(run.args)
-    folder = run.args.output_dir
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
-    sample = run.eval_loader.dataset[0]
+    write_chat_file(args)
+    tokenizer, model = (kind.from_pretrained(args.output_dir) for kind in (AutoTokenizer, AutoModelForSeq2SeqLM))
     inputs = {name: torch.tensor([sample[name]]) for name in ("input_ids", "attention_mask")}
-    answer = model.generate(**inputs, **generation_options(run.args))
+    answer = model.eval().generate(**inputs, **generation_options(args))
     prompt, text = decode(tokenizer, inputs["input_ids"])[0], decode(tokenizer, answer)[0]
-    print(f"\nThe model lies in {folder}. Reloaded with from_pretrained it answers\n    {prompt}\nwith\n    {text}")
-    print(f"Talk with it: python examples/seq2seq/chat.py {folder}")
+    print(f"\nThe model lies in {args.output_dir}. Reloaded with from_pretrained it answers\n    {prompt}\nwith\n    {text}")
 
 
 @told_once
 def main() -> None:
     """Run the program."""
     args = parse_arguments()
-    if args.compare:
-        sys.exit(compare(__file__, sys.argv[1:], args))
-    accelerator = build_accelerator(args, "tokenizer_name", "dataset_name")
-    run, material = prepare(accelerator, args)
-    train_and_report(run)
-    finish(run, material.tokenizer, show=partial(answer_from_folder, run))
+    say(check_offline(args, "tokenizer_name", "dataset_name"))
+    accelerator = Accelerator(
+        gradient_accumulation_steps=args.gradient_accumulation_steps,
+        log_with=trackers(args),
+        project_dir=args.output_dir,
+        # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
+        dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
+    )
+    transformers.utils.logging.set_verbosity_error()
+    datasets.disable_progress_bars()
+    material = load_material(args, accelerator.main_process_first)
+    train_data, eval_data = material.data
+    set_seed(args.seed)
+    model = build_model(material.config, material.tokenizer, args)
+    set_seed(args.seed, device_specific=True)  # from here on dropout differs from rank to rank
+    config, batch_size = deepspeed_config(accelerator), args.per_device_train_batch_size
+    accumulation = config.get("gradient_accumulation_steps")
+    accumulation = accumulation if isinstance(accumulation, int) else accelerator.gradient_accumulation_steps
+    micro_steps = math.ceil(math.ceil(len(train_data) / batch_size) / accelerator.num_processes)
+    per_epoch = math.ceil(micro_steps / accumulation)
+    counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
+    say(
+        f"{len(train_data):,} samples to train, {len(eval_data):,} to evaluate; {counts.steps:,} steps on {accelerator.num_processes} ranks"
+    )
+    if config.get("train_micro_batch_size_per_gpu") == "auto":
+        config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
+    options = {
+        "collate_fn": collator(material.tokenizer, args, half=in_sixteen_bit(accelerator)),
+        "generator": torch.Generator().manual_seed(args.seed),
+    }
+    train_loader: Any = DataLoader(train_data, batch_size, shuffle=True, **options)
+    eval_loader: Any = DataLoader(eval_data, args.per_device_eval_batch_size, **options)
+    optimizer, scheduler = build_optimizer(args, accelerator, model, counts.steps)
+    prepared = accelerator.prepare(model, optimizer, train_loader, eval_loader, scheduler)
+    if args.with_tracking:
+        accelerator.init_trackers(args.report_name, vars(args), {"wandb": {"dir": args.output_dir}})
+    results = train(args, accelerator, prepared, counts, material)
+    if args.output_dir:
+        model = accelerator.unwrap_model(prepared[0])
+        weights = accelerator.get_state_dict(prepared[0])  # at stage 3 every rank sends its shards
+        model.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
+        if accelerator.is_main_process:
+            material.tokenizer.save_pretrained(args.output_dir)
+            Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            transformers.integrations.deepspeed.unset_hf_deepspeed_config()
+            answer_from_folder(args, eval_data[0])
+    accelerator.end_training()
 
 
 if __name__ == "__main__":

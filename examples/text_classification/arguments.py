@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from common.arguments import (
+from data import GLUE_COLUMNS
+from flags import (
     Parser,
     add_hub_flags,
     add_name_flags,
@@ -17,7 +18,6 @@ from common.arguments import (
     check_files,
     check_run,
 )
-from data import GLUE_COLUMNS
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:

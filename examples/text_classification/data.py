@@ -6,10 +6,18 @@ import argparse
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.docstrings import Function, split_items, standard_library_descriptions, standard_library_functions
-from common.hub import GLUE
-from common.raw_data import first_samples, from_columns, load_files, load_hub_dataset
+from flags import FlagError
+from offline import (
+    GLUE,
+    Function,
+    first_samples,
+    from_columns,
+    load_files,
+    load_hub_dataset,
+    split_items,
+    standard_library_descriptions,
+    standard_library_functions,
+)
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
@@ -110,7 +118,7 @@ def tokenize_pairs(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: a
     Args:
         raw: Result of `load_raw_datasets`.
         tokenizer: Any Hugging Face tokenizer.
-        args: ``max_length``, ``pad_to_max_length``, ``max_*_samples`` and the cache flags.
+        args: ``max_length``, ``pad_to_max_length``, ``max_*_samples``.
 
     Returns:
         Training and validation samples with ``input_ids``, ``attention_mask``, ``labels``, and ``token_type_ids`` where the tokenizer
@@ -133,8 +141,6 @@ def tokenize_pairs(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: a
                 batched=True,
                 remove_columns=samples.column_names,
                 desc="Tokenize",
-                num_proc=args.preprocessing_num_workers,
-                load_from_cache_file=not args.overwrite_cache,
             )
         )
     return splits[0], splits[1]

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import TYPE_CHECKING, Any
 
-from common.arguments import FlagError
-from common.hub import known_config, named_config
+from flags import FlagError
+from offline import known_config, named_config
 from transformers import AutoModelForSequenceClassification
 
 if TYPE_CHECKING:
@@ -26,14 +26,14 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, l
         labels: Names of the classes.
 
     Returns:
-        The configuration, and one line for the user (see `common.hub.named_config`).
+        The configuration, and one line for the user (see `offline.named_config`).
 
     Raises:
         FlagError: The heads do not divide the width.
     """
     name, note = args.config_name or args.model_name_or_path, ""
     if name:
-        config, note = named_config(name, args.trust_remote_code)
+        config, note = named_config(name)
     else:
         config = known_config(PUBLISHED)
         for key, value in SMALL_SHAPE.items():
@@ -59,10 +59,9 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, l
 def build_model(config: PretrainedConfig, args: argparse.Namespace) -> PreTrainedModel:
     """Build the model, pretrained or with random weights; under ZeRO-3 inside ``zero.Init``."""
     if not args.model_name_or_path:
-        return AutoModelForSequenceClassification.from_config(config, trust_remote_code=args.trust_remote_code)
+        return AutoModelForSequenceClassification.from_config(config)
     return AutoModelForSequenceClassification.from_pretrained(
         args.model_name_or_path,
         config=config,
         ignore_mismatched_sizes=args.ignore_mismatched_sizes,
-        trust_remote_code=args.trust_remote_code,
     )

@@ -6,28 +6,27 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
+from functools import partial
 
 from arguments import add_data_flags, add_model_flags, check_data
-from common.arguments import told_once
-from common.trainer import parse_arguments, report, start, train
+from flags import checkpoint_to_resume, say, settle, told_once
 from model import build_model
+from offline import check_offline
 from task import collator, load_material
-from transformers import EvalPrediction, Trainer, TrainingArguments, set_seed
-
-DESCRIPTION = (
-    "Train a text classifier with transformers' Trainer: the flags of run_cls_no_trainer.py for data and model, Trainer's for the rest."
-)
+from transformers import EvalPrediction, HfArgumentParser, Trainer, TrainingArguments, set_seed
 
 
 @told_once
 def main() -> None:
     """Run the program."""
-    training, args = parse_arguments(TrainingArguments, DESCRIPTION, (add_data_flags, add_model_flags), check_data)
-    material = load_material(args, start(training, args, "tokenizer_name", "task_name"))
+    parser = HfArgumentParser(TrainingArguments, description="Train a text classifier with transformers' Trainer.")
+    add_data_flags(parser)
+    add_model_flags(parser)
+    training, args = parser.parse_args_into_dataclasses()
+    check_data(parser, args)
+    say(check_offline(args, "tokenizer_name", "task_name"))
+    settle(training)
+    material = load_material(args, partial(training.main_process_first, local=False))
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:
         return material.metric.compute(predictions=found.predictions.argmax(axis=-1), references=found.label_ids)
@@ -42,12 +41,12 @@ def main() -> None:
         processing_class=material.tokenizer,
         compute_metrics=compute_metrics,
     )
-    clock = train(trainer)
+    trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
-    metrics = trainer.evaluate()
-    judged = {name: metrics[f"eval_{name}"] for name in ("f1", "accuracy")}
-    sample = f"pairs of at most {args.max_length} tokens"
-    report(trainer, clock, title="text classification", sample=sample, metrics=judged, eval_seconds=metrics["eval_runtime"])
+    trainer.save_state()
+    for split, metrics in (("train", trained.metrics), ("eval", trainer.evaluate())):
+        trainer.log_metrics(split, metrics)  # a table
+        trainer.save_metrics(split, metrics)  # all_results.json
 
 
 if __name__ == "__main__":

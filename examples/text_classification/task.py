@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import evaluate
-from common.hub import is_reachable
-from common.ranks import Ranks, files_first
-from common.tokenizer import ENCODER_TOKENS, build_tokenizer
 from data import label_names, load_raw_datasets, text_columns, tokenize_pairs
+from flags import files_first, say
 from model import build_config
+from offline import ENCODER_TOKENS, build_tokenizer, is_reachable
 from transformers import DataCollatorWithPadding, default_data_collator
 
 if TYPE_CHECKING:
@@ -34,24 +35,23 @@ class Material:
     metric: Any
 
 
-def load_material(args: argparse.Namespace, ranks: Ranks) -> Material:
+def load_material(args: argparse.Namespace, first_rank_first: Callable[[], AbstractContextManager[Any]]) -> Material:
     """Load text, tokenizer and metric and work out the configuration of the model.
 
     Args:
-        args: The data and model flags, and ``output_dir``.
-        ranks: Orders the ranks and prints.
+        args: The data and model flags.
+        first_rank_first: Context that the other ranks enter when the first has left it.
     """
-    with files_first(ranks, args):
+    with files_first(args, first_rank_first):
         raw = load_raw_datasets(args)
     columns = text_columns(raw, args)
-    with ranks.first_rank_first():
+    with first_rank_first():
         metric = load_metric(args)
         tokenizer = build_tokenizer(args, lambda: [text for name in columns for text in raw["train"][name][:]], ENCODER_TOKENS)
-    with files_first(ranks, args):
+    with files_first(args, first_rank_first):
         data = tokenize_pairs(raw, tokenizer, args)
     config, note = build_config(args, tokenizer, label_names(raw))
-    if note:
-        ranks.say(note)
+    say(note)
     return Material(raw, columns, tokenizer, data, config, metric)
 
 

@@ -49,6 +49,7 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.trained_set import TrainedSet
+from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
@@ -143,7 +144,8 @@ class PartsBuilder:
         if inner is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, reducer, whole_tensors)
             joiner = self._joiner(builder, runtime, reducer, optimizer, units)
-            stepper = self._stepper(runtime, reducer, optimizer, scaler, self._trained_set(optimizer, builder), joiner)
+            trained_units = self._trained_units(optimizer, builder, reducer, joiner)
+            stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units)
         self._configure_checkpointing()
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
@@ -341,9 +343,10 @@ class PartsBuilder:
             return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
         return GradientExchange(collectives, policy)
 
-    def _trained_set(self, optimizer: ShardedOptimizer, builder: UnitBuilder) -> TrainedSet:
+    def _trained_units(self, optimizer: ShardedOptimizer, builder: UnitBuilder, reducer: Reducer, joiner: Joiner) -> TrainedUnits:
         trains_all = self._trains_all and len(optimizer.param_groups) == 1
-        return TrainedSet(self.module, optimizer, builder.groups, 0 if trains_all else None)
+        trained = TrainedSet(self.module, optimizer, builder.groups, 0 if trains_all else None)
+        return TrainedUnits(trained, reducer, optimizer, joiner.join, self.collectives.data, self.networks.everyone)
 
     def _joiner(self, builder: UnitBuilder, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, units: list[Unit]) -> Joiner:
         stays = self.config.zero_optimization.stage3_param_persistence_threshold
@@ -359,8 +362,7 @@ class PartsBuilder:
         reducer: Reducer,
         optimizer: ShardedOptimizer,
         scaler: LossScaler,
-        trained: TrainedSet,
-        joiner: Joiner,
+        trained: TrainedUnits,
     ) -> Stepper:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
@@ -369,9 +371,7 @@ class PartsBuilder:
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         everyone = self.networks.everyone
-        return kind(
-            runtime, reducer, optimizer, scaler, self.collectives, settings, self.networks.model, experts, everyone, trained, joiner.join
-        )
+        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, trained, everyone, self.networks.model, experts)
 
 
 def _all_of(*explain: Explain) -> Explain:

@@ -102,9 +102,9 @@ class UnitBuilder:
                 cast_param(member.param, self.precision, device, kept)
         cast_and_move(self.module, self.precision, device, kept)
         loose = {member.name: member.param for member in members if id(member.param) not in taken}
-        for param in loose.values():
+        for name, param in loose.items():
             if not (is_elsewhere(param) or is_expert(param)):
-                register_loose(param, self.collectives.data)
+                register_loose(param, self.collectives.data, name)
         self._take_first_values({name: param for name, param in loose.items() if find_unit(param) is None})
         if self.stage.parameters_sharded:
             for param in self.module.parameters():

@@ -72,7 +72,7 @@ class Engine(nn.Module):
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
-                parts.stepper.on_joined = WeakMethod(self.joined)
+                parts.stepper.trained.on_joined = WeakMethod(self.joined)
 
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
@@ -260,7 +260,7 @@ class Engine(nn.Module):
         if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
             self.discard_gradients()
         # What joins at the coming step has its gradients so far in ``param.grad``.
-        kept = self.stepper.waiting() if self.stepper is not None and self.accumulation.in_window else frozenset()
+        kept = self.stepper.trained.waiting() if self.stepper is not None and self.accumulation.in_window else frozenset()
         for param in self.module.parameters():
             if id(param) not in kept:
                 param.grad = None
@@ -277,14 +277,14 @@ class Engine(nn.Module):
         """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""
         if self.stepper is not None:
             self.stepper.reducer.clear()
-            self.stepper.forget_waiting()
+            self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
 
     def _broke_off(self) -> None:
         """A backward broke off with an error: the gradients since the last optimizer step are gone; local."""
         self.accumulation.broke_off()
         if self.stepper is not None:
-            self.stepper.forget_waiting()
+            self.stepper.trained.forget_waiting()
 
     # -- accumulation -------------------------------------------------------------------------------------------------
 

@@ -198,10 +198,9 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
 
-    [Note: values that a module adds as it loads] Rank 0 alone loads a module, and afterwards all ranks broadcast the buffers that the
-    state dict has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would
-    broadcast alone. They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is
-    missing.
+    [Note: values that a module adds as it loads] Rank 0 alone loads a module, and then all ranks broadcast the buffers that the state dict
+    has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would broadcast alone.
+    They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is missing.
 
     Args:
         method: The function itself.

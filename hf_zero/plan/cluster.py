@@ -1,4 +1,4 @@
-"""The ranks of a plan, and what they train on."""
+"""The ranks of a plan, what they train on, and what hardware there is."""
 
 from __future__ import annotations
 
@@ -36,3 +36,22 @@ class Load:
 
     micro_batch: int
     sequence: int
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """What there is; None is not said.
+
+    Attributes:
+        memory: Bytes of one device.
+        host_memory: Bytes of one node, for all its ranks.
+        flops: Operations per second of one rank.
+        link: Bytes per second that a rank sends to other nodes.
+        node_link: Bytes per second that it sends inside its node.
+    """
+
+    memory: int | None = None
+    host_memory: int | None = None
+    flops: float | None = None
+    link: float | None = None
+    node_link: float | None = None

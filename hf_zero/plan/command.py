@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import os
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ if TYPE_CHECKING:
 
 _WHERE = "The model's code raised it, or ours: HF_ZERO_LOG_LEVEL=DEBUG shows where"
 _MICRO = "train_micro_batch_size_per_gpu"
-_MODEL = "folder or file with a config.json, a model_type of transformers, or python:FILE.py:FUNCTION"
+_MODEL = "folder or file with a config.json, an ID on the Hub, a model_type of transformers, or python:FILE.py:FUNCTION"
 _FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
 
 
@@ -34,7 +36,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", help="memory of one device, such as 80GiB")
     parser.add_argument("--host-memory", metavar="SIZE", help="memory of one node, for all its ranks, such as 1TiB")
     parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a micro-step (default: the configuration's)")
-    parser.add_argument("--sequence", type=int, default=1024, metavar="N", help="tokens of a sample (default 1024)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default 1024, or what the model has positions for)")
     parser.add_argument("--trainable", default="all", metavar="WHAT", help="all, lora:r=16, or match:REGEX of parameter names")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute activations in backward")
     parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="kernel of attention (default sdpa)")
@@ -42,7 +44,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--link", metavar="RATE", help="what a rank sends to other nodes, such as 400Gbit")
     parser.add_argument("--node-link", metavar="RATE", help="what a rank sends inside its node, such as 3200Gbit")
     parser.add_argument("--tflops", type=float, metavar="N", help="10^12 operations per second that a rank reaches")
-    parser.add_argument("--plot", type=Path, metavar="FILE", help="write a picture of memory over one step")
+    parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="write a picture of memory over one step: .png, .svg, .pdf, or .html to point at"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     fit.add_arguments(parser)
 
@@ -50,35 +54,43 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> int:
     """Plans, searches for a plan, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where not, 2 for wrong input."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
-    from hf_zero.plan.report import draw, text_of
-    from hf_zero.system.pictures import require_place
-
     try:
         if options.source is not None:
             return _answer_fsdp(options)
         if options.model is None:
-            raise ConfigError("MODEL and --config FILE are wanted, MODEL and --fit, or --from FILE alone")
+            raise ConfigError("usage: give MODEL with --config FILE, MODEL with --fit, or --from FILE")
         wish = _wish(options)
         if options.fit:
+            fit.require_flags(options, wish)
             return fit.run(options, wish)
         fit.refuse_without_fit(options)
-        if options.plot is not None:
-            require_place(options.plot, "--plot")
         prediction = _predict(options, wish)
         if options.plot is not None:
-            draw(prediction, options.plot, f"{options.model} on {options.ranks} rank(s)")
+            _draw(prediction, options)
     except HfZeroError as error:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
-        from hf_zero.observe import logger
-
-        logger.debug("planning ended with an error", exc_info=True)
+        logging.getLogger("hf_zero").debug("planning ended with an error", exc_info=True)
         told = " ".join(str(error).split())[:300]
         print(printable(f"hf-zero plan: the step cannot be planned: {type(error).__name__}: {told}. {_WHERE}"), file=sys.stderr)
         return 2
+    from hf_zero.plan.report import text_of
+
     print(json.dumps(prediction.to_dict(), indent=2) if options.json else text_of(prediction))
     return 0 if prediction.fits else 1
+
+
+def _draw(prediction: Prediction, options: argparse.Namespace) -> None:
+    from hf_zero.plan.page import write_page
+    from hf_zero.plan.report import draw
+    from hf_zero.system.pictures import is_page
+
+    title = f"{options.model} on {options.ranks} rank(s)"
+    if is_page(options.plot):
+        write_page(prediction, options.plot, title)
+    else:
+        draw(prediction, options.plot, title)
 
 
 def _answer_fsdp(options: argparse.Namespace) -> int:
@@ -94,9 +106,8 @@ def _answer_fsdp(options: argparse.Namespace) -> int:
 
 def _wish(options: argparse.Namespace) -> fit.Wish:
     """What the flags say of the model and the machine."""
-    from hf_zero.plan.cluster import Cluster
-    from hf_zero.plan.models import ModelWish
-    from hf_zero.plan.prediction import Hardware
+    from hf_zero.plan.cluster import Cluster, Hardware
+    from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.quantities import bytes_per_second_of
     from hf_zero.system.sizes import bytes_of
 
@@ -119,15 +130,24 @@ def _wish(options: argparse.Namespace) -> fit.Wish:
 
 
 def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
+    from hf_zero.config.mesh import claims_of_config, solve
     from hf_zero.plan.cluster import Load
-    from hf_zero.plan.models import build_model
-    from hf_zero.plan.stages import plan_step
+    from hf_zero.system.pictures import is_page, require_folder, require_place
 
     if options.config is None:
         raise ConfigError("--config is missing: the configuration to plan, or --fit to search for one")
     config = settled(options.config, options.micro_batch)
-    load = Load(config[_MICRO], options.sequence)
-    return plan_step(build_model(wish.model), config, wish.cluster, load, wish.hardware, options.attention)
+    if options.plot is not None:
+        (require_folder if is_page(options.plot) else require_place)(options.plot, "--plot")
+    # Here, and not before: what follows imports torch and transformers, for which a wrong flag need not wait.
+    from hf_zero.plan.models import build_model, sequence_of
+    from hf_zero.plan.stages import plan_step
+
+    model = build_model(wish.model)
+    load = Load(config[_MICRO], sequence_of(options.sequence, model.positions))
+    prediction = plan_step(model, config, wish.cluster, load, wish.hardware, options.attention)
+    replicas = solve(claims_of_config(config), options.ranks).replicas
+    return replace(prediction, tokens=replicas * load.micro_batch * prediction.observation.accumulation * load.sequence)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -10,7 +10,8 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.plan.models import ModelWish, build_model
+from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.models import build_model
 
 _LEAST = 4  # below, the first and the last block are neighbours of too few
 _WORTH = 2.5  # times the larger of two small models, which are mostly planned in place of a whole one
@@ -38,6 +39,7 @@ class Blocks:
         alike: Every one is like the next.
         kind: What the configuration calls each of them, if it does.
         experts: The model has some.
+        positions: Tokens of the longest sequence; 0 where the configuration speaks of none.
     """
 
     wish: ModelWish
@@ -47,6 +49,7 @@ class Blocks:
     alike: bool = False
     kind: str = ""
     experts: bool = False
+    positions: int = 0
 
     def few(self, count: int) -> ModelWish:
         """The model with ``count`` blocks."""
@@ -81,20 +84,21 @@ class Blocks:
 
 def blocks_of(wish: ModelWish) -> Blocks:
     """The repeated blocks of a model that a configuration of transformers describes; none are alike in others."""
-    module = build_model(wish).module
+    planned = build_model(wish)
+    module, positions = planned.module, planned.positions
     config = getattr(module, "config", None)
     count = getattr(config, _SETTING, None)
     experts = any(getattr(config, name, None) for name in _EXPERTS)
     if wish.name.startswith("python:") or not isinstance(count, int):
-        return Blocks(wish, experts=experts)
+        return Blocks(wish, experts=experts, positions=positions)
     lists = [part for part in module.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     kinds = getattr(config, "layer_types", None) or []
     if len(lists) != 1 or len(set(kinds)) > 1:
-        return Blocks(wish, count, experts=experts)
+        return Blocks(wish, count, experts=experts, positions=positions)
     signs = {sign_of(block, index) for index, block in enumerate(lists[0])}
     numel = sum(param.numel() for param in lists[0][0].parameters())
     total = sum(param.numel() for param in module.parameters())
-    found = Blocks(wish, count, numel, total, len(signs) == 1 and numel > 0, kinds[0] if kinds else "", experts)
+    found = Blocks(wish, count, numel, total, len(signs) == 1 and numel > 0, kinds[0] if kinds else "", experts, positions)
     try:
         build_model(found.few(_LEAST))
     except ConfigError:  # other values of the configuration count blocks as well

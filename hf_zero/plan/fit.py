@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.errors import ConfigError
 
 if TYPE_CHECKING:
-    from hf_zero.plan.cluster import Cluster
-    from hf_zero.plan.models import ModelWish
+    from hf_zero.plan.cluster import Cluster, Hardware
+    from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.planner import Planner
-    from hf_zero.plan.prediction import Hardware
     from hf_zero.plan.rates import Rates
     from hf_zero.plan.search import Answer, Fitting
 
@@ -71,6 +70,27 @@ def refuse_without_fit(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')} is a flag of a search: give --fit{other} too")
 
 
+def require_flags(options: argparse.Namespace, wish: Wish) -> None:
+    """What can be said of the flags of a search before torch and transformers are imported.
+
+    Raises:
+        ConfigError: One is missing, or wrong.
+    """
+    if options.global_batch is None or options.global_batch < 1:
+        raise ConfigError(
+            f"--fit needs --global-batch, the samples of an optimizer step; it is {options.global_batch}, 1 and more are allowed"
+        )
+    if options.plot is not None:
+        raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
+    cluster, limits = wish.cluster, wish.hardware
+    if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
+        raise ConfigError(
+            "--fit needs to know what there is to fit into: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host
+        )
+    _axes(options.axes, experts=True)
+    _given_rates(options)
+
+
 def run(options: argparse.Namespace, wish: Wish) -> int:
     """Searches and prints; returns 0 where something fits, 1 where nothing does.
 
@@ -103,21 +123,12 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     from hf_zero.config.read import read_config
     from hf_zero.plan.candidates import Space, layouts_of, require_batch, tiers_of
     from hf_zero.plan.few_blocks import blocks_of
+    from hf_zero.plan.models import sequence_of
     from hf_zero.plan.planner import Planner
     from hf_zero.plan.search import SHOWN
     from hf_zero.plan.workers import Workers, processors
 
-    if options.global_batch is None or options.global_batch < 1:
-        raise ConfigError(
-            f"--fit needs --global-batch, the samples of an optimizer step; it is {options.global_batch}, 1 and more are allowed"
-        )
-    if options.plot is not None:
-        raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
     cluster, limits = wish.cluster, wish.hardware
-    if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
-        raise ConfigError(
-            "--fit needs to know what there is to fit into: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host
-        )
     base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
     blocks = blocks_of(wish.model)
     layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts))
@@ -125,7 +136,8 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
     require_batch(space)
     workers = Workers(min(processors(), SHOWN))  # no more plans are ever waited for at once
-    return Planner(space, blocks, cluster, limits, options.sequence, options.attention, wish.settle, workers=workers)
+    sequence = sequence_of(options.sequence, blocks.positions)
+    return Planner(space, blocks, cluster, limits, sequence, options.attention, wish.settle, workers=workers)
 
 
 def _axes(text: str | None, experts: bool) -> list[str]:
@@ -150,23 +162,55 @@ def _shown(planner: Planner) -> Iterator[None]:
 
     columns = (BarColumn(bar_width=30), TaskProgressColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
+        bar = _Bar(lambda text, done: progress.update(task, description=text, completed=done))
         task = progress.add_task("", total=1.0)
-        planner.told = lambda text, done: progress.update(task, description=text, completed=done)
+        planner.told, planner.workers.ended = bar.begin, bar.advance
         yield
 
 
-def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> Rates:
-    from hf_zero.plan.measure import measure
-    from hf_zero.plan.quantities import bytes_per_second_of
-    from hf_zero.plan.rates import rates_of
+class _Bar:
+    """How far a search is: it knows its parts, and not how many plans one of them takes, so each plan fills some of what is left of it.
 
-    cluster, limits = wish.cluster, wish.hardware
-    given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link}
+    Args:
+        show: Shows a text and a share of 1.
+    """
+
+    def __init__(self, show: Callable[[str, float], None]) -> None:
+        self._show, self._text, self._done, self._next, self._plans = show, "", 0.0, 0.0, 0
+
+    def begin(self, text: str, done: float, after: float) -> None:
+        """A part begins at ``done`` of 1 and ends at ``after``; the bar never goes back."""
+        self._text, self._done, self._next = text, max(done, self._done), after
+        self._say()
+
+    def advance(self) -> None:
+        """A plan has ended."""
+        self._plans += 1
+        self._done += max(0.0, self._next - self._done) / 4
+        self._say()
+
+    def _say(self) -> None:
+        self._show(f"{self._text}, {self._plans} plans" if self._plans else self._text, self._done)
+
+
+def _given_rates(options: argparse.Namespace) -> dict[str, float]:
+    from hf_zero.plan.quantities import bytes_per_second_of
+
+    given = {}
     for text in options.rate:
         name, _, value = text.partition("=")
         if name not in _RATES:
             raise ConfigError(f"--rate {text!r} is not NAME=RATE with one of {', '.join(_RATES)}; such as --rate memory=12Tbit")
         given[name] = bytes_per_second_of(value, f"--rate {name}")
+    return given
+
+
+def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> Rates:
+    from hf_zero.plan.measure import measure
+    from hf_zero.plan.rates import rates_of
+
+    cluster, limits = wish.cluster, wish.hardware
+    given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link, **_given_rates(options)}
     measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
     return rates_of(given, measured, cluster.near, cluster.on_host)
 
@@ -190,6 +234,7 @@ def _best(one: Fitting, planner: Planner) -> dict[str, object]:
     return {
         "name": str(candidate),
         "seconds_per_step": one.seconds,
+        "tokens_per_second": _tokens(one, planner),
         "peak_bytes_per_rank": {"device": round(costs.device), "host": round(costs.host), "disk": round(costs.disk)},
         "checkpoint_activations": candidate.family.recomputes,
         "config": planner.space.config(candidate),
@@ -201,18 +246,38 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
 
     lines = []
     if answer.best:
-        lines.append(f"the best of what fits, {planner.space.global_batch} samples of {planner.sequence} tokens per step:")
+        load = f"{planner.space.global_batch} samples of {planner.sequence} tokens per step"
+        lines.append(f"the best of what fits into {_limits_text(planner)}, {load}:")
     for number, one in enumerate(answer.best, 1):
         costs = one.costs
         tiers = [("device", costs.device), ("host", costs.host), ("disk", costs.disk)]
         held = ", ".join(f"{tier} {size_text(nbytes)}" for tier, nbytes in tiers if nbytes >= 1 << 20 or tier == planner.main_tier)
-        lines += [f"{number}. {one.candidate}", f"   {one.seconds:.4g} s per step; a rank holds at most: {held}"]
+        lines += [
+            f"{number}. {one.candidate}",
+            f"   {one.seconds:.4g} s per step, {_tokens(one, planner):,.0f} tokens per second; a rank holds at most: {held}",
+        ]
     if not answer.best:
-        lines.append("NOTHING FITS")
-    lines += ["", "fell out:"]
+        lines.append(f"NOTHING FITS into {_limits_text(planner)}")
+    lines += ["", "not among them, and why:"]
     lines += [f"- {one.name}: {one.reason}" for one in answer.out]
     lines += ["", f"{answer.candidates} configurations, {answer.planned} runs of the engine without values. The seconds rest on:"]
     return [*lines, *_rate_lines(rates)]
+
+
+def _tokens(one: Fitting, planner: Planner) -> float:
+    """Per second, of all ranks."""
+    return planner.space.global_batch * planner.sequence / one.seconds
+
+
+def _limits_text(planner: Planner) -> str:
+    """The limits in words."""
+    from hf_zero.plan.quantities import size_text
+
+    limits = planner.hardware
+    of_device = "node" if planner.cluster.on_host else "device"
+    parts = [f"{size_text(limits.memory)} of each {of_device}"] if limits.memory is not None else []
+    parts += [f"{size_text(limits.host_memory)} of each host"] if limits.host_memory is not None else []
+    return " and ".join(parts)
 
 
 def _rate_lines(rates: Rates) -> list[str]:

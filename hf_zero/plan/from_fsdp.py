@@ -294,6 +294,6 @@ def _print(found: Translation, path: str) -> None:
         print(f"\nstay as they are: {', '.join(found.source.others)}")
     print(f"\n{json.dumps(found.config, indent=2)}")
     missing = [row.key for row in found.rows if row.fate == "none"]
-    print(f"\nno counterpart: {', '.join(missing) or 'none is missing'}")
+    print(f"\nno counterpart: {', '.join(missing)}" if missing else "\nevery setting was translated")
     if found.source.kind in ("trainer", "fsdp_config"):
         print('to use it: TrainingArguments(deepspeed="ds.json") in place of fsdp and fsdp_config')

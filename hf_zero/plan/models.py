@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 import importlib.util
 import inspect
-import os
 import re
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,16 @@ from hf_zero.config.names import nearest
 from hf_zero.config.sources import read_model_config
 from hf_zero.errors import ConfigError
 from hf_zero.integrations.plan_table import class_of
+from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.trainable import choose_trainable
 from hf_zero.system.reading import shown
 from hf_zero.tensor_parallel.skeleton import argument_names
 
 Batch = Mapping[str, Any]
 _PYTHON = "python:"
+_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")  # names of models on the Hub
 _COUNTS = re.compile(r"(^|_)(layers?|experts|blocks|depths?)($|_(?!size|dim|id))")
+_SEQUENCE = 1024  # where nothing is said
 _MOST = 4096  # layers, or experts of a layer
 _MOST_MODULES = 250_000
 _WHOLE_LABELS = ("SequenceClassification", "ImageClassification")
@@ -43,30 +47,13 @@ class PlannedModel:
         module: On the meta device.
         batch: Keyword arguments of its forward, of (samples, length); tensors are made where torch makes them.
         vocabulary: Size of the last dimension of its logits; 0 where it has none.
+        positions: Tokens of the longest sequence that its configuration speaks of; 0 where it speaks of none.
     """
 
     module: nn.Module
     batch: Callable[[int, int], Batch]
     vocabulary: int = 0
-
-
-@dataclass(frozen=True)
-class ModelWish:
-    """What a user says of the model.
-
-    Attributes:
-        name: A folder or file with a config.json, a ``model_type``, or ``python:FILE.py:FUNCTION``.
-        settings: Values of its configuration that win over its own.
-        attention: sdpa, flash or eager.
-        trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of names.
-        checkpointing: Recompute activations in backward.
-    """
-
-    name: str
-    settings: Mapping[str, Any]
-    attention: str = "sdpa"
-    trainable: str = "all"
-    checkpointing: bool = False
+    positions: int = 0
 
 
 def build_model(wish: ModelWish) -> PlannedModel:
@@ -79,7 +66,27 @@ def build_model(wish: ModelWish) -> PlannedModel:
     module = planned.module
     if wish.checkpointing:
         _checkpoint(module)
-    return PlannedModel(choose_trainable(module, wish.trainable), planned.batch, planned.vocabulary)
+    return replace(planned, module=choose_trainable(module, wish.trainable))
+
+
+def sequence_of(asked: int | None, positions: int) -> int:
+    """Tokens of a sample.
+
+    Args:
+        asked: What a user has asked for; None for the usual, or as many as the model has positions for.
+        positions: Of the model; 0 where it speaks of none.
+
+    Raises:
+        ConfigError: The model has positions for fewer.
+    """
+    if asked is None:
+        return min(_SEQUENCE, positions or _SEQUENCE)
+    if positions and asked > positions:
+        raise ConfigError(
+            f"--sequence is {asked}, and the model has {positions} positions (max_position_embeddings): give at most that, or plan a "
+            f"model that has more with --set max_position_embeddings={asked}"
+        )
+    return asked
 
 
 # -- where it comes from --------------------------------------------------------------------------------------------------
@@ -109,7 +116,9 @@ def _from_config(wish: ModelWish) -> PlannedModel:
         tensor.data = tensor.data.float()
     module.train()
     inner = config.get_text_config() if hasattr(config, "get_text_config") else config
-    return PlannedModel(module, _batch_maker(module), int(getattr(inner, "vocab_size", 0) or 0))
+    positions = getattr(inner, "max_position_embeddings", None)
+    known = positions if isinstance(positions, int) and positions > 0 else 0
+    return PlannedModel(module, _batch_maker(module), int(getattr(inner, "vocab_size", 0) or 0), known)
 
 
 def _configuration(name: str, settings: dict[str, Any]) -> Any:
@@ -124,12 +133,11 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         kind = content.pop("model_type")
         if not isinstance(kind, str):
             raise ConfigError(f"the model {name!r}: its model_type is {shown(kind)}; the name of a model of transformers is allowed")
-    elif os.sep in name:
-        raise ConfigError(
-            f"the model {name!r} does not exist: give a folder or file with a config.json, a model_type, or python:FILE.py:FUNCTION"
-        )
-    else:
+    elif "/" not in name:
         kind, content = name, settings
+    else:
+        found = copy.deepcopy(_from_hub(name))
+        kind, content = found.pop("model_type"), {**found, **settings}
     _check_counts(content, f"the configuration of {kind}")
     if kind in transformers.CONFIG_MAPPING:
         _require_known(kind, transformers.CONFIG_MAPPING[kind], settings)
@@ -141,6 +149,27 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
     except Exception as error:  # transformers checks types with a library of its own
         raise ConfigError(f"the configuration of {kind}: {_named(error)}") from error
+
+
+@functools.cache
+def _from_hub(name: str) -> dict[str, Any]:
+    """The configuration of a model on the Hub, or in the cache of what has been loaded from it.
+
+    Raises:
+        ConfigError: There is none, or the Hub is not reached.
+    """
+    import transformers
+
+    if Path(name).parent.is_dir() or not _HUB.fullmatch(name):
+        raise ConfigError(
+            f"the model {name!r} does not exist: give a folder or file with a config.json, an ID on the Hub, a model_type, or "
+            "python:FILE.py:FUNCTION"
+        )
+    try:
+        content: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
+    except Exception as error:  # of the network, the Hub, or a configuration that needs code of its own
+        raise ConfigError(f"the model {name!r} is no folder or file here, and cannot be loaded from the Hub: {_named(error)}") from error
+    return content
 
 
 def _check_counts(content: Any, where: str, levels: int = 8) -> None:

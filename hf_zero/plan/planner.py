@@ -8,10 +8,10 @@ from typing import Any
 
 from hf_zero.errors import HfZeroError
 from hf_zero.plan.candidates import Candidate, Space, Tier
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.costs import Costs, extrapolated
 from hf_zero.plan.few_blocks import Blocks
-from hf_zero.plan.prediction import Hardware, host_limit
+from hf_zero.plan.prediction import host_limit
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.workers import Task, Workers
 
@@ -28,7 +28,7 @@ class Planner:
         sequence: Tokens of a sample.
         attention: sdpa, flash or eager.
         settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
-        told: Hears what is being planned, and how much of the search is over, from 0 to 1.
+        told: Hears what is being planned, how much of the search is over, from 0 to 1, and how much will be when that is.
         workers: Run the engine.
     """
 
@@ -39,7 +39,7 @@ class Planner:
     sequence: int
     attention: str
     settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
-    told: Callable[[str, float], None] = lambda text, done: None
+    told: Callable[[str, float, float], None] = lambda text, done, after: None
     workers: Workers = field(default_factory=Workers)
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
     _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # by the number of blocks

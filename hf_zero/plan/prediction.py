@@ -8,32 +8,13 @@ from dataclasses import dataclass
 
 from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.plan.books import Change, Storage
-from hf_zero.plan.cluster import Cluster
+from hf_zero.plan.cluster import Cluster, Hardware
 from hf_zero.plan.quantities import size_text
 from hf_zero.plan.run import Observation
 
 _SMALL = 1 << 20  # bytes of a host that nobody asks about
 COMPUTE, BUBBLE = "compute", "waiting for other stages"
 _SHOWN = 3  # largest things alive at the peak
-
-
-@dataclass(frozen=True)
-class Hardware:
-    """What there is; None is not said.
-
-    Attributes:
-        memory: Bytes of one device.
-        host_memory: Bytes of one node, for all its ranks.
-        flops: Operations per second of one rank.
-        link: Bytes per second that a rank sends to other nodes.
-        node_link: Bytes per second that it sends inside its node.
-    """
-
-    memory: int | None = None
-    host_memory: int | None = None
-    flops: float | None = None
-    link: float | None = None
-    node_link: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,6 +49,7 @@ class Prediction:
         seconds: Of compute, waiting for other stages, sending inside the node and over the network, of what the hardware is said of.
         reasons: Why it does not fit, or what the answer rests on.
         fits: Whether it fits into what is said of the hardware.
+        tokens: Of an optimizer step, of all ranks; 0 where nobody has said.
     """
 
     stages: tuple[Observation, ...]
@@ -78,6 +60,7 @@ class Prediction:
     seconds: dict[str, float]
     reasons: tuple[str, ...]
     fits: bool
+    tokens: int = 0
 
     @property
     def observation(self) -> Observation:
@@ -104,6 +87,19 @@ class Prediction:
             return None
         return max(self.seconds[COMPUTE] + self.seconds.get(BUBBLE, 0.0), *(self.seconds.get(name, 0.0) for name in ("node", "network")))
 
+    def tokens_per_second(self) -> float | None:
+        """Tokens per second of all ranks if a step takes ``seconds_per_step``; None where that is not known."""
+        seconds = self.seconds_per_step()
+        return self.tokens / seconds if seconds and self.tokens else None
+
+    def limits(self) -> list[tuple[str, int, float | None]]:
+        """Tiers that hold anything, with their peaks, and what a rank may take of each; None where nobody has said."""
+        host = host_limit(self.cluster, self.hardware)
+        device = None if self.cluster.on_host else self.hardware.memory
+        found = [("device", device), ("host", host), ("disk", None)]
+        main = "host" if self.cluster.on_host else "device"
+        return [(tier, self.peaks[tier].nbytes, limit) for tier, limit in found if self.peaks[tier].nbytes >= _SMALL or tier == main]
+
     def to_dict(self) -> dict[str, object]:
         """What ``--json`` prints."""
         sent = self.observation.per_step().sent
@@ -114,6 +110,7 @@ class Prediction:
             "sent_bytes_per_step": {"node": round(sent.node), "network": round(sent.network)},
             "checkpoint_bytes": self.checkpoint_bytes,
             "seconds_per_step": self.seconds_per_step(),
+            "tokens_per_second": self.tokens_per_second(),
             "reasons": list(self.reasons),
         }
 
@@ -135,7 +132,7 @@ def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware)
     if len(stages) > 1:
         others = ", ".join(f"stage {index} {size_text(nbytes)}" for index, nbytes in enumerate(mains) if index != stage)
         reasons.append(
-            f"told is stage {stage} of {len(stages)} (from 0), a rank of which holds {size_text(mains[stage])}, the most; {others}"
+            f"the stage shown is {stage} of {len(stages)} (from 0), whose ranks hold the most memory, {size_text(mains[stage])}; {others}"
         )
     reasons += dict.fromkeys(text for one in stages for text in one.assumptions)
     return Prediction(tuple(stages), stage, cluster, hardware, peaks, _seconds(stages, hardware), tuple(reasons), not faults)

@@ -20,10 +20,31 @@ def text_of(prediction: Prediction) -> str:
     from rich.text import Text
 
     console = Console(width=120, record=True, file=StringIO(), color_system=None)
+    for line in verdict_of(prediction):
+        console.print(Text(line))
     console.print(_memory_table(prediction))
     for line in lines_of(prediction):
         console.print(Text(line))
     return console.export_text()
+
+
+def verdict_of(prediction: Prediction) -> list[str]:
+    """Whether it fits into which limits, how fast it is, and what both rest on."""
+    held = [
+        f"{size_text(nbytes)} {'of' if limit is None else f'of the {size_text(round(limit))} of'} {tier} memory"
+        for tier, nbytes, limit in prediction.limits()
+    ]
+    known = any(limit is not None for _, _, limit in prediction.limits())
+    words = "IT DOES NOT FIT" if not prediction.fits else "it fits" if known else "no limit was given (--memory)"
+    lines = [f"{words}: a rank takes {', '.join(held)}"]
+    seconds, tokens = prediction.seconds_per_step(), prediction.tokens_per_second()
+    if seconds is None:
+        lines.append("seconds per step: give --tflops, the 10^12 operations per second that a rank reaches")
+    else:
+        parts = ", ".join(f"{name} {one:.4g} s" for name, one in prediction.seconds.items())
+        speed = f", at most {tokens:,.0f} tokens per second of all ranks" if tokens is not None else ""
+        lines.append(f"at least {seconds:.4g} s per step{speed} ({parts})")
+    return [*lines, *(f"- {reason}" for reason in prediction.reasons), ""]
 
 
 def _memory_table(prediction: Prediction) -> Any:
@@ -45,20 +66,18 @@ def _memory_table(prediction: Prediction) -> Any:
 
 
 def lines_of(prediction: Prediction) -> list[str]:
-    """What stands below the table."""
+    """What is printed below the table."""
     observation = prediction.observation
     step, (parameters, trained) = observation.per_step(), observation.parameters
     lines = [f"largest then: {thing}" for thing in prediction.main.largest]
     lines.append(f"parameters: {parameters:,}, of which {trained:,} are trained")
     lines.append(f"sent by a rank per step: {size_text(step.sent.node)} inside its node, {size_text(step.sent.network)} to other nodes")
     lines.append(f"computed by a rank per step: {step.work.flops / 1e12:.4g} TFLOP")
-    lines += [f"  {name}: {seconds:.4g} s" for name, seconds in prediction.seconds.items()]
     lines.append(f"a checkpoint: {size_text(prediction.checkpoint_bytes)} on disk")
     if observation.sharded:
         lines.append(f"generate() adds: {size_text(observation.whole_bytes)} where it gathers the whole model, and its cache")
         lines.append(f"saving adds: {size_text(observation.largest_unit_bytes)}, one unit at a time")
-    lines.append("it fits" if prediction.fits else "IT DOES NOT FIT")
-    return [*lines, *(f"- {reason}" for reason in prediction.reasons)]
+    return lines
 
 
 def draw(prediction: Prediction, path: Path, title: str) -> None:

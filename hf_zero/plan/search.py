@@ -32,6 +32,7 @@ from hf_zero.plan.rates import Rates
 
 SHOWN = 5
 _REFUSED = "refused"
+_PREPARING = 0.2  # of a search, before the first family
 _SORTS = 3  # of families: as they are, recomputing, moving
 
 
@@ -120,6 +121,7 @@ class Search:
         count_of_families = sum(map(len, waiting.values()))
         first = next(iter(waiting), None)
         if first is not None:
+            self.planner.told("what holds least", 0.0, _PREPARING)
             self._sound(first, space.micro_batches(first)[0])
             self._order(waiting, first)
         for sort in range(_SORTS):
@@ -130,7 +132,8 @@ class Search:
                     done += sum(_sort(one) >= sort for one in waiting.pop(layout))
                     continue
                 for family in families:
-                    self.planner.told(str(family), done / count_of_families)
+                    share = _PREPARING + (1 - _PREPARING) * done / count_of_families
+                    self.planner.told(str(family), share, share + (1 - _PREPARING) / count_of_families)
                     self._look(family, sizes)
                     done += 1
         refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
@@ -297,6 +300,7 @@ class Search:
 
     def _best(self) -> list[Fitting]:
         """The fastest, each planned whole; where that says it does not fit after all, smaller sizes take its place."""
+        self.planner.told("the best, with all of their blocks", 0.98, 1.0)
         waiting = sorted(self._fitting, key=_order)
         while not all(one.whole for one in waiting[:SHOWN]):
             self.planner.prepare([one.candidate for one in waiting[:SHOWN] if not one.whole], whole=True)

@@ -11,10 +11,10 @@ from hf_zero.config.mesh import requested_stages
 from hf_zero.errors import ConfigError
 from hf_zero.pipeline.apply import Pipeline
 from hf_zero.pipeline.plan import Crossing
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.few_blocks import sign_of
 from hf_zero.plan.models import PlannedModel
-from hf_zero.plan.prediction import Hardware, Prediction, predict
+from hf_zero.plan.prediction import Prediction, predict
 from hf_zero.plan.run import Observation, observe_step
 from hf_zero.system.planning import Told
 

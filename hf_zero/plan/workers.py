@@ -7,7 +7,7 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,10 +15,10 @@ from typing import Any
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_zero.errors import HfZeroError
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.costs import Costs, costs_of
-from hf_zero.plan.models import ModelWish, build_model
-from hf_zero.plan.prediction import Hardware
+from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.models import build_model
 from hf_zero.plan.stages import plan_step
 
 _SHAPES = 3000  # operations whose results torch remembers, for all sizes it has seen: some 4 MiB a plan, which nothing else ends
@@ -64,10 +64,12 @@ class Workers:
     Attributes:
         count: Processes that plan at once; 1 is this one alone.
         planned: How many tasks there were.
+        ended: Is called when one has ended.
     """
 
     count: int = 1
     planned: int = 0
+    ended: Callable[[], None] = lambda: None
     _seconds: float = 0.0
     _pool: ProcessPoolExecutor | None = field(default=None, repr=False)
 
@@ -76,13 +78,17 @@ class Workers:
         self.planned += len(tasks)
         if len(tasks) == 1 or self.count == 1 or self._seconds < _WORTH:
             before = time.perf_counter()
-            found = [task.costs() for task in tasks]
+            found = [self._told(task.costs()) for task in tasks]
             self._seconds += time.perf_counter() - before
             return found
         if self._pool is None:
             self._pool = _pool(self.count)
         under_way = [self._pool.submit(task.costs) for task in reversed(tasks)]
-        return [future.result() for future in reversed(under_way)]
+        return [self._told(future.result()) for future in under_way][::-1]
+
+    def _told(self, costs: Costs | HfZeroError) -> Costs | HfZeroError:
+        self.ended()
+        return costs
 
     def close(self) -> None:
         """Ends the other processes."""

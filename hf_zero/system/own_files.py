@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import json
+import logging
 import os
 import re
 import stat
@@ -28,6 +29,8 @@ from hf_zero.system import text_file
 from hf_zero.system.folder import Folder, other_spelling
 from hf_zero.system.process import Process
 from hf_zero.system.text_file import SMALL_BYTES, read_text
+
+logger = logging.getLogger("hf_zero")  # that of ``observe``, which imports torch: commands write files without it
 
 WRITER_FILE = "writer.json"  # in a folder that is being made: who makes it
 _SILENT_SECONDS = 86400.0

@@ -10,6 +10,11 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.system import own_files
 
 
+def is_page(path: Path) -> bool:
+    """Whether the ending of ``path`` asks for a page to open in a browser, which needs no matplotlib."""
+    return path.suffix.lower() in (".html", ".htm")
+
+
 def require_place(path: Path, flag: str) -> None:
     """Refuses a picture that cannot be, before anything is computed for it.
 
@@ -22,6 +27,19 @@ def require_place(path: Path, flag: str) -> None:
         ConfigError: The folder of ``path`` is not there.
     """
     _require_matplotlib(flag)
+    require_folder(path, flag)
+
+
+def require_folder(path: Path, flag: str) -> None:
+    """Refuses a file in a folder that is not there.
+
+    Args:
+        path: Where it is to go.
+        flag: Who asked for it, for the message.
+
+    Raises:
+        ConfigError: The folder of ``path`` is not there.
+    """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.absolute().parent}")
 

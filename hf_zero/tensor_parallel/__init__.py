@@ -10,7 +10,7 @@ gradients need) → ``tracked_ints``, ``dry_run`` (what the code must be told, a
 themselves) → ``infer`` (all of it, until they agree) → ``overrides`` (plans that are given: by the user, by the model, by names of
 layers), ``own_layers`` (layers that a script has divided itself) → ``plan_writer``, ``planner`` → ``plan``; with a plan: ``apply``,
 ``boundary_collectives``, ``functions``, ``logits`` (the loss from parts of the vocabulary); ``split`` does both for an engine, and
-``same_data`` compares what the ranks of a group are given; ``call_arguments`` serves both. docs/tensor-parallel.md tells it in order. A
+``same_data`` compares what the ranks of a group are given; ``call_arguments`` serves both. [Note: how a plan is found] has the order. A
 parameter that is a part is marked (``core/units/tp_shard.py``); checkpoints and saving read the mark. Reads outside of the layer get the
 whole of it ([Note: whole reads]; the guards are those of ``core/schedule/outside_reads.py``, at every stage).
 ``integrations/metrics_once.py`` lets accelerate's metrics count each sample once.

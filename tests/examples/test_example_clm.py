@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shlex
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,7 +16,8 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from tests.support.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, launch_on_ranks, modules, run, tracked
+from benchmarks.experiments.measured import count_parameters
+from tests.support.examples import EXAMPLES, RUN_SECONDS, launch_on_ranks, losses_of, modules, results_of, run
 from tests.support.examples import launch as launch_script
 
 EXAMPLE = EXAMPLES / "clm"
@@ -36,8 +35,7 @@ TINY_FLAGS = shlex.split("""--n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
-    common = ("docstrings", "hub", "measure", "optimizer", "results", "tokenizer")
-    with modules("clm", "arguments", "data", "demo", "model", "run_mlm_no_trainer", *(f"common.{name}" for name in common)) as found:
+    with modules("clm", "arguments", "data", "flags", "model", "offline", "run_clm_no_trainer") as found:
         yield found
 
 
@@ -49,7 +47,7 @@ def test_text_without_any_flag_is_the_library_of_this_python(example: SimpleName
     raw = example.data.load_raw_datasets(example.arguments.parse_arguments([]))
     texts = raw["train"]["text"][:] + raw["validation"]["text"][:]
     assert sum(len(text) for text in texts) > 500_000
-    assert all(text.endswith(example.common_tokenizer.END_OF_TEXT) for text in texts)
+    assert all(text.endswith(example.offline.END_OF_TEXT) for text in texts)
     assert any("JSON" in text for text in texts)
     assert 0.04 < len(raw["validation"]) / len(texts) < 0.06
 
@@ -71,7 +69,7 @@ def test_text_file_becomes_blocks(example: SimpleNamespace, tmp_path: Path, monk
     args = example.arguments.parse_arguments(["--train_file", str(path), "--block_size", "16", "--max_train_samples", "20"])
     raw = example.data.load_raw_datasets(args)
     assert (len(raw["train"]), len(raw["validation"])) == (190, 10)
-    tokenizer = example.common_tokenizer.train_tokenizer(raw["train"]["text"][:], 300)
+    tokenizer = example.offline.train_tokenizer(raw["train"]["text"][:], 300)
     train, validation = example.data.make_blocks(raw, tokenizer, args)
     assert len(train) == 20
     assert tokenizer.decode(train[0]["input_ids"]).startswith("line 10 of the text\n")
@@ -119,21 +117,21 @@ def test_contradicting_flags_are_refused(
 def test_gpt2_family_is_known_without_network(
     example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str, parameters: int
 ) -> None:
-    monkeypatch.setattr(example.common_hub, "is_reachable", lambda: False)
+    monkeypatch.setattr(example.offline, "is_reachable", lambda: False)
 
     def not_cached(*_: Any, **__: Any) -> None:
         raise OSError("not in the cache")
 
     monkeypatch.setattr(AutoConfig, "from_pretrained", not_cached)
-    config, note = example.common_hub.named_config(name)
+    config, note = example.offline.named_config(name)
     assert note.startswith(f"{name}: the hub is out of reach")
     with torch.device("meta"):
         model = example.model.AutoModelForCausalLM.from_config(config)
-    assert example.common_measure.count_parameters(model) == parameters
+    assert count_parameters(model) == parameters
 
 
 def test_size_flags_and_tokenizer_shape_the_model(example: SimpleNamespace) -> None:
-    tokenizer = example.common_tokenizer.train_tokenizer(["some text"], 300)
+    tokenizer = example.offline.train_tokenizer(["some text"], 300)
     args = example.arguments.parse_arguments(["--n_layer", "1", "--n_embd", "8", "--n_head", "2", "--block_size", "64"])
     config = example.model.finish_config(None, tokenizer, args)
     assert (config.n_layer, config.n_embd, config.n_head, config.n_positions) == (1, 8, 2, 64)
@@ -147,14 +145,45 @@ def test_parameter_groups_tell_norms_by_name(example: SimpleNamespace) -> None:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=16, n_positions=4))
-    decay, plain = example.common_optimizer.parameter_groups(model, 0.1)
+    args = example.arguments.parse_arguments(["--weight_decay", "0.1"])
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=None), num_processes=2)
+    optimizer, _ = example.run_clm_no_trainer.build_optimizer(args, accelerator, model, steps=10)
+    decay, plain = optimizer.param_groups
     assert (decay["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
     assert {parameter.ndim for parameter in decay["params"]} == {2}
     assert {parameter.ndim for parameter in plain["params"]} == {1}
     assert len(decay["params"]) + len(plain["params"]) == len(list(model.parameters()))
 
 
-# Files and the demo
+@pytest.mark.parametrize("name", [script.name for script in sorted(EXAMPLES.glob("*/run_*_no_trainer.py"))])
+def test_a_script_is_one_readable_file(name: str) -> None:
+    (script,) = EXAMPLES.glob(f"*/{name}")
+    source = script.read_text()
+    assert len(source.splitlines()) <= 250
+    for line in ("for batch in batches:", "accelerator.backward(loss)", "optimizer.step()", "save_pretrained(", "def evaluate("):
+        assert line in source, f"{line} is not in the script itself"
+    assert "sys.path" not in source
+
+
+def test_latest_checkpoint_is_the_whole_one_furthest_on(example: SimpleNamespace, tmp_path: Path) -> None:
+    loaded: list[str] = []
+    accelerator = SimpleNamespace(load_state=loaded.append)
+    flags = ["--output_dir", str(tmp_path), "--resume_from_checkpoint"]
+    latest = example.arguments.parse_arguments([*flags, "latest"])
+    load = example.run_clm_no_trainer.load_checkpoint
+    assert load(example.arguments.parse_arguments([]), accelerator) == load(latest, accelerator) == 0
+    for name, steps in (("step_8", 8), ("epoch_1", 12), ("step_9", 9)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "progress.json").write_text(json.dumps({"steps": steps}))
+    (tmp_path / "step_16").mkdir()  # the run died before it wrote the position
+    assert load(latest, accelerator) == 12
+    assert load(example.arguments.parse_arguments([*flags, str(tmp_path / "step_8")]), accelerator) == 8
+    assert loaded == [str(tmp_path / "epoch_1"), str(tmp_path / "step_8")]
+    with pytest.raises(example.flags.FlagError, match="step_16: give a step_N or epoch_N folder"):
+        load(example.arguments.parse_arguments([*flags, str(tmp_path / "step_16")]), accelerator)
+
+
+# Files
 
 
 def test_offload_config_holds_the_values_of_the_experiment() -> None:
@@ -173,41 +202,6 @@ def test_offload_config_holds_the_values_of_the_experiment() -> None:
     assert (config["steps_per_print"], config["gradient_accumulation_steps"]) == (2000, 1)
 
 
-@pytest.mark.parametrize(
-    ("gpus", "wanted", "processes", "precision"), [(0, "", "2", "no"), (1, "", "1", "bf16"), (8, "", "8", "bf16"), (0, "4", "4", "no")]
-)
-def test_demo_takes_all_gpus_or_two_gloo_ranks(
-    example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, gpus: int, wanted: str, processes: str, precision: str
-) -> None:
-    started: list[list[str]] = []
-
-    def run(command: list[str], **_: Any) -> SimpleNamespace:
-        started.append(command)
-        return SimpleNamespace(returncode=7)
-
-    monkeypatch.setattr(example.demo, "count_gpus", lambda: gpus)
-    monkeypatch.setattr(example.demo.subprocess, "run", run)
-    monkeypatch.setattr(sys, "argv", ["demo.py", "--max_train_steps", "3"])
-    monkeypatch.setitem(os.environ, "RANKS", wanted)
-    with pytest.raises(SystemExit) as exit_info:
-        example.demo.main()
-    assert exit_info.value.code == 7
-    (command,) = started
-    assert command[command.index("--num_processes") + 1] == processes
-    assert command[command.index("--mixed_precision") + 1] == precision
-    script = command.index("examples/clm/run_clm_no_trainer.py")
-    assert (REPOSITORY / command[command.index("--config_file") + 1]).is_file()
-    assert example.arguments.parse_arguments(command[script + 1 :]).max_train_steps == 3
-
-
-def test_demo_shares_out_the_cores_unless_told(example: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    assert example.demo.launch_environment(ranks=2, cores=8)["OMP_NUM_THREADS"] == "4"
-    assert example.demo.launch_environment(ranks=8, cores=2)["OMP_NUM_THREADS"] == "1"
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert example.demo.launch_environment(ranks=2, cores=8)["OMP_NUM_THREADS"] == "3"
-
-
 # Whole runs
 
 
@@ -216,9 +210,9 @@ def text_file(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory
     """Some docstrings: parsing the whole standard library would take most of a short run."""
     root = Path(argparse.__file__).parent
     path = tmp_path_factory.mktemp("text") / "docstrings.txt"
-    end = example.common_tokenizer.END_OF_TEXT
+    end = example.offline.END_OF_TEXT
     folders = (root / name for name in ("json", "email", "asyncio"))
-    path.write_text("\n".join(text for folder in folders for text in example.common_docstrings.standard_library_text(folder, end)))
+    path.write_text("\n".join(text for folder in folders for text in example.offline.standard_library_text(folder, end)))
     return path
 
 
@@ -237,15 +231,11 @@ def zero3_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
 
 
 @pytest.mark.timeout(RUN_SECONDS)
-def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str], example: SimpleNamespace) -> None:
+def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str]) -> None:
     folder, printed = zero3_run
-    facts, results = example.common_results.read_results(folder / "results.json")
-    assert (facts.stage, facts.ranks, facts.backend, facts.precision) == (3, 2, "gloo", "fp32")
-    assert results.steps == facts.max_train_steps == 24
-    assert results.metrics["perplexity"] < 0.6 * results.metrics_before["perplexity"]
-    assert facts.expected_state_bytes * 2 == facts.stage0_state_bytes
-    assert results.state_bytes == pytest.approx(facts.expected_state_bytes, rel=0.03)
-    assert "50% of stage 0" in printed
+    results = results_of(folder)
+    assert results["steps"] == results["epochs"][-1]["steps"] * 2 == 24
+    assert results["epochs"][-1]["perplexity"] < 0.6 * results["before"]["perplexity"]
     assert f"The model lies in {folder}" in printed
     reloaded, in_training = (float(re.search(rf"{mark} ([0-9.]+[0-9])", printed)[1]) for mark in ("from_pretrained: loss", "in training:"))
     assert reloaded == pytest.approx(in_training, abs=2e-4)
@@ -254,9 +244,8 @@ def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str], example
 @pytest.mark.timeout(RUN_SECONDS)
 def test_zero3_run_reaches_every_tracker(zero3_run: tuple[Path, str]) -> None:
     folder, printed = zero3_run
-    assert sorted(tracked(folder / "metrics.csv", "train_loss")) == list(range(1, 25))
-    assert all(norm > 0 for norm in tracked(folder / "metrics.csv", "grad_norm").values())
-    assert sorted(tracked(folder / "metrics.csv", "perplexity")) == [12, 24]
+    assert sorted(losses_of(folder)) == list(range(1, 25))
+    assert all(entry["grad_norm"] > 0 for entry in results_of(folder)["log"])
     assert list(folder.rglob("events.out.tfevents.*"))
     assert list(folder.rglob("offline-run-*/*.wandb"))
     assert "kept offline" in printed
@@ -267,11 +256,11 @@ def test_killed_zero3_run_resumes_from_its_latest_whole_checkpoint(zero3_run: tu
     folder, _ = zero3_run
     shutil.copytree(folder / "step_8", tmp_path / "step_8")
     shutil.copytree(folder / "step_16", tmp_path / "step_16", ignore=shutil.ignore_patterns("progress.json"))  # died while writing it
-    flags = ("--resume_from_checkpoint", "latest", "--with_tracking", "--report_to", "csv")
+    flags = ("--resume_from_checkpoint", "latest")
     printed = launch(EXAMPLE / "accelerate_zero3.yaml", text_file, tmp_path, *flags)
-    assert f"Resumed from {tmp_path / 'step_8'}: 8 of 24 steps are done" in printed
-    expected = tracked(folder / "metrics.csv", "train_loss")
-    assert tracked(tmp_path / "metrics.csv", "train_loss") == {step: expected[step] for step in range(9, 25)}
+    assert f"Resumed from {tmp_path / 'step_8'}: 8 steps are done" in printed
+    expected = losses_of(folder)
+    assert losses_of(tmp_path) == {step: expected[step] for step in range(9, 25)}
 
 
 @pytest.mark.slow
@@ -279,10 +268,10 @@ def test_killed_zero3_run_resumes_from_its_latest_whole_checkpoint(zero3_run: tu
 @pytest.mark.parametrize("name", ["accelerate_ddp.yaml", "accelerate_zero2.yaml", "accelerate_zero2_plugin.yaml"])
 def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path, name: str) -> None:
     folder, _ = zero3_run
-    flags = ("--with_tracking", "--report_to", "csv", "--lr_scheduler_type", "linear")
+    flags = ("--lr_scheduler_type", "linear")
     launch(EXAMPLE / name, text_file, tmp_path, *flags, start=launch_script)
-    expected = tracked(folder / "metrics.csv", "train_loss")
-    found = tracked(tmp_path / "metrics.csv", "train_loss")
+    expected = losses_of(folder)
+    found = losses_of(tmp_path)
     assert found.keys() == expected.keys()
     # Same data; transformers draws other random weights under zero.Init, and WarmupDecayLR warms up a little later than linear.
     assert found[1] == pytest.approx(expected[1], rel=0.01)
@@ -291,15 +280,15 @@ def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], t
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
+def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: Path) -> None:
     model = TINY_FLAGS[: TINY_FLAGS.index("--per_device_train_batch_size")]
     flags = ["--train_file", str(text_file), "--output_dir", str(tmp_path), *model, "--report_to", "none", "--save_steps", "8"]
     flags += ["--max_steps", "24", "--per_device_train_batch_size", "4", "--learning_rate", "5e-3", "--logging_steps", "1"]
     command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE / "run_clm.py")]
     config = ["--deepspeed", str(EXAMPLE / "zero3.json")]
     run([*command, *config, *flags], cache=text_file.parent)
-    facts, results = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 24)
+    assert json.loads((tmp_path / "all_results.json").read_text())["eval_perplexity"] < 400
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 24
     whole = (tmp_path / "model.safetensors").read_bytes()
     for name in ("checkpoint-16", "checkpoint-24"):
         shutil.rmtree(tmp_path / name)
@@ -309,14 +298,13 @@ def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: 
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path, example: SimpleNamespace) -> None:
+def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path) -> None:
     shrink = shlex.split("--offline --n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 --block_size 32 --per_device_train_batch_size 4")
     shrink += ["--max_train_samples", "40", "--max_eval_samples", "4", "--output_dir", str(tmp_path)]
     config = EXAMPLE / "accelerate_zero3_offload.yaml"
     printed = launch_script(config, EXAMPLE / "run_clm_no_trainer.py", *GPT2_XL_FLAGS, *shrink, cache=tmp_path / "cache")
     assert "--offline: in place of --tokenizer_name gpt2-xl, --dataset_name wikitext" in printed
-    facts, results = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.method, facts.precision, results.steps) == ("ZeRO stage 3", "fp16", 5)
+    assert results_of(tmp_path)["steps"] == 5
 
 
 # BERT
@@ -358,7 +346,7 @@ def test_bert_configurations_load_on_the_ranks_of_their_experiment(path: Path) -
 def test_json_of_a_deepspeed_script_is_completed_for_accelerate(
     example: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    read = example.run_mlm_no_trainer.read_deepspeed_config
+    read = example.arguments.read_deepspeed_config
     flags = ["--deepspeed_config", str(BERT / "onebit_base_seq128.json"), "--freeze_step", "7"]
     args = example.arguments.parse_mlm_arguments(flags)
     config = read(args, ranks=8)
@@ -374,7 +362,7 @@ def test_json_of_a_deepspeed_script_is_completed_for_accelerate(
 def test_masks_are_the_same_each_time_and_hide_what_is_to_be_found(example: SimpleNamespace) -> None:
     from datasets import Dataset
 
-    tokenizer = example.common_tokenizer.train_tokenizer(["text"], 300, example.common_tokenizer.ENCODER_TOKENS)
+    tokenizer = example.offline.train_tokenizer(["text"], 300, example.offline.ENCODER_TOKENS)
     tokens = [[100 + index % 50 for index in range(64)]] * 20
     blocks = Dataset.from_dict({"input_ids": tokens, "attention_mask": [[1] * 64] * 20, "labels": tokens})
     first, second = (example.data.mask_blocks(blocks, tokenizer, 0.15, seed=3)[:] for _ in range(2))
@@ -397,14 +385,14 @@ def launch_bert(config: str, text_file: Path, output_dir: Path, *flags: str) -> 
     """Train the small BERT on two ranks under torchrun with one of the JSON files; what it printed."""
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(EXAMPLE / "run_mlm_no_trainer.py")]
     words = ["--deepspeed_config", str(BERT / config), "--train_file", str(text_file), "--output_dir", str(output_dir), *BERT_FLAGS, *flags]
-    return run([*launcher, *words, "--with_tracking", "--report_to", "csv"], cache=text_file.parent)
+    return run([*launcher, *words], cache=text_file.parent)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
+def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, tmp_path: Path) -> None:
     printed = launch_bert("onebit_toy.json", text_file, tmp_path, "--num_train_epochs", "3", "--freeze_step", "20", "--skip_initial_eval")
-    losses = tracked(tmp_path / "metrics.csv", "train_loss")
+    losses = losses_of(tmp_path)
     assert sorted(losses) == list(range(1, len(losses) + 1))
     assert len(losses) > 30
     assert losses[len(losses)] < losses[20] < losses[1]
@@ -413,7 +401,6 @@ def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, t
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_small_bert_trains_with_the_file_of_the_experiment(text_file: Path, tmp_path: Path, example: SimpleNamespace) -> None:
+def test_small_bert_trains_with_the_file_of_the_experiment(text_file: Path, tmp_path: Path) -> None:
     launch_bert("onebit_base_seq128.json", text_file, tmp_path, "--max_train_steps", "2", "--skip_initial_eval")
-    facts, results = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.precision, facts.micro_batch_size, results.steps) == ("fp16", 16, 2)
+    assert (results_of(tmp_path)["steps"], results_of(tmp_path)["accumulation"]) == (2, 4096 // (16 * 2))

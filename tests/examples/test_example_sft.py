@@ -9,29 +9,28 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import EXAMPLES, RUN_SECONDS, library_part, modules, run, small_library
-
-EXAMPLE = EXAMPLES / "clm"
+from benchmarks.experiments import compare_sft
+from tests.support.examples import REPOSITORY, RUN_SECONDS, library_part, modules, run, small_library
 
 
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
-    names = ("arguments", "compare_sft", "model", "sft_data", "common.docstrings", "common.tokenizer", "common.arguments")
+    names = ("arguments", "model", "sft_data", "offline", "flags")
     with modules("clm", *names) as found:
-        with small_library(found.common_docstrings, library_part()):
+        with small_library(found.offline, library_part()):
             yield found
 
 
 def flags_of(example: SimpleNamespace, *argv: str) -> object:
-    parser = example.common_arguments.Parser()
+    parser = example.flags.Parser()
     example.arguments.add_data_flags(parser)
     example.arguments.add_model_flags(parser, model_type="llama")
     return parser.parse_args(argv)
 
 
 def test_only_the_answer_and_its_end_count(example: SimpleNamespace) -> None:
-    tokenizer = example.common_tokenizer.train_tokenizer(["some text"], 300)
+    tokenizer = example.offline.train_tokenizer(["some text"], 300)
     sample = {"instruction": "Add.", "input": "1 2", "output": "Three."}
     prompt = example.sft_data.prompt_of(sample)
     assert prompt == "### Instruction\nAdd.\n\n### Input\n1 2\n\n### Response\n"
@@ -46,7 +45,7 @@ def test_only_the_answer_and_its_end_count(example: SimpleNamespace) -> None:
 def test_samples_without_room_for_an_answer_are_left_out(example: SimpleNamespace) -> None:
     args = flags_of(example, "--block_size", "120")
     raw = example.sft_data.load_instructions(args)
-    tokenizer = example.common_tokenizer.train_tokenizer(["some text"], 300)
+    tokenizer = example.offline.train_tokenizer(["some text"], 300)
     train, _ = example.sft_data.encode_splits(raw, tokenizer, args)
     assert 0 < len(train) < len(raw["train"])
     args.block_size = 8
@@ -65,7 +64,7 @@ def test_file_of_another_format_is_refused(example: SimpleNamespace, tmp_path: P
 
 
 def test_small_llama_keeps_its_heads_together(example: SimpleNamespace) -> None:
-    tokenizer = example.common_tokenizer.train_tokenizer(["some text"], 300)
+    tokenizer = example.offline.train_tokenizer(["some text"], 300)
     config = example.model.finish_config(None, tokenizer, flags_of(example, "--n_embd", "64", "--n_head", "8", "--n_layer", "2"))
     assert (config.model_type, config.num_attention_heads, config.num_key_value_heads, config.intermediate_size) == ("llama", 8, 8, 256)
 
@@ -78,18 +77,16 @@ def test_small_llama_keeps_its_heads_together(example: SimpleNamespace) -> None:
         (["--setups", "zero4"], "zero4"),
     ],
 )
-def test_comparison_that_cannot_work_is_refused(
-    example: SimpleNamespace, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_comparison_that_cannot_work_is_refused(flags: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        example.compare_sft.parse_arguments(["--output_dir", "out", *flags])
+        compare_sft.parse_arguments(["--output_dir", "out", *flags])
     assert message in capsys.readouterr().err
 
 
-def test_curves_are_drawn_and_their_difference_is_relative(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_curves_are_drawn_and_their_difference_is_relative(tmp_path: Path) -> None:
     whole = {"zero1": {1: 4.0, 2: 2.0}, "zero1_tp": {1: 4.0, 2: 2.001}}
-    assert example.compare_sft.largest_difference(whole["zero1_tp"], whole["zero1"]) == pytest.approx(0.0005)
-    example.compare_sft.write_curves(tmp_path, whole, {"zero1_tp": {2: 2.001}})
+    assert compare_sft.largest_difference(whole["zero1_tp"], whole["zero1"]) == pytest.approx(0.0005)
+    compare_sft.write_curves(tmp_path, whole, {"zero1_tp": {2: 2.001}})
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "curves.json").read_text())["resumed"] == {"zero1_tp": {"2": 2.001}}
 
@@ -101,7 +98,7 @@ def test_curves_of_zero_and_tensor_parallelism_coincide(tmp_path: Path) -> None:
     (tmp_path / "samples.json").write_text(json.dumps(samples))
     flags = ["--output_dir", str(tmp_path / "curves"), "--train_file", str(tmp_path / "samples.json"), "--max_steps", "8"]
     printed = run(
-        [str(EXAMPLE / "compare_sft.py"), *flags], cache=tmp_path / "cache", seconds=2 * RUN_SECONDS
+        [str(REPOSITORY / "benchmarks" / "experiments" / "compare_sft.py"), *flags], cache=tmp_path / "cache", seconds=2 * RUN_SECONDS
     )  # it fails where they do not
     assert "ZeRO-2 + TP 2, resumed" in printed
     assert (tmp_path / "curves" / "curves.png").stat().st_size > 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Iterator
@@ -10,7 +11,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import EXAMPLES, RUN_SECONDS, launch, launch_on_ranks, library_part, modules, run, small_library, tracked
+from tests.support.examples import (
+    EXAMPLES,
+    RUN_SECONDS,
+    launch,
+    launch_on_ranks,
+    library_part,
+    losses_of,
+    modules,
+    results_of,
+    run,
+    small_library,
+)
 
 EXAMPLE = EXAMPLES / "text_classification"
 # The command of the experiment that the script stands for.
@@ -24,8 +36,8 @@ TINY_FLAGS = shlex.split("""--num_hidden_layers 1 --hidden_size 32 --num_attenti
 @pytest.fixture(scope="module")
 def example() -> Iterator[SimpleNamespace]:
     """The example's modules, imported as the scripts import them."""
-    with modules("text_classification", "arguments", "data", "f1_accuracy", "model", "common.docstrings", "common.results") as found:
-        with small_library(found.common_docstrings, library_part()):
+    with modules("text_classification", "arguments", "data", "f1_accuracy", "model", "offline") as found:
+        with small_library(found.offline, library_part()):
             yield found
 
 
@@ -43,7 +55,7 @@ def pairs(example: SimpleNamespace, tmp_path_factory: pytest.TempPathFactory) ->
 def test_offline_pairs_have_mrpcs_columns_and_are_the_same_each_time(example: SimpleNamespace) -> None:
     args = example.arguments.parse_arguments([])
     first = example.data.load_raw_datasets(args)
-    example.common_docstrings.standard_library.cache_clear()
+    example.offline.standard_library.cache_clear()
     second = example.data.load_raw_datasets(args)
     assert first["train"].column_names == ["sentence1", "sentence2", "label", "idx"]
     for split in ("train", "validation"):
@@ -54,7 +66,7 @@ def test_offline_pairs_have_mrpcs_columns_and_are_the_same_each_time(example: Si
 
 
 def test_every_function_meets_its_own_summary_and_a_stranger(example: SimpleNamespace) -> None:
-    functions = [example.common_docstrings.Function(f"def f{index}()", f"Do {index}.") for index in range(6)]
+    functions = [example.offline.Function(f"def f{index}()", f"Do {index}.") for index in range(6)]
     pairs = example.data.function_pairs(functions, ["A class."])
     assert pairs["label"] == [1, 0] * 6
     assert pairs["sentence2"][:4] == ["Do 0.", "A class.", "Do 1.", "Do 5."]
@@ -103,7 +115,7 @@ def test_flags_of_the_experiment_are_understood(example: SimpleNamespace) -> Non
         (["--task_name", "mrpc", "--train_file", "a.csv"], "two sources of text"),
         (["--train_file", "a.txt"], "must end in .csv or .json"),
         (["--max_length", "4"], "--max_length 4: must be at least 8"),
-        (["--compare"], "--compare needs --output_dir"),
+        (["--with_tracking"], "--with_tracking needs --output_dir"),
         (["--num_train_epochs", "0"], "--num_train_epochs 0: must be at least 1"),
         (["--pad_to_max_length", "perhaps"], "give True or False"),
     ],
@@ -127,59 +139,40 @@ def test_plugin_file_holds_the_answers_of_the_experiment() -> None:
 
 
 @pytest.mark.timeout(RUN_SECONDS)
-def test_zero2_run_learns_judges_and_reloads(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
-    flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "2", "--with_tracking", "--report_to", "csv"]
+def test_zero2_run_learns_judges_and_reloads(pairs: list[str], tmp_path: Path) -> None:
+    flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "2"]
     printed = launch_on_ranks(
         EXAMPLE / "accelerate_zero2.yaml", EXAMPLE / "run_cls_no_trainer.py", *TINY_FLAGS, *pairs, *flags, cache=tmp_path / "cache"
     )
-    facts, results = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.method, facts.ranks, facts.train_samples, facts.eval_samples) == ("ZeRO stage 2", 2, 256, 41)
-    losses = tracked(tmp_path / "metrics.csv", "train_loss")
-    assert sorted(losses) == list(range(1, 33))
-    assert set(results.metrics) == {"f1", "accuracy"}
-    assert round(results.metrics["accuracy"] * 41, 6).is_integer()  # every sample counted once on two ranks
-    assert tracked(tmp_path / "metrics.csv", "f1")[32] == results.metrics["f1"]
-    assert "step 32/32  loss" in printed
+    results = results_of(tmp_path)
+    assert "256 samples to train, 41 to evaluate; 32 steps on 2 ranks" in printed
+    assert sorted(losses_of(tmp_path)) == list(range(1, 33))
+    assert {"f1", "accuracy"} <= results["epochs"][-1].keys()
+    assert round(results["epochs"][-1]["accuracy"] * 41, 6).is_integer()  # every sample counted once on two ranks
+    assert "step 32/32  train loss" in printed
     assert re.search(r"def .*\n +(not_)?equivalent \(\d+%\): (right|wrong)", printed)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_comparison_does_the_same_job_four_times(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
-    flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "1", "--compare"]
-    printed = run([str(EXAMPLE / "run_cls_no_trainer.py"), *TINY_FLAGS, *pairs, *flags], cache=tmp_path / "cache")
-    found = [example.common_results.read_results(tmp_path / name / "results.json") for name in ("ddp", "zero1", "zero2", "zero3")]
-    assert [facts.method for facts, _ in found] == ["DDP", "ZeRO stage 1", "ZeRO stage 2", "ZeRO stage 3"]
-    assert all(results.train_loss == pytest.approx(found[0][1].train_loss, rel=1e-5) for _, results in found)
-    assert all(results.metrics == pytest.approx(found[0][1].metrics) for _, results in found)
-    assert found[3][1].state_bytes < 0.6 * found[0][1].state_bytes
-    assert (tmp_path / "comparison.png").stat().st_size > 10_000
-    assert "ZeRO stage 3" in (tmp_path / "comparison.md").read_text()
-    assert "comparison.png" in printed
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
-def test_trainer_twin_trains_under_zero3(example: SimpleNamespace, pairs: list[str], tmp_path: Path) -> None:
+def test_trainer_twin_trains_under_zero3(pairs: list[str], tmp_path: Path) -> None:
     model = TINY_FLAGS[:12]
     flags = ["--max_train_samples", "128", "--max_eval_samples", "40", "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"]
     flags += ["--output_dir", str(tmp_path), "--num_train_epochs", "1", "--report_to", "none", "--save_strategy", "no"]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     config = ["--deepspeed", str(EXAMPLE / "zero3.json")]
     run([*launcher, str(EXAMPLE / "run_cls.py"), *config, *model, *pairs, *flags], cache=tmp_path / "cache")
-    facts, results = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.method, facts.ranks, results.steps) == ("ZeRO stage 3", 2, 8)
-    assert 0 <= results.metrics["accuracy"] <= 1
+    assert json.loads((tmp_path / "trainer_state.json").read_text())["global_step"] == 8
+    assert 0 <= json.loads((tmp_path / "all_results.json").read_text())["eval_accuracy"] <= 1
     assert (tmp_path / "model.safetensors").is_file()
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(RUN_SECONDS)
-def test_command_of_the_experiment_runs_offline_at_toy_size(example: SimpleNamespace, tmp_path: Path) -> None:
+def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path) -> None:
     shrink = shlex.split("--offline --num_hidden_layers 1 --hidden_size 32 --num_attention_heads 2 --vocab_size 600 --max_train_steps 2")
     shrink += ["--per_device_train_batch_size", "4", "--max_eval_samples", "8", "--output_dir", str(tmp_path)]
     config = EXAMPLE / "accelerate_zero2_plugin_fp16.yaml"
     printed = launch(config, EXAMPLE / "run_cls_no_trainer.py", *MRPC_FLAGS, *shrink, cache=tmp_path / "cache")
     assert "--offline: in place of --model_name_or_path microsoft/deberta-v2-xlarge-mnli, --task_name mrpc" in printed
-    facts, _ = example.common_results.read_results(tmp_path / "results.json")
-    assert (facts.method, facts.precision) == ("ZeRO stage 2", "fp16")
+    assert results_of(tmp_path)["steps"] == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import csv
 import importlib
 import importlib.util
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from hf_zero.deepspeed.alias import table
 from hf_zero.deepspeed.alias.finder import AliasModule, find_spec, load_target
 from hf_zero.deepspeed.alias.table import MODULES, PROVIDED, REFUSED, refusal
 from tests.support.rows import each
@@ -164,6 +166,33 @@ def test_every_row_resolves() -> None:
             assert target in MODULES
 
     each(sorted(PROVIDED), check)
+
+
+def test_the_census_has_every_name_and_says_who_uses_it() -> None:
+    with (Path(table.__file__).parent / "census.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert [row["name"] for row in rows] == sorted(PROVIDED), "write a row for each served name, and for no other"
+    for row in rows:
+        assert int(row["code_bases"]) >= len(row["some_of_them"].split()) >= min(1, int(row["code_bases"])), row
+    used = {row["name"] for row in rows if int(row["code_bases"])}
+    assert {"deepspeed.initialize", "deepspeed.zero.GatheredParameters"} <= used and len(used) > 230
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("deepspeed.runtime.lr_schedules.WARMUP_LR", "plain texts"),
+        ("deepspeed.module_inject.tp_shard.get_shard_size", "autotp_size"),
+        ("deepspeed.runtime.precision_config.get_float16_config", "DeepSpeedConfig"),
+        ("deepspeed.ops.op_builder.QuantizerBuilder", "nothing is compiled"),
+        ("deepspeed.utils.module_utils.recursive_getattr", "deepspeed.compression.helper"),
+        ("deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES", "leaf_module"),
+    ],
+)
+def test_a_name_that_nobody_uses_says_so(name: str, words: str) -> None:
+    module, _, attribute = name.rpartition(".")
+    with pytest.raises(ImportError, match=words):
+        exec(f"from {module} import {attribute}", {})
 
 
 def test_no_name_is_both_provided_and_refused() -> None:

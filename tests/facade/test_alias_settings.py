@@ -17,15 +17,13 @@ from hf_zero.config.resolve import resolve
 from hf_zero.config.schema.zero import OffloadOptimizer, OffloadParam
 from hf_zero.deepspeed.served.config_model import DeepSpeedConfigModel
 from hf_zero.deepspeed.served.monitors import CometMonitor, MonitorMaster, TensorBoardMonitor, TrackioMonitor, csvMonitor
-from hf_zero.deepspeed.served.schedule_arguments import add_tuning_arguments, get_config_from_args, get_lr_from_config
+from hf_zero.deepspeed.served.schedule_arguments import add_tuning_arguments
 from hf_zero.deepspeed.served.settings import (
     TORCH_INFO,
     DeepSpeedConfig,
     DeepSpeedMonitorConfig,
     DeepSpeedZeroConfig,
     OffloadStateTypeEnum,
-    get_bfloat16_config,
-    get_float16_config,
     get_monitor_config,
 )
 from hf_zero.errors import ConfigError, StateError
@@ -165,23 +163,13 @@ def test_script_arguments_of_schedules() -> None:
 )
 def test_the_arguments_of_a_schedule_build_it(words: str, params: dict[str, Any]) -> None:
     args = add_tuning_arguments(argparse.ArgumentParser()).parse_args(["--lr_schedule", *words.split()])
-    config, wrong = get_config_from_args(args)
-    assert config is not None and wrong is None and config["params"].items() >= params.items()
+    assert vars(args).items() >= params.items()
     optimizer = torch.optim.Adam([torch.nn.Parameter(torch.zeros(1))])
+    rates = {"cycle_min_lr": args.cycle_min_lr, "cycle_max_lr": args.cycle_max_lr} if args.lr_schedule == "OneCycle" else {}
     total = {"total_num_steps": 2000} if args.lr_schedule in ("WarmupDecayLR", "WarmupCosineLR") else {}
-    schedule = build_scheduler(config["type"], {**config["params"], **total}, optimizer)
-    if args.lr_schedule == "OneCycle":  # what was not given is the schedule's own default: the fall is as long as the rise
-        assert schedule.second_step_size == schedule.first_step_size and schedule.cycle_momentum is args.cycle_momentum
-    rate, wrong = get_lr_from_config(config)
-    assert (rate is None and "WarmupCosineLR" in wrong) if args.lr_schedule == "WarmupCosineLR" else rate in config["params"].values()
-
-
-def test_arguments_and_sections_without_a_schedule_say_so() -> None:
-    args = add_tuning_arguments(argparse.ArgumentParser()).parse_args([])
-    assert get_config_from_args(args) == (None, "--lr_schedule is not among the arguments")
-    args.lr_schedule = "WarmupLRR"
-    assert "WarmupLRR" in str(get_config_from_args(args)[1]) and "WarmupLRR" in get_lr_from_config({"type": "WarmupLRR", "params": {}})[1]
-    assert get_lr_from_config({"type": "WarmupLR"}) == (None, "the scheduler section has no params")
+    schedule = build_scheduler(args.lr_schedule, {**rates, **params, **total}, optimizer)
+    if args.lr_schedule == "OneCycle":
+        assert schedule.cycle_momentum is args.cycle_momentum
 
 
 class Part(DeepSpeedConfigModel):
@@ -211,11 +199,6 @@ def test_sections_of_a_programs_own(monkeypatch: pytest.MonkeyPatch) -> None:
         whole.count = "many"  # type: ignore[assignment]
     with pytest.raises(AssertionError, match="name is the old name of names, and both are given"):
         Whole(name="one", names=["one"])
-
-
-def test_sections_of_number_formats_alone() -> None:
-    assert get_bfloat16_config({"bfloat16": {"enabled": True}, "unread": 1}).enabled and not get_bfloat16_config({}).enabled
-    assert get_float16_config({"fp16": {"enabled": True, "loss_scale": 8}}).loss_scale == 8
 
 
 def test_versions_that_a_script_splits_are_there() -> None:

@@ -292,7 +292,7 @@ def test_the_sdist_holds_what_testing_it_takes(source: Path, tmp_path: Path) -> 
     """All that is kept under version control, but for local files; `make test` runs in an unpacked one."""
     here = tmp_path / "source"
     shutil.copytree(source, here)
-    for folder in ("tests", "benchmarks", "examples", "docs", ".ci"):
+    for folder in ("tests", "benchmarks", "examples", "docs", "tools", ".ci"):
         shutil.copytree(REPO / folder, here / folder, ignore=shutil.ignore_patterns("__pycache__", "*.so", ".gpu-bundle"))
     for path in REPO.iterdir():
         if path.is_file() and path.name != ".git":

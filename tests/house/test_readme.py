@@ -77,10 +77,11 @@ def known_flags(folder: str, script: str) -> set[str]:
         parsers.append(parser)
         raise SystemExit
 
-    name = "parse_args" if script.endswith("_no_trainer") or script.startswith("compare") else "parse_args_into_dataclasses"
-    with modules(folder, "common.trainer", "common.arguments", script) as found, pytest.MonkeyPatch.context() as patch:
-        kind = found.common_arguments.Parser if name == "parse_args" else found.common_trainer.TrainerParser
-        patch.setattr(kind, name, remember, raising=False)
+    from transformers import HfArgumentParser
+
+    with modules(folder, "flags", script) as found, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(found.flags.Parser, "parse_args", remember, raising=False)
+        patch.setattr(HfArgumentParser, "parse_args_into_dataclasses", remember)
         with pytest.raises(SystemExit):
             getattr(found, script).main()
     return set(parsers[0]._option_string_actions)

@@ -69,7 +69,7 @@ def script(tmp_path: Path) -> Path:
 def lines_of_mypy(script: Path) -> list[int]:
     """With the project's settings, whose cache `make lint` has filled."""
     command = [sys.executable, "-m", "mypy", "--no-pretty", "--no-error-summary", str(script)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=1100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^(\S+):(\d+): error: ", done.stdout, re.MULTILINE)
     assert {Path(name).name for name, _ in found} <= {script.name}, done.stdout
@@ -81,12 +81,13 @@ def lines_of_pyright(script: Path) -> list[int]:
     settings = {"typeCheckingMode": "standard", "extraPaths": [str(REPO)], "include": [script.name]}
     (script.parent / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "--project", str(script.parent)]
-    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=1100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
     return sorted({one["range"]["start"]["line"] + 1 for one in found})
 
 
+@pytest.mark.timeout(1200)  # a checker without a cache reads torch and transformers as well
 @pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
 def test_wrong_calls_are_errors_and_right_ones_are_none(checker: str, script: Path) -> None:
     pytest.importorskip(checker, reason="comes with the extra dev")
@@ -99,9 +100,9 @@ def test_stubs_name_what_the_tables_name(monkeypatch: pytest.MonkeyPatch) -> Non
     stubs = importlib.import_module("stubs").stubs()
     for path, text in stubs.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python build_backend/stubs.py"
-    # A module that serves a table of names and has no stub is hollow again.
-    tables = {path for path in (REPO / "hf_zero").rglob("*.py") if re.search(r"^_NAMES = ", path.read_text(encoding="utf-8"), re.MULTILINE)}
-    assert {path.with_suffix(".pyi") for path in tables} == stubs.keys()
+    # A package that serves its names so and has no stub is hollow again.
+    lazy = {path for path in (REPO / "hf_zero").rglob("__init__.py") if "\ndef __getattr__(" in path.read_text(encoding="utf-8")}
+    assert {path.with_suffix(".pyi") for path in lazy} == stubs.keys()
 
 
 def test_options_of_the_plugin_are_those_that_accelerate_takes() -> None:

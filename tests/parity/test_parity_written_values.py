@@ -211,6 +211,39 @@ def test_frozen_parameters_are_alike_after_a_write_on_one_rank() -> None:
     ranks.run_ranks(_frozen, 2)
 
 
+def _frozen_alone() -> None:
+    """A frozen parameter that one rank writes inside a gather which broadcasts nothing is refused; what all write, or is sent, counts."""
+    for stage in (0, 1, 2):
+        model = _model()
+        model[0].requires_grad_(False)
+        config = {"train_micro_batch_size_per_gpu": 4, "zero_optimization": {"stage": stage}}
+        engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model[2].parameters(), lr=LR), config=config)[0]
+        weight = model[0].weight
+
+        def train(engine: Any = engine) -> None:
+            engine.backward(engine(_rows(0, 0, torch.float32)).square().mean())
+            engine.step()
+
+        with hf_zero.zero.GatheredParameters([weight]):
+            weight.data.fill_(0.5)
+        train()
+        with hf_zero.zero.GatheredParameters([weight], modifier_rank=1), hf_zero.zero.GatheredParameters([weight]):
+            if ranks.rank() == 1:
+                weight.data.fill_(0.25)
+        train()
+        assert bool((weight == 0.25).all()), stage
+        with hf_zero.zero.GatheredParameters([weight]):
+            if ranks.rank() == 1:
+                weight.data.fill_(0.75)
+        with pytest.raises(StateError, match=r"parameter 0\.weight was written on rank\(s\) 1 of 2 and not"):
+            train()
+        engine.destroy()
+
+
+def test_what_one_rank_writes_to_a_frozen_parameter_is_refused_on_all() -> None:
+    ranks.run_ranks(_frozen_alone, 2)
+
+
 def _onebit() -> None:
     """One assignment does not stop training."""
     optimizer = {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}}

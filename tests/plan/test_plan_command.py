@@ -6,19 +6,31 @@ import json
 from functools import partial
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.plan.command import settled
-from hf_zero.plan.models import ModelWish, build_model
+from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.models import build_model, sequence_of
 from hf_zero.plan.quantities import bytes_per_second_of, size_text
 from hf_zero.system import pictures
 from hf_zero.system.sizes import bytes_of
 from tests.support.planned import LLAMA, plans_of
+from tests.support.processes import REPO, run_python
 
-KEYS = ["fits", "peak_bytes_per_rank", "by_kind", "sent_bytes_per_step", "checkpoint_bytes", "seconds_per_step", "reasons"]
+KEYS = [
+    "fits",
+    "peak_bytes_per_rank",
+    "by_kind",
+    "sent_bytes_per_step",
+    "checkpoint_bytes",
+    "seconds_per_step",
+    "tokens_per_second",
+    "reasons",
+]
 KINDS = ["parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other"]
 SCHEDULER = {"type": "WarmupDecayLR", "params": {"warmup_num_steps": "auto", "total_num_steps": "auto"}}
 
@@ -50,6 +62,8 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
     lines = {
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
+        "limits": [str(folder), *RANKS, "--memory", "1GiB", "--tflops", "1", "--micro-batch", "2", "--plot", str(folder / "plan.html")],
+        "small": [str(folder), *RANKS, "--memory", "100kB"],
         "offload": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
         "disk": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(disk)],
         "python": [f"python:{folder / 'model.py'}:make", *RANKS, "--json", "--set", "width=16"],
@@ -73,6 +87,7 @@ def test_json_has_exactly_the_keys(answers: Any) -> None:
     assert list(content["sent_bytes_per_step"]) == ["node", "network"]
     assert content["fits"] is True
     assert content["seconds_per_step"] > 0
+    assert content["tokens_per_second"] * content["seconds_per_step"] == pytest.approx(8 * 32)  # a sample on each rank
     sent = content["sent_bytes_per_step"]
     assert sent["node"] == pytest.approx(3 * sent["network"], abs=2)  # of a ring over two nodes of four ranks, two hops of eight
 
@@ -88,8 +103,27 @@ def test_what_does_not_fit_is_status_one_with_reasons(answers: Any) -> None:
 def test_the_table_is_for_people(answers: Any) -> None:
     status, text, _ = answers["table"]
     assert status == 0
-    for word in ("activations", "peak of the tier", "sent by a rank", "a checkpoint", "it fits", "generate() adds", "largest then"):
+    for word in ("activations", "peak of the tier", "sent by a rank", "a checkpoint", "generate() adds", "largest then"):
         assert word in text
+
+
+def test_the_verdict_comes_first(answers: Any) -> None:
+    lines = answers["limits"][1].splitlines()
+    assert lines[0].startswith("it fits: a rank takes ") and lines[0].endswith(" of the 1.00 GiB of device memory"), lines[0]
+    assert lines[1].startswith("at least ") and " tokens per second of all ranks (compute " in lines[1], lines[1]
+    status, text, _ = answers["small"]
+    assert status == 1 and text.startswith("IT DOES NOT FIT: a rank takes ") and "\n- device memory: " in text
+    assert answers["table"][1].startswith("no limit was given (--memory): a rank takes ")
+
+
+def test_a_page_is_one_file_that_answers_when_it_is_pointed_at(answers: Any, folder: Path) -> None:
+    assert answers["limits"][0] == 0
+    page = (folder / "plan.html").read_text()
+    tree = ElementTree.fromstring(page.removeprefix("<!DOCTYPE html>").replace('<meta charset="utf-8">', ""))
+    titles = [one.text or "" for one in tree.iter("title")][1:]
+    assert 10 < len(titles) <= 400 and all(": " in title.splitlines()[0] for title in titles)
+    assert any("activations " in title for title in titles) and "limit 1.00 GiB" in page and "it fits" in page
+    assert "http" not in page and "<script" not in page and "url(" not in page
 
 
 def test_offload_is_on_other_tiers(answers: Any) -> None:
@@ -148,7 +182,11 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["{}", *RANKS, "--tflops", "nan"], ["--tflops is nan"]),
     (["{}", *RANKS[:4], "--ranks", "6", "--ranks-per-node", "4"], ["--ranks 6", "--ranks-per-node 4"]),
     (["{}", *RANKS, "--plot", "{}/none/plan.png"], ["--plot", "cannot be written"]),
+    (["{}", *RANKS, "--plot", "{}/none/plan.html"], ["--plot", "cannot be written"]),
+    (["{}", *RANKS, "--sequence", "4096"], ["--sequence is 4096", "2048 positions", "--set max_position_embeddings=4096"]),
+    ([*RANKS], ["usage: give MODEL with --config FILE, MODEL with --fit, or --from FILE"]),
     (["lama", *RANKS], ["lama", "model_type", "llama"]),
+    (["nobody/nothing", *RANKS], ["'nobody/nothing' is no folder or file here, and cannot be loaded from the Hub"]),
     (["{}/none", *RANKS], ["does not exist"]),
     (["{}/none/config.json", *RANKS], ["does not exist"]),
     (["{}", *RANKS, "--set", "hiden_size=128"], ["--set hiden_size", "did you mean hidden_size"]),
@@ -171,6 +209,41 @@ def test_wrong_input_is_status_two_with_one_line(folder: Path, capsys: pytest.Ca
     assert len(lines) == 1
     for word in words:
         assert word in lines[0]
+
+
+@pytest.mark.quick
+def test_a_wrong_flag_does_not_wait_for_torch(folder: Path) -> None:
+    fit = ["--fit", "--global-batch", "8", "--memory", "1GiB"]
+    lines = [
+        [],
+        [str(folder), "--config", "{}", "--ranks", "0"],
+        [str(folder), "--config", "nothere.json"],
+        [str(folder), "--config", "{}", "--memory", "80 gigabytes"],
+        [str(folder), "--config", "{}", "--plot", f"{folder}/none/plan.png"],
+        [str(folder), "--fit"],
+        [str(folder), *fit, "--axes", "sideways"],
+        [str(folder), *fit, "--rate", "mem=3"],
+    ]
+    code = f"""
+    import sys
+    sys.path.insert(0, {str(REPO)!r})
+    from hf_zero.cli import main
+    for line in {lines!r}:
+        print(main(["plan", *line]), "torch" in sys.modules, "transformers" in sys.modules)
+    """
+    assert run_python(code).splitlines() == ["2 False False"] * len(lines)
+
+
+@pytest.mark.quick
+def test_a_model_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if the Hub had it; where there is no network it is the cache that does."""
+    import transformers
+
+    config = transformers.LlamaConfig(**{**LLAMA, "num_hidden_layers": 1, "max_position_embeddings": 77})
+    monkeypatch.setattr(transformers.AutoConfig, "from_pretrained", lambda name: config if name == "some-body/A_model.1" else None)
+    planned = build_model(ModelWish("some-body/A_model.1", {"num_hidden_layers": 2}))
+    assert type(planned.module).__name__ == "LlamaForCausalLM" and len(planned.module.model.layers) == 2
+    assert (planned.positions, sequence_of(None, 77), sequence_of(None, 0), sequence_of(4096, 0)) == (77, 77, 1024, 4096)
 
 
 @pytest.mark.quick

@@ -18,15 +18,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, HfZeroError
+from hf_zero.plan import fit
 from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
-from hf_zero.plan.cluster import Cluster, Load
+from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import Costs, Part, extrapolated
 from hf_zero.plan.few_blocks import blocks_of
 from hf_zero.plan.measure import measure
-from hf_zero.plan.models import ModelWish
+from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.planner import Planner
-from hf_zero.plan.prediction import Hardware
 from hf_zero.plan.rates import MEASURED, rates_of
 from hf_zero.plan.search import Search
 from hf_zero.plan.workers import Task, Workers
@@ -367,3 +367,30 @@ def test_what_a_rank_holds_of_a_dimension_is_known_without_values() -> None:
     with FakeTensorMode():
         dim = SymbolicDim(4096)
         assert ranges_of(indices(dim, {dim.find(): (1, 2)})) == [(2048, 4096)]
+
+
+@pytest.mark.quick
+def test_the_bar_moves_with_every_plan_and_never_back() -> None:
+    seen: list[tuple[str, float]] = []
+    bar = fit._Bar(lambda text, done: seen.append((text, done)))
+    for number in range(5):
+        bar.begin(f"part {number}", number / 5, (number + 1) / 5)
+        for _ in range(10):
+            bar.advance()
+    shares = [done for _, done in seen]
+    assert shares == sorted(shares) and len(set(shares)) > 50 and shares[-1] <= 1
+    assert seen[0][0] == "part 0" and seen[-1][0] == "part 4, 50 plans"
+    bar.begin("part 3", 0.6, 0.8)  # a family that is due again
+    assert seen[-1][1] == shares[-1]
+
+
+@pytest.mark.quick
+def test_a_plan_that_ends_is_told() -> None:
+    class Short(Task):
+        def costs(self) -> HfZeroError:
+            return HfZeroError("refused")
+
+    ended: list[int] = []
+    workers = Workers(ended=lambda: ended.append(1))
+    wish = ModelWish("llama", {})
+    assert len(workers.costs([Short(wish, {}, Cluster(1, 1), Load(1, 1))] * 3)) == len(ended) == 3

@@ -13,7 +13,8 @@ import pytest
 
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, printable
-from hf_zero.plan.models import ModelWish, build_model
+from hf_zero.plan.model_wish import ModelWish
+from hf_zero.plan.models import build_model
 from tests.fuzz.guard import fuzzed
 from tests.fuzz.mutations import KINDS, NUMBERS
 

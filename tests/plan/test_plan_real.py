@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from hf_zero.plan.cluster import Cluster
-from hf_zero.plan.prediction import Hardware, predict
+from hf_zero.plan.cluster import Cluster, Hardware
+from hf_zero.plan.prediction import predict
 from tests.support import planned
 from tests.support.plan_cases import BF16, FP16, LISTED, case
 

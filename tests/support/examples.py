@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import csv
 import functools
 import importlib
+import json
 import os
 import shutil
 import subprocess
@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 from tests.support import launches, processes, ranks
 
@@ -26,11 +27,12 @@ LOCAL_NAMES = (
     "arguments",
     "bleu",
     "chat",
-    "compare_sft",
     "data",
     "demo",
     "f1_accuracy",
+    "flags",
     "model",
+    "offline",
     "policy",
     "run_clm",
     "run_mlm_no_trainer",
@@ -46,21 +48,20 @@ LOCAL_NAMES = (
 
 @contextmanager
 def modules(folder: str, *names: str) -> Iterator[SimpleNamespace]:
-    """Modules of ``examples/<folder>``, and of ``examples/common`` as ``common_<name>``.
+    """Modules of ``examples/<folder>``, imported as its scripts import them.
 
     Args:
         folder: Of the example.
-        *names: Modules of that folder, or ``common.<name>``.
+        *names: Modules of that folder.
     """
-    paths = [str(EXAMPLES / folder), str(EXAMPLES)]
-    sys.path[:0] = paths
+    path = str(EXAMPLES / folder)
+    sys.path.insert(0, path)
     hidden: dict[str, ModuleType] = {name: sys.modules.pop(name) for name in LOCAL_NAMES if name in sys.modules}
     try:
-        yield SimpleNamespace(**{name.replace(".", "_"): importlib.import_module(name) for name in names})
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     finally:
-        for path in paths:
-            sys.path.remove(path)
-        for name in [name for name in sys.modules if name in LOCAL_NAMES or name.split(".")[0] == "common"]:
+        sys.path.remove(path)
+        for name in [name for name in sys.modules if name in LOCAL_NAMES]:
             del sys.modules[name]
         sys.modules.update(hidden)
 
@@ -100,19 +101,19 @@ def launch_on_ranks(config: Path, script: Path, *flags: str, cache: Path) -> str
 
 
 @contextmanager
-def small_library(docstrings: ModuleType, root: Path) -> Iterator[None]:
+def small_library(offline: ModuleType, root: Path) -> Iterator[None]:
     """Let the offline data come from a part of the standard library: parsing all of it takes seconds.
 
     Args:
-        docstrings: The module ``common.docstrings``.
+        offline: The example's module ``offline``.
         root: Folder of the part.
     """
-    whole = docstrings.library_root
-    docstrings.library_root = lambda: root
+    whole = offline.library_root
+    offline.library_root = lambda: root
     try:
         yield
     finally:
-        docstrings.library_root = whole
+        offline.library_root = whole
 
 
 @functools.cache
@@ -124,7 +125,11 @@ def library_part() -> Path:
     return folder
 
 
-def tracked(path: Path, name: str) -> dict[int, float]:
-    """Values of one metric in a ``metrics.csv``, by step."""
-    with path.open(newline="") as file:
-        return {int(row["step"]): float(row["value"]) for row in csv.DictReader(file) if row["name"] == name}
+def results_of(folder: Path) -> dict[str, Any]:
+    """What a script without Trainer measured."""
+    return json.loads((folder / "results.json").read_text())
+
+
+def losses_of(folder: Path) -> dict[int, float]:
+    """Its training losses, by optimizer step."""
+    return {entry["step"]: entry["train_loss"] for entry in results_of(folder)["log"]}

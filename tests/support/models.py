@@ -259,8 +259,8 @@ CASES: dict[str, ModelCase] = {
 }
 
 
-# Of the vote before each update, 4 each: a digest of all that must be alike, twice, whether gradients were written, and a signal.
-STEP_VOTE_BYTES = 16
+# Of the vote before each update, 4 each: a digest of all that is alike, twice, whether gradients were written, a signal, waiting gradients.
+STEP_VOTE_BYTES = 20
 
 
 class TwoBlocks(nn.Module):

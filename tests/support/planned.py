@@ -58,10 +58,10 @@ def plan(
     on_host: bool = True,
 ) -> Any:
     """The prediction for a case on ``world`` ranks: CPUs, or devices with torch's reference kernels."""
-    from hf_zero.plan.cluster import Cluster, Load
+    from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
-    from hf_zero.plan.models import ModelWish, build_model
-    from hf_zero.plan.prediction import Hardware
+    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.models import build_model
     from hf_zero.plan.stages import plan_step
 
     cluster = Cluster(world, world, on_host)
@@ -96,7 +96,8 @@ def engine_of(
     """What is planned, with values, and an engine that trains it; in a job of ranks."""
     import hf_zero
     from hf_zero.plan.command import settled
-    from hf_zero.plan.models import ModelWish, build_model, give_memory
+    from hf_zero.plan.model_wish import ModelWish
+    from hf_zero.plan.models import build_model, give_memory
 
     built = build_model(ModelWish(model, settings, **wish))
     give_memory(built.module, device)

@@ -110,14 +110,16 @@ class Plain:
         # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
         # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward.
         idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
+        fresh = [name for name in idle if self.masters[name] not in self.optimizer.state]  # those wait for their first gradient
+        idle = [name for name in idle if name not in fresh]
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before = self.state()
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, bare)]):
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, bare)]):
             self.restore(before)
             used = dict(sums)
-            if choice[0]:
-                used.update({name: torch.zeros_like(self.masters[name]) for name in idle})
-            if choice[1]:
+            for names, chosen in zip((idle, fresh), choice[:2], strict=True):
+                used.update({name: torch.zeros_like(self.masters[name]) for name in names if chosen})
+            if choice[2]:
                 self._join(bare)
                 used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
             self._update(used)
@@ -326,6 +328,8 @@ class Plain:
 
     def write_grad(self, param: str, who: Any) -> Seen:
         if who == 0 and self.cell.ranks > 1:
+            if not self.model.get_parameter(param).requires_grad:
+                return {}  # no rank trains it, see [Note: choices of a step]
             raise MustRefuse(f"the gradient of {param} was written on rank 0 alone")
         parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.ranks)]
         self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)

@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.registration import network_of_loose
+from hf_zero.core.units.registration import network_of_loose, note_written_loose
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
@@ -53,7 +53,8 @@ class GatheredParameters:
         enabled: bool = True,
     ) -> None:
         self._wanted = positions_of(params) if enabled else {}
-        self._loose = _loose_of(params) if enabled and modifier_rank is not None else []
+        self._loose = _loose_of(params) if enabled else []
+        self._loose_sums: list[int] = []  # checksums of these at entry, where no rank's values will be broadcast
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
@@ -76,6 +77,9 @@ class GatheredParameters:
                 elif was_whole and not unit.gathers and self._modifier_rank is None and unit.collectives.data.world > 1:
                     self._sums[unit] = {index: _checksum(param.data) for index in indices if (param := unit.params[index]) is not None}
             unit.gathers += 1
+        if self._modifier_rank is None:
+            self._loose = [(param, network) for param, network in self._loose if network.world > 1]
+            self._loose_sums = [_checksum(param.data) for param, _ in self._loose]
         return self
 
     @property
@@ -99,6 +103,7 @@ class GatheredParameters:
         if kind is None and self._modifier_rank is not None:
             for param, network in self._loose:
                 network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
+                note_written_loose(param, None)
         if refusal is not None and kind is None:
             raise refusal
 
@@ -109,6 +114,9 @@ class GatheredParameters:
         Returns:
             The error to raise, on all ranks that have none, where changes differ or a rank has left the block with an exception.
         """
+        for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
+            if (checksum := _checksum(loose.data)) != before:
+                note_written_loose(loose, checksum)
         for unit, sums in self._sums.items():
             now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
             unit.written |= {index: checksum for index, checksum in now.items() if checksum != sums[index]}

@@ -10,8 +10,8 @@ the native kernel); with tensor parallelism, parameters that every rank of the m
 skips, the scheduler stays, the norm is inf (for NaN gradients too), and the first parameter with a non-finite gradient is named.
 
 Each step begins with a look at what is to be trained (``core/step/trained_set.py``, [Note: what is trained]) and at what the script has
-written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``); parameters that join get units from
-``build/joining.py``. Users' page: docs/parameters.md.
+written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_units.py`` lets parameters rest and
+join; those that join get units from ``build/joining.py``. Users' page: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, where plain PyTorch leaves it alone.
 With ``ignore_unused_parameters: false`` one that any rank did not use is an error on all.

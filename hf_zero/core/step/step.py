@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from weakref import WeakMethod
 
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
@@ -19,10 +17,10 @@ from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_no
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_groups import same_clipping, same_groups
 from hf_zero.core.step.same_pace import Agreed, agree, same_pace
-from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
+from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.step.written_gradients import have_written, none_added, note_added, require_none_added, take_written
 from hf_zero.core.step.written_values import WrittenValues
-from hf_zero.core.units.unit import Unit, trained_of
+from hf_zero.core.units.unit import trained_of
 from hf_zero.core.units.values import all_gather_updated
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
@@ -74,11 +72,10 @@ class Stepper:
         scaler: LossScaler,
         collectives: Collectives,
         settings: StepSettings,
+        trained: TrainedUnits,
+        everyone: Collectives,
         model_collectives: Collectives | None = None,
         expert_collectives: Collectives | None = None,
-        everyone: Collectives | None = None,
-        trained: TrainedSet | None = None,
-        join: Callable[[Sequence[Joining]], list[UnitGradients]] | None = None,
     ) -> None:
         self.runtime = runtime
         self.reducer = reducer
@@ -87,11 +84,8 @@ class Stepper:
         self.collectives = collectives
         self.settings = settings
         self.trained = trained
-        self._join = join
-        self.on_joined: WeakMethod[Callable[[Sequence[UnitGradients]], None]] | None = None  # gets the gradients of new units
-        self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
         self._networks = model_collectives, expert_collectives
-        self.everyone = everyone or collectives.data  # the ranks that have to agree before a step
+        self.everyone = everyone  # the ranks that have to agree before a step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
@@ -150,13 +144,12 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
         """
-        look = WrittenValues(self.runtime.units())
+        look = WrittenValues(self.runtime.units(), self.collectives.data)
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike += [look.alike(), none_added(self.reducer)]
-        if self.trained is not None:
-            alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
-        told = [int(have_written(self.reducer)), signals.heard(), int(self._waits())]
+        alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
+        told = [int(have_written(self.reducer)), signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
@@ -166,70 +159,6 @@ class Stepper:
     def signal_of_any(self) -> int:
         """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
         return int(self.everyone.largest_of([signals.heard()], "signals")[0])
-
-    def waiting(self) -> frozenset[int]:
-        """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
-        if self.trained is None:
-            return frozenset()
-        self.trained.look()
-        return frozenset(id(entry.param) for entry in self.trained.waiting())
-
-    def forget_waiting(self) -> None:
-        """Forget the gradients that wait in ``param.grad`` for the coming step; local."""
-        if self.trained is not None:
-            self.trained.look()
-            for entry in self.trained.waiting():
-                entry.param.grad = None
-
-    def _waits(self) -> bool:
-        """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
-        if self.trained is None:
-            return False
-        rested = (entry.used(index) for entry in self.reducer.gradients for index in self._resting.get(id(entry.unit), ()))
-        return any(rested) or bool(self.trained.waiting())
-
-    def _follow(self, trained: TrainedSet, waits: bool) -> None:
-        """Train what is to be trained now; collective. See [Note: what is trained].
-
-        Args:
-            trained: What the script trains.
-            waits: A parameter that rests, or is in no trained unit, has a gradient on any rank.
-
-        Raises:
-            StateError: On all ranks, where a parameter cannot join or rest.
-        """
-        trained.require_own()
-        entries = list(self.reducer.gradients)
-        joining = trained.agree_on_joining(self.everyone) if waits else []
-        idle = [(entry, trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [entry.used(index) for entry, indices in idle for index in indices]
-        anywhere = iter(self.collectives.data.any_of(used, "frozen parameters") if used else ())
-        resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
-        for entry in entries:
-            self._require_divisible(entry.unit, resting[id(entry.unit)])
-        rested = [entry for entry in entries if entry.unit.rests]
-        self.optimizer.rest(resting)
-        self._resting = resting
-        waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
-        for new in joining:
-            new.param.grad = None
-        joined = self._join(joining) if joining and self._join is not None else []
-        told = self.on_joined() if joined and self.on_joined is not None else None
-        if told is not None:
-            told(joined)
-        self.reducer.train(self.reducer.gradients)
-        self.reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
-        self._look_at_units()
-        trained.laid_out(resting, [entry.unit for entry in self.reducer.gradients])
-
-    def _require_divisible(self, unit: Unit, resting: Collection[int]) -> None:
-        whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
-        if not (whole or self.optimizer.can_rest(unit)):
-            raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), but not the other parameters of "
-                f"{unit.name}, whose optimizer states rest in one file (offload_optimizer.device: nvme). Freeze all of {unit.name}, freeze "
-                "before initialize(), or offload to cpu"
-            )
 
     def measure(self) -> torch.Tensor:
         """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
@@ -246,8 +175,8 @@ class Stepper:
         """
         self.reducer.shown.drop_removed()
         agreed = self.agree()
-        if self.trained is not None and (self.trained.changed or agreed.waits):
-            self._follow(self.trained, agreed.waits)
+        if self.trained.follow(agreed.waits):
+            self._look_at_units()
         if agreed.written:
             take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
         if self.settings.wants_all:

@@ -150,6 +150,9 @@ class TrainedSet:
         Raises:
             StateError: On all ranks, where one of them is in no param group on another rank.
         """
+        self._read()  # nothing tells of modules that were removed
+        self._flags, self._outside = self._requiring(), None
+        self.digest = self._digest()
         by_rank: list[list[str]] = everyone.gather_objects([entry.name for entry in self.waiting()], "parameters that join")
         somewhere = set[str]().union(*by_rank)
         found = [entry for entry in self.outside() if entry.name in somewhere]

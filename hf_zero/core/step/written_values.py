@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.step.same_pace import Alike, agree
+from hf_zero.core.units.registration import take_written_loose
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes
 from hf_zero.errors import StateError
@@ -24,9 +25,10 @@ class WrittenValues:
 
     Args:
         units: All units of the engine, in the same order on all ranks.
+        network: The ranks that hold its parameters in no unit.
     """
 
-    def __init__(self, units: Sequence[Unit]) -> None:
+    def __init__(self, units: Sequence[Unit], network: Collectives) -> None:
         self._refused = ""
         self._names: list[str] = []
         for unit in units:
@@ -37,6 +39,7 @@ class WrittenValues:
             if unit.written:
                 self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.items())]
                 unit.written.clear()
+        self._names += [f"{name} {checksum}" for name, checksum in sorted(take_written_loose(network).items())]
         noted = self._refused or self._names
         self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) if noted else 0
 

@@ -7,7 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from typing import Any
-from weakref import ref
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -78,18 +78,37 @@ def _own(unit: Unit, index: int, param: Any) -> None:
     unit.listener.registered(param, full_shape(param), unit.shard_part(index, unit.shard), unit.collectives)
 
 
-_loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models that are in no unit -> their network
+_loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models in no unit -> their network and name
+_written_loose: WeakKeyDictionary[Collectives, dict[str, int]] = WeakKeyDictionary()
 
 
-def register_loose(param: torch.Tensor, network: Collectives) -> None:
-    """Note the ranks that hold ``param``, a parameter in no unit, alike; local."""
-    _loose[param] = network
+def register_loose(param: torch.Tensor, network: Collectives, name: str) -> None:
+    """Note the ranks that hold ``param``, a parameter in no unit, alike, and its name in the model; local."""
+    _loose[param] = network, name
 
 
 def network_of_loose(param: torch.Tensor) -> Collectives | None:
     """Return the network that ``register_loose`` was given for ``param``; None for one that no engine knows."""
-    found: Collectives | None = _loose.get(param)
-    return found
+    found: tuple[Collectives, str] | None = _loose.get(param)
+    return None if found is None else found[0]
+
+
+def note_written_loose(param: torch.Tensor, checksum: int | None) -> None:
+    """Note that ``param``, of which ``register_loose`` knows, has other values now, for the vote of the next step or save; local.
+
+    None: the ranks have taken the same values, and what was noted of it is forgotten.
+    """
+    network, name = _loose[param]
+    noted = _written_loose.setdefault(network, {})
+    if checksum is None:
+        noted.pop(name, None)
+    else:
+        noted[name] = checksum
+
+
+def take_written_loose(network: Collectives) -> dict[str, int]:
+    """Return what was noted of parameters that the ranks of ``network`` hold, by name, and forget it; local."""
+    return _written_loose.pop(network, {})
 
 
 def unregister(param: torch.Tensor) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Final
 
-from hf_zero.deepspeed.served.schedule_names import NAMES as _SCHEDULE_NAMES
-
 
 def _rows(module: str, target: str, names: tuple[str, ...]) -> dict[str, str]:
     return {f"deepspeed.{module}.{name}": f"hf_zero.{target}:{name}" for name in names}
@@ -23,16 +21,6 @@ _OPTIMIZER_NAMES = (
     "ZERO_ONE_ADAM_OPTIMIZER",
     "TORCH_ADAM_PARAM",
     "ADAM_W_MODE",
-)
-_SCHEDULE_ARGUMENTS = (
-    "add_tuning_arguments",
-    "get_config_from_args",
-    "get_lr_from_config",
-    "override_1cycle_params",
-    "override_lr_range_test_params",
-    "override_params",
-    "override_warmupLR_params",
-    "parse_arguments",
 )
 _MOE_PARAMS = (
     "configure_moe_param_groups",
@@ -54,17 +42,13 @@ _NORMS = (
 )
 _SMALL = (
     "call_to_str",
-    "copy_to_device",
     "empty_cache",
-    "ensure_directory_exists",
     "get_ma_status",
-    "get_only_unique_item",
     "is_model_parallel_parameter",
     "move_to_device",
     "noop_decorator",
     "partition_balanced",
     "partition_uniform",
-    "prefix_sum_inc",
     "required_torch_version",
     "set_random_seed",
 )
@@ -75,22 +59,16 @@ _LOGS = (
     "log_levels",
     "print_dist",
     "print_json_dist",
-    "print_rank_0",
     "set_log_level_from_string",
     "should_log_le",
     "warning_once",
 )
-_TIMERS = ("SynchronizedWallClockTimer", "NoopTimer", "ThroughputTimer", "trim_mean", "instrument_w_nvtx")
+_TIMERS = ("SynchronizedWallClockTimer", "NoopTimer", "ThroughputTimer")
 _SCALERS = (
     "LossScalerBase",
     "LossScaler",
     "DynamicLossScaler",
     "CreateLossScaler",
-    "INITIAL_LOSS_SCALE",
-    "SCALE_WINDOW",
-    "DELAYED_SHIFT",
-    "CONSECUTIVE_HYSTERESIS",
-    "MIN_LOSS_SCALE",
 )
 _AUTOCAST = (
     "LOWER_PRECISION_SAFE_MODULES",
@@ -114,17 +92,11 @@ _CKPT_KEYS = (
     "CLIP_GRAD",
     "DS_VERSION",
     "FP32_FLAT_GROUPS",
-    "FP32_GROUPS",
-    "FP32_WEIGHT_KEY",
     "FROZEN_PARAM_FRAGMENTS",
     "FROZEN_PARAM_SHAPES",
     "GROUP_PADDINGS",
-    "LAYER_FILE_PREFIX",
     "LOSS_SCALER",
-    "MODEL_FILE_PREFIX",
-    "MODEL_FILE_SUFFIX",
     "OPTIMIZER_STATE_DICT",
-    "OPTIM_FILE_SUFFIX",
     "ORIGINAL_VOCAB_SIZE",
     "PADDED_VOCAB_SIZE",
     "PARAM",
@@ -139,15 +111,12 @@ _CKPT_KEYS = (
     "PARTITION_COUNT",
     "PIPELINE_REPLICATED_PARAMETER_PATTERNS",
     "SINGLE_PARTITION_OF_FP32_GROUPS",
-    "SUB_PARAMS_SHAPE",
     "SUB_PARAM_SHAPE",
     "TP_REPLICATED_PARAMETER_PATTERNS",
     "UNIVERSAL_CHECKPOINT_INFO",
     "UNIVERSAL_CHECKPOINT_VERSION_KEY",
     "UNIVERSAL_CHECKPOINT_VERSION_VALUE",
     "VOCABULARY_PARAMETER_PATTERNS",
-    "WHOLE_PARAM_OPTIMIZER_STATES",
-    "ZERO_FILE_PREFIX",
     "ZERO_STAGE",
 )
 _BUILDERS = (
@@ -157,25 +126,13 @@ _BUILDERS = (
     "CPUAdagradBuilder",
     "CPUAdamBuilder",
     "CPULionBuilder",
-    "CCLCommBuilder",
-    "DeepCompileBuilder",
     "EvoformerAttnBuilder",
-    "FPQuantizerBuilder",
     "FusedAdamBuilder",
     "FusedLambBuilder",
     "FusedLionBuilder",
     "GDSBuilder",
     "InferenceBuilder",
-    "InferenceCoreBuilder",
-    "InferenceCutlassBuilder",
-    "QuantizerBuilder",
-    "RaggedOpsBuilder",
-    "RaggedUtilsBuilder",
-    "RandomLTDBuilder",
-    "ShareMemCommBuilder",
     "SparseAttnBuilder",
-    "SpatialInferenceBuilder",
-    "StochasticTransformerBuilder",
     "TransformerBuilder",
     "UtilsBuilder",
 )
@@ -188,21 +145,15 @@ _MONITORS = {
     "trackio": "TrackioMonitor",
 }
 _SECTIONS = {"TensorBoardConfig": "Tensorboard", "WandbConfig": "Wandb", "CSVConfig": "CsvMonitor", "CometConfig": "Comet"}
-_ELASTICITY = {
-    "elasticity": ("compute_elastic_config", "elasticity_enabled"),
-    "config": ("ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize"),
-}
-
 HELPERS: Final[dict[str, str]] = {
     # Configuration.
     **{f"deepspeed.{path}DeepSpeedConfig": "hf_zero.deepspeed.served.settings:DeepSpeedConfig" for path in ("", "runtime.config.")},
     **{f"deepspeed.{path}DeepSpeedConfigError": "hf_zero.errors:ConfigError" for path in ("", "runtime.config.")},
     "deepspeed.runtime.config_utils.DeepSpeedConfigModel": "hf_zero.deepspeed.served.config_model:DeepSpeedConfigModel",
-    **_rows("runtime.config", "deepspeed.served.settings", (*_OPTIMIZER_NAMES, "get_monitor_config")),
-    **_rows("runtime.engine", "deepspeed.served.settings", ("ADAM_OPTIMIZER", "ADAMW_OPTIMIZER")),
+    **_rows("runtime.config", "deepspeed.served.settings", _OPTIMIZER_NAMES),
     "deepspeed.ADAM_OPTIMIZER": "hf_zero.deepspeed.served.settings:ADAM_OPTIMIZER",
     "deepspeed.LAMB_OPTIMIZER": "hf_zero.deepspeed.served.settings:LAMB_OPTIMIZER",
-    **_rows("runtime.zero.config", "deepspeed.served.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum", "get_zero_config")),
+    **_rows("runtime.zero.config", "deepspeed.served.settings", ("DeepSpeedZeroConfig", "ZeroStageEnum")),
     **_rows("runtime.zero.offload_config", "deepspeed.served.settings", ("OffloadDeviceEnum", "OffloadStateTypeEnum")),
     "deepspeed.runtime.zero.config.OffloadDeviceEnum": "hf_zero.deepspeed.served.settings:OffloadDeviceEnum",
     **{
@@ -210,40 +161,30 @@ HELPERS: Final[dict[str, str]] = {
         for module in ("config", "offload_config")
         for part in ("Param", "Optimizer")
     },
-    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_CLASSES": "hf_zero.config.schema.zero:DEFAULT_LEAF_CLASSES",
-    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAMES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
-    "deepspeed.runtime.zero.leaf_module_config.DEFAULT_LEAF_MODULE_NAME_SUFFIXES": "hf_zero.deepspeed.served.settings:NO_LEAVES",
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "hf_zero.deepspeed.served.settings:default_pg_timeout",
-    **_rows("runtime.precision_config", "deepspeed.served.settings", ("get_bfloat16_config", "get_float16_config")),
-    "deepspeed.runtime.precision_config.DeepSpeedBF16Config": "hf_zero.config.schema.precision:Bf16",
-    "deepspeed.runtime.precision_config.DeepSpeedFP16Config": "hf_zero.config.schema.precision:Fp16",
     # Files of DeepSpeed's own checkpoints, for scripts that look into them.
     **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
     **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
     **_rows("checkpoint", "deepspeed.served.checkpoint_names", (*_CKPT_FILES, *_CKPT_KEYS)),
-    **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main", "parse_arguments")),
-    **_rows("module_inject.tp_shard", "deepspeed.served.shard_sizes", ("get_shard_size", "get_shard_size_list")),
+    **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main",)),
     # DeepSpeed's own layer of experts.
     **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
     **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.layer", ("MOELayer",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.gate", ("TopKGate", "top1gating", "top2gating", "topkgating")),
     **_rows("moe.utils", "deepspeed.moe.params", _MOE_PARAMS),
-    "deepspeed.runtime.swap_tensor.MIN_SWAPPABLE_BYTES": "hf_zero.memory.buffers:ALIGNMENT",
     # Signatures of what `initialize` takes besides objects.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
-    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_names", _SCHEDULE_NAMES),
-    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_arguments", _SCHEDULE_ARGUMENTS),
+    **_rows("runtime.lr_schedules", "deepspeed.served.schedule_arguments", ("add_tuning_arguments",)),
     "deepspeed.add_tuning_arguments": "hf_zero.deepspeed.served.schedule_arguments:add_tuning_arguments",
     "deepspeed.runtime.data_pipeline.curriculum_scheduler.CurriculumScheduler": "hf_zero.deepspeed.served.curriculum:CurriculumScheduler",
     # Gradients, devices and numbers.
     **_rows("runtime.utils", "deepspeed.served.norms", _NORMS),
     **_rows("runtime.utils", "deepspeed.served.helpers", _SMALL),
-    **_rows("utils.torch", "deepspeed.served.helpers", ("required_torch_version", "register_grad_hook", "jit_script_compat")),
-    **_rows("runtime.zero.stage_1_and_2", "deepspeed.served.helpers", ("split_half_float_double",)),
+    **_rows("utils.torch", "deepspeed.served.helpers", ("required_torch_version", "register_grad_hook")),
     **_rows("runtime.torch_autocast", "deepspeed.served.autocast", _AUTOCAST),
     **{
         f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
@@ -251,7 +192,6 @@ HELPERS: Final[dict[str, str]] = {
     },
     # DeepSpeed-Chat's LoRA puts its layers in with them.
     **_rows("compression.helper", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
-    **_rows("utils.module_utils", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
     # Layers are not replaced: torch's own do on gathered weights what DeepSpeed's do.
@@ -266,7 +206,7 @@ HELPERS: Final[dict[str, str]] = {
     # Logs, timers, monitors.
     **_rows("utils.logging", "deepspeed.served.logs", _LOGS),
     **_rows("utils", "deepspeed.served.logs", ("print_dist", "set_log_level_from_string")),
-    **_rows("utils.timer", "deepspeed.timers", _TIMERS[:-1]),
+    **_rows("utils.timer", "deepspeed.timers", _TIMERS),
     **_rows("utils.nvtx", "deepspeed.timers", ("instrument_w_nvtx",)),
     **_rows("utils", "deepspeed.timers", ("instrument_w_nvtx",)),
     **{f"deepspeed.monitor.{module}.{name}": f"hf_zero.deepspeed.served.monitors:{name}" for module, name in _MONITORS.items()},
@@ -296,13 +236,9 @@ HELPERS: Final[dict[str, str]] = {
     "deepspeed.ops.adagrad.cpu_adagrad.DeepSpeedCPUAdagrad": "hf_zero.deepspeed.served.ops:DeepSpeedCPUAdagrad",
     # Blocks.
     **{f"deepspeed.{path}.{name}": f"hf_zero.utils:{name}" for path in ("utils", "utils.z3_leaf_module") for name in _LEAVES},
-    # Modules of DeepSpeed whose names the package above re-exports.
-    **{
-        f"deepspeed.elasticity.{module}.{name}": f"hf_zero.config.elastic:{name}" for module, names in _ELASTICITY.items() for name in names
-    },
+    **_rows("elasticity.config", "config.elastic", ("ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")),
     **_rows("env_report", "environment", ("main", "cli_main")),
     "deepspeed.ops.__installed_ops__": "hf_zero.deepspeed.served.builders:COMPATIBLE_OPS",
-    "deepspeed.ops.op_builder.all_ops.ALL_OPS": "hf_zero.deepspeed.served.builders:ALL_OPS",
     # Versions.
     "deepspeed.version": "hf_zero.deepspeed.alias.table:DEEPSPEED_VERSION",
     "deepspeed.__git_hash__": "hf_zero.deepspeed.served.settings:NO_COMMIT",

@@ -1,5 +1,9 @@
 """The alias table: every `deepspeed.*` name that hf_zero serves, and those it refuses with what to use instead.
 
+A name is served if a code base uses it, if DeepSpeed's pages tell scripts to use it, or if it is doubtful that nobody does; ``census.csv``
+beside this file says of each name how many of 65 public code bases read it, and which (imports, attribute chains and texts of whole names;
+copies of DeepSpeed itself are no users). A name that DeepSpeed's own code and tests alone read is refused.
+
 One row is ``"deepspeed.name": "module:attribute"``; the right side is imported when the name is first used. Modules are
 not listed: each proper prefix of a row is one. A name in neither table does not exist.
 """
@@ -115,7 +119,7 @@ _PROFILING = {
     **{name: f"hf_zero.profiling.report:{name}" for name in _UNIT_TEXTS},
 }
 _NEEDS = ("model_states_mem_needs", "model_states_mem_needs_all_live", "model_states_mem_needs_all_cold")
-_ELASTIC = ("compute_elastic_config", "elasticity_enabled", "ElasticityError", "ElasticityConfigError", "ElasticityIncompatibleWorldSize")
+_ELASTIC = ("compute_elastic_config", "elasticity_enabled")
 _HOSTS = ("fetch_hostfile", "_parse_hostfile", "parse_resource_filter", "parse_inclusion_exclusion", "encode_world_info")
 _TP_MODE = ("set_autotp_mode", "is_autotp_training_mode")
 _SCHEDULES = ("VALID_LR_SCHEDULES", "WarmupLR", "WarmupDecayLR", "WarmupCosineLR", "OneCycle", "LRRangeTest")
@@ -137,7 +141,7 @@ _PIPE = "hf_zero.deepspeed.pipe"
 _PIPELINES = {
     **dict.fromkeys(("PipelineModule", "pipe.PipelineModule", "runtime.pipe.module.PipelineModule"), f"{_PIPE}.module:PipelineModule"),
     **dict.fromkeys(("PipelineEngine", "runtime.pipe.engine.PipelineEngine"), f"{_PIPE}.engine:PipelineEngine"),
-    **{f"runtime.pipe.{path}.PipelineError": f"{_PIPE}.engine:PipelineError" for path in ("engine", "module")},
+    "runtime.pipe.engine.PipelineError": f"{_PIPE}.engine:PipelineError",
     "runtime.pipe.PipelineModule": f"{_PIPE}.module:PipelineModule",
     **{
         f"{path}.{name}": f"{_PIPE}.layer_spec:{name}"
@@ -145,15 +149,12 @@ _PIPELINES = {
         for name in ("LayerSpec", "TiedLayerSpec")
     },
     **{
-        f"{path}.{name}": f"{_PIPE}.topology:{name}"
-        for path in ("pipe", "runtime.pipe", "runtime.pipe.topology")
+        f"runtime.pipe.topology.{name}": f"{_PIPE}.topology:{name}"
         for name in ("ProcessTopology", "PipeDataParallelTopology", "PipeModelDataParallelTopology")
     },
+    "runtime.pipe.ProcessTopology": f"{_PIPE}.topology:ProcessTopology",
     "runtime.pipe.topology._prime_factors": f"{_PIPE}.topology:prime_factors",
-    **{
-        f"{path}.PipelineParallelGrid": f"{_PIPE}.grid:PipelineParallelGrid"
-        for path in ("pipe", "runtime.pipe", "runtime.pipe.module", "runtime.pipe.topology")
-    },
+    "runtime.pipe.topology.PipelineParallelGrid": f"{_PIPE}.grid:PipelineParallelGrid",
 }
 
 PROVIDED: Final[dict[str, str]] = {
@@ -222,7 +223,7 @@ PROVIDED: Final[dict[str, str]] = {
     ),
     "deepspeed.runtime.zero.partition_parameters.get_accelerator": "hf_zero.deepspeed.served.accelerator:get_accelerator",
     **{f"deepspeed.utils.{name}": f"hf_zero.utils:{name}" for name in (*_FULL_VALUES, *_LEAF_MODULES)},
-    **{f"deepspeed.{path}.tensor_fragment.{name}": f"hf_zero.utils:{name}" for path in ("utils", "runtime.zero") for name in _FULL_VALUES},
+    **{f"deepspeed.utils.tensor_fragment.{name}": f"hf_zero.utils:{name}" for name in _FULL_VALUES},
     # A function and a module of the same name: `from deepspeed.utils import z3_leaf_module` means the function.
     "deepspeed.utils.z3_leaf_module": "hf_zero.utils:z3_leaf_module",
     **{f"deepspeed.utils.z3_leaf_module.{name}": f"hf_zero.utils:{name}" for name in (*_LEAF_MODULES, "z3_leaf_module")},
@@ -348,7 +349,6 @@ REFUSED: Final[dict[str, str]] = {
             "deepspeed.accelerator",
             "deepspeed.comm",
             "deepspeed.runtime.engine",
-            "deepspeed.runtime.lr_schedules",
             "deepspeed.runtime.utils",
             "deepspeed.runtime.zero",
             "deepspeed.utils.tensor_fragment",
@@ -358,6 +358,12 @@ REFUSED: Final[dict[str, str]] = {
         ),
         f"{_INNER}, or no name of its; hf_zero/deepspeed/alias/table.py lists those that are served",
     ),
+    "deepspeed.runtime.lr_schedules": (
+        "the schedules, VALID_LR_SCHEDULES and add_tuning_arguments are provided; names and parameters of schedules are plain texts, which "
+        "docs/config.md lists"
+    ),
+    "deepspeed.runtime.zero.leaf_module_config": "set zero_optimization.leaf_module in the configuration, or call set_z3_leaf_modules",
+    "deepspeed.module_inject.tp_shard": "set tensor_parallel.autotp_size, which shares a tensor out by itself",
     "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,
@@ -414,6 +420,8 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.profiling": "only the flops profiler is provided; use torch.profiler, in which phases appear as hf_zero::...",
     "deepspeed.monitor": "only the monitors and their sections are provided; track more with accelerate or with callbacks",
     "deepspeed.autotuning": "the autotuner is not implemented; `hf-zero explain` shows what a configuration does",
+    "deepspeed.utils.logging": "logger, log_dist and what sets its level are provided; use Python's logging for the rest",
+    "deepspeed.utils.module_utils": "recursive_getattr and recursive_setattr are in deepspeed.compression.helper",
     "deepspeed.elasticity": "only the computation of batch sizes is provided; a checkpoint loads on any number of ranks",
     "deepspeed.nebula": "Nebula is not implemented; checkpoints are written to a directory",
     "deepspeed.io": "checkpoint writers are not pluggable; checkpoints are written to a directory",

@@ -75,29 +75,22 @@ BUILDERS: Final[dict[str, type[OpBuilder]]] = {
         ("FusedLionBuilder", "fused_lion", "deepspeed.ops.lion.FusedLion"),
         ("UtilsBuilder", "utils", "torch._utils._flatten_dense_tensors and _unflatten_dense_tensors"),
         ("FusedLambBuilder", "fused_lamb", "deepspeed.ops.lamb.FusedLamb"),
-        ("CCLCommBuilder", "deepspeed_ccl_comm", ""),
-        ("ShareMemCommBuilder", "deepspeed_shm_comm", ""),
-        ("DeepCompileBuilder", "dc", ""),
         ("EvoformerAttnBuilder", "evoformer_attn", ""),
-        ("FPQuantizerBuilder", "fp_quantizer", ""),
         ("GDSBuilder", "gds", ""),
         ("InferenceBuilder", "transformer_inference", ""),
-        ("InferenceCoreBuilder", "inference_core_ops", ""),
-        ("InferenceCutlassBuilder", "cutlass_ops", ""),
-        ("QuantizerBuilder", "quantizer", ""),
-        ("RaggedOpsBuilder", "ragged_device_ops", ""),
-        ("RaggedUtilsBuilder", "ragged_ops", ""),
-        ("RandomLTDBuilder", "random_ltd", ""),
         ("SparseAttnBuilder", "sparse_attn", ""),
-        ("SpatialInferenceBuilder", "spatial_inference", ""),
-        ("StochasticTransformerBuilder", "stochastic_transformer", ""),
         ("TransformerBuilder", "transformer", ""),
     )
 }
 """Class name -> builder."""
 
 ALL_OPS: Final = {builder.NAME: builder() for builder in BUILDERS.values()}
-COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_OPS.items()}
+_WITHOUT_BUILDER = (
+    *("deepspeed_ccl_comm", "deepspeed_shm_comm", "dc", "fp_quantizer", "inference_core_ops", "cutlass_ops", "quantizer"),
+    *("ragged_device_ops", "ragged_ops", "random_ltd", "spatial_inference", "stochastic_transformer"),
+)
+"""Operators whose builders nobody asks for."""
+COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_OPS.items()} | dict.fromkeys(_WITHOUT_BUILDER, False)
 
 
 def __getattr__(name: str) -> Any:

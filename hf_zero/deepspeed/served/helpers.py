@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from operator import attrgetter
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -17,11 +15,8 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils import _pytree as pytree
 
 from hf_zero.deepspeed.served.accelerator import get_accelerator
-from hf_zero.errors import ConfigError
-from hf_zero.system import own_files
 
 Function = TypeVar("Function", bound=Callable[..., Any])
-Item = TypeVar("Item")
 
 # What `initialize` takes in place of an optimizer and of a scheduler.
 DeepSpeedOptimizerCallable = Callable[[Iterable[torch.nn.Parameter] | list[dict[str, Any]]], torch.optim.Optimizer]
@@ -96,36 +91,9 @@ def _has_address(tensor: torch.Tensor) -> bool:
     )
 
 
-def copy_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool]) -> Any:
-    """As ``move_to_device``."""
-    return move_to_device(item, device, criterion_func)
-
-
-def ensure_directory_exists(filename: str | os.PathLike[str]) -> None:
-    """Makes the folder that the file will be in."""
-    own_files.make_folders(Path(filename).parent)
-
-
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
     """The text of a call: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
-
-
-def get_only_unique_item(items: Iterable[Item]) -> Item:
-    """The item that all of them are equal to.
-
-    Raises:
-        ConfigError: They differ, or there is none.
-    """
-    found = set(items)
-    if len(found) != 1:
-        raise ConfigError(f"expected one unique element in {sorted(map(str, found))}")
-    return found.pop()
-
-
-def prefix_sum_inc(weights: Iterable[float]) -> list[float]:
-    """Sums of the first 1, 2, ... weights."""
-    return list(accumulate(weights))
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
@@ -160,21 +128,9 @@ def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | 
     return borders if borders[-1] == items else None
 
 
-def split_half_float_double(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
-    """Dense tensors by type: fp16, fp32, fp64 and bf16 ones, in this order; types that do not occur and sparse tensors are left out."""
-    dense = [tensor for tensor in tensors if tensor.layout == torch.strided]
-    kinds = ([tensor for tensor in dense if tensor.dtype == dtype] for dtype in (torch.half, torch.float, torch.double, torch.bfloat16))
-    return [kind for kind in kinds if kind]
-
-
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
     """Calls ``hook`` with ``param`` when its gradient has been added; returns a handle with ``remove()``."""
     return param.register_post_accumulate_grad_hook(hook)
-
-
-def jit_script_compat(fn: Function) -> Function:
-    """The function itself: small functions are left as they are."""
-    return fn
 
 
 def is_compile_supported() -> bool:

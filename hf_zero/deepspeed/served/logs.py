@@ -39,12 +39,6 @@ def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
         print(f"[Rank {rank}] {message}", flush=True)
 
 
-def print_rank_0(message: object, debug: bool = False, force: bool = False) -> None:
-    """Prints ``message`` on rank 0 if one of the switches says so."""
-    if global_rank() == 0 and (debug or force):
-        print(message, flush=True)
-
-
 def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None) -> None:
     """Writes ``message``, with this rank in it, to a file on the given ranks; None, or -1 among them, means all.
 

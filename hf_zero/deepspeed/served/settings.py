@@ -24,8 +24,6 @@ default_pg_timeout = default_timeout()
 NO_COMMIT = "hf_zero"
 """Stands where DeepSpeed names the commit it was built from."""
 
-NO_LEAVES: list[str] = []
-"""Names and endings of blocks that are gathered as one without being asked for."""
 TORCH_INFO = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
@@ -122,26 +120,6 @@ class DeepSpeedMonitorConfig(MonitorView):
 
     def __init__(self, **sections: Any) -> None:
         super().__init__(resolve({"train_micro_batch_size_per_gpu": 1, **sections}, match_sources=False).config)
-
-
-def get_zero_config(param_dict: dict[str, Any]) -> DeepSpeedZeroConfig:
-    """The section of a whole configuration."""
-    section = param_dict.get("zero_optimization") or {}
-    return DeepSpeedZeroConfig(**({"stage": 1} if section is True else section))
-
-
-def get_bfloat16_config(param_dict: dict[str, Any]) -> Any:
-    """The ``bf16`` section of a whole configuration, under either of its names; its other sections are not looked at."""
-    return _section_of({"bf16": param_dict.get("bf16", param_dict.get("bfloat16")) or {}}).bf16
-
-
-def get_float16_config(param_dict: dict[str, Any]) -> Any:
-    """The ``fp16`` section of a whole configuration; its other sections are not looked at."""
-    return _section_of({"fp16": param_dict.get("fp16") or {}}).fp16
-
-
-def _section_of(section: dict[str, Any]) -> Any:
-    return resolve({"train_micro_batch_size_per_gpu": 1, **section}, match_sources=False).config
 
 
 def get_monitor_config(param_dict: Any) -> MonitorView:

@@ -1,18 +1,22 @@
-"""Flags that the examples share, in the words of the Hugging Face scripts."""
+"""Flags that the three experiments share, in the words of the Hugging Face scripts. Each has a link to this file in its folder."""
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
+import netrc
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
+from urllib.parse import urlparse
 
-from transformers import SchedulerType
+import transformers
+from transformers import SchedulerType, TrainingArguments
 
-REPORTERS = ("all", "csv", "tensorboard", "wandb", "comet_ml", "clearml", "mlflow", "trackio")
+REPORTERS = ("all", "tensorboard", "wandb", "comet_ml", "clearml", "mlflow", "trackio")
 
 
 class FlagError(ValueError):
@@ -36,6 +40,66 @@ def is_first_rank() -> bool:
     """Whether this process speaks for the run, as far as the launcher's environment tells."""
     names = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
     return next((os.environ[name] for name in names if os.environ.get(name)), "0") == "0"
+
+
+def settle(training: TrainingArguments) -> None:
+    """Let only warnings and the first rank's progress bar through, and pin memory only where there is a device to send it to."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    training.dataloader_pin_memory = training.dataloader_pin_memory and training.device.type != "cpu"
+    training.disable_tqdm = training.disable_tqdm or training.process_index != 0
+
+
+def checkpoint_to_resume(training: TrainingArguments) -> str | None:
+    """What ``--resume_from_checkpoint`` of Trainer names; ``latest`` is the newest whole one in the output folder, or none yet."""
+    if training.resume_from_checkpoint != "latest":
+        return training.resume_from_checkpoint
+    # transformers' own get_last_checkpoint also takes a folder that was being written when the run was killed.
+    whole = [path.parent for path in Path(training.output_dir).glob("checkpoint-*/trainer_state.json")]
+    return str(max(whole, key=lambda folder: int(folder.name.removeprefix("checkpoint-")))) if whole else None
+
+
+def say(text: str) -> None:
+    """Print a line once, and nothing where there is none."""
+    if text and is_first_rank():
+        print(text, flush=True)
+
+
+def line_of(numbers: Mapping[str, float]) -> str:
+    """``train loss 5.971, grad norm 0.912``."""
+    return ", ".join(f"{name.replace('_', ' ')} {value:.5g}" for name, value in numbers.items())
+
+
+def files_first(args: argparse.Namespace, first_rank_first: Callable[[], contextlib.AbstractContextManager[Any]]) -> Any:
+    """Context to load data in: the first rank goes first where `datasets` leaves files for the others.
+
+    Args:
+        args: The data flags.
+        first_rank_first: A context that the other ranks enter when the first has left it.
+    """
+    named = any(getattr(args, name, None) for name in ("dataset_name", "task_name", "train_file"))
+    return first_rank_first() if named else contextlib.nullcontext()
+
+
+def trackers(args: argparse.Namespace) -> str | None:
+    """What goes to `Accelerator(log_with=...)`; wandb is kept offline where no account is configured, since it would stop and ask."""
+    if not args.with_tracking:
+        return None
+    if args.report_to in ("wandb", "all") and not has_wandb_account():
+        os.environ["WANDB_MODE"] = "offline"
+        say("wandb: no account is configured here, so the run is kept offline; `wandb sync` uploads it later.")
+    return str(args.report_to)
+
+
+def has_wandb_account() -> bool:
+    """Whether wandb can start without asking: a mode or credentials in the environment, or a key that `wandb login` stored."""
+    if {"WANDB_MODE", "WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE"} & os.environ.keys():
+        return True
+    host = urlparse(os.environ.get("WANDB_BASE_URL", "https://api.wandb.ai")).hostname
+    try:
+        return host in netrc.netrc(Path(os.environ.get("NETRC", "~/.netrc")).expanduser()).hosts
+    except (OSError, netrc.NetrcParseError):
+        return False
 
 
 class Parser(argparse.ArgumentParser):
@@ -67,10 +131,6 @@ def add_hub_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--offline", action="store_true", help="Never ask the hub: what it would give is made from Python's own docstrings, with a note."
     )
-    group.add_argument("--trust_remote_code", action="store_true", help="Run code that comes with a model on the hub.")
-    group.add_argument("--use_slow_tokenizer", action="store_true", help="Load the tokenizer's Python version.")
-    group.add_argument("--preprocessing_num_workers", type=int, help="Processes that tokenize (default: the main one).")
-    group.add_argument("--overwrite_cache", action="store_true", help="Tokenize again even if the result is cached.")
 
 
 def add_split_flag(group: argparse._ArgumentGroup, percent: int) -> None:
@@ -88,7 +148,7 @@ def add_name_flags(group: argparse._ArgumentGroup, known: str) -> None:
 
     Args:
         group: Where to add them.
-        known: The models whose shapes are built in (`common.hub.KNOWN_SHAPES`).
+        known: The models whose shapes are built in (`offline.KNOWN_SHAPES`).
     """
     group.add_argument("--model_name_or_path", help="Pretrained model to start from; without it the weights start random.")
     group.add_argument("--config_name", help=f"Configuration by path or hub name. That of {known} also works without network.")
@@ -141,11 +201,6 @@ def add_training_flags(parser: argparse.ArgumentParser, *, batch_size: int = 8, 
     )
     group.add_argument("--num_warmup_steps", type=int, default=0, help="Optimizer steps of warm-up (default 0).")
     group.add_argument("--seed", type=int, default=42, help="Seed of weights, dropout and order of the data (default 42).")
-    group.add_argument(
-        "--whole_init",
-        action="store_true",
-        help="Draw random weights as without ZeRO: at stage 3 transformers draws others, because it constructs the model in shards.",
-    )
     group.add_argument("--skip_initial_eval", action="store_true", help="Do not evaluate before training.")
 
 
@@ -166,21 +221,8 @@ def add_output_flags(parser: argparse.ArgumentParser, *, report_name: str) -> No
     )
     group.add_argument("--logging_steps", type=int, default=1, help="Optimizer steps between two reports of the loss (default 1).")
     group.add_argument("--with_tracking", action="store_true", help="Send metrics to the trackers of --report_to.")
-    group.add_argument("--report_to", choices=REPORTERS, default="all", help="Which tracker (default all that are installed, and csv).")
+    group.add_argument("--report_to", choices=REPORTERS, default="all", help="Which tracker (default all that are installed).")
     group.add_argument("--report_name", default=report_name, help=f"Project under which trackers keep the run (default {report_name}).")
-    group.add_argument("--push_to_hub", action="store_true", help="Upload --output_dir to the hub at the end.")
-    group.add_argument("--hub_model_id", help="Repository to upload to (default: the name of --output_dir).")
-    group.add_argument("--hub_token", help="Token for the upload (default: the one stored by `hf auth login`).")
-    add_compare_flag(group)
-
-
-def add_compare_flag(group: argparse._ArgumentGroup) -> None:
-    """The flag that `common.compare` looks for before anything else is parsed."""
-    group.add_argument(
-        "--compare",
-        action="store_true",
-        help="Do the same job under DDP and ZeRO stages 1, 2 and 3, then print one table and draw it as comparison.png in --output_dir.",
-    )
 
 
 def check_files(parser: argparse.ArgumentParser, args: argparse.Namespace, extensions: Sequence[str]) -> None:
@@ -204,7 +246,7 @@ def check_run(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None
     steps = args.checkpointing_steps
     if steps is not None and steps != "epoch" and not (steps.isdigit() and int(steps) > 0):
         parser.error(f"--checkpointing_steps {steps}: must be a positive number of optimizer steps, or 'epoch'.")
-    for flag in ("checkpointing_steps", "with_tracking", "push_to_hub", "compare"):
+    for flag in ("checkpointing_steps", "with_tracking"):
         if getattr(args, flag) and not args.output_dir:
             parser.error(f"--{flag} needs --output_dir.")
     if args.resume_from_checkpoint == "latest" and not args.output_dir:

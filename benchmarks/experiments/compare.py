@@ -1,4 +1,9 @@
-"""``--compare``: the same job under DDP and ZeRO stages 1, 2 and 3, one launch after the other; a table and a drawing of all four."""
+"""The same job under DDP and ZeRO stages 1, 2 and 3, one launch after the other; a table and a drawing of all four.
+
+    python benchmarks/experiments/compare.py examples/text_classification/run_cls_no_trainer.py --output_dir runs/cls_compare ...
+
+What follows the script are its own flags; --output_dir is needed. All GPUs, or two CPU ranks; RANKS in the environment decides otherwise.
+"""
 
 from __future__ import annotations
 
@@ -14,54 +19,86 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from rich.table import Table
 
-from common.chart import Panel, draw_bars
-from common.results import MIB, RESULTS_FILE, RunFacts, RunResults, metric_heading, metric_text, read_results, wide_console
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
 
+from benchmarks.experiments.chart import Panel, draw_bars  # noqa: E402
+
+MIB = 2**20
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
 CPU_RANKS = 2
+RESULTS_FILE = "results.json"
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory", "can't allocate memory")
-# What the launcher of this very process has set, and what would turn the launches below into something else.
+# What a launcher around this process has set would turn the launches below into something else.
 LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "DEEPSPEED_", "MASTER_", "FSDP_", "LOCAL_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 
+NO_METRICS = ("steps", "train_seconds", "eval_seconds", "epoch_train_loss")  # of an epoch in results.json
+
+
 @dataclass(frozen=True)
 class Comparison:
-    """One method's row: what it measured, or None where its memory did not suffice."""
+    """One method's row: its results.json, or None where its memory did not suffice."""
 
     name: str
-    run: tuple[RunFacts, RunResults] | None
+    run: dict[str, Any] | None
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What the task is judged by, after training."""
+        return {} if self.run is None else {name: v for name, v in self.run["epochs"][-1].items() if name not in NO_METRICS}
+
+    def seconds_per_epoch(self, what: str) -> float:
+        """Seconds of training for a whole epoch at the speed of all steps done, or of evaluating once; ``what`` is train or eval."""
+        assert self.run is not None
+        epochs = self.run["epochs"]
+        seconds = sum(epoch[f"{what}_seconds"] for epoch in epochs)
+        return seconds / len(epochs) if what == "eval" else seconds / sum(epoch["steps"] for epoch in epochs) * self.run["steps_per_epoch"]
 
 
-def compare(script: str, argv: Sequence[str], args: argparse.Namespace) -> int:
-    """Do the job of ``argv`` under each method and write ``comparison.md`` and ``comparison.png`` into the output folder.
+def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
+    """Read the command line; the flags of the script that matter here, and all of them but --output_dir."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("script", type=Path, help="run_cls_no_trainer.py, run_seq2seq_no_trainer.py, run_clm_no_trainer.py")
+    parser.add_argument("--output_dir", type=Path, required=True, help="where the runs, comparison.md and comparison.png go")
+    args, flags = parser.parse_known_args(argv)
+    known = argparse.ArgumentParser(add_help=False)
+    known.add_argument("--gradient_accumulation_steps", type=int, default=1)
+    known.add_argument("--max_grad_norm", type=float, default=1.0)
+    known.add_argument("--per_device_train_batch_size", type=int, default=8)
+    known.add_argument("--per_device_eval_batch_size", type=int, default=8)
+    known.add_argument("--model_name_or_path")
+    return known.parse_known_args(flags, namespace=args)[0], flags
+
+
+def compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
+    """Do the job under each method and write ``comparison.md`` and ``comparison.png`` into the output folder.
 
     Args:
-        script: The script to launch.
-        argv: Its flags, ``--compare`` among them.
-        args: The same, parsed.
+        args: Of `parse_arguments`.
+        flags: The script's.
 
     Returns:
         Exit code: 0, or that of the run that failed for another reason than memory.
     """
-    if int(os.environ.get("RANK", "0")) != 0:
-        return 0  # under a launcher the first rank does it all, with as many ranks as were launched
-    ranks = int(os.environ.get("WORLD_SIZE") or os.environ.get("RANKS") or torch.accelerator.device_count() or CPU_RANKS)
-    # All methods start from the same random weights; pretrained ones stay in shards at stage 3.
-    flags = [word for word in argv if word != "--compare"] + ([] if args.model_name_or_path else ["--whole_init"])
-    folder = Path(args.output_dir)
+    ranks = int(os.environ.get("RANKS") or torch.accelerator.device_count() or CPU_RANKS)
     rows = []
     for name, stage in STAGES.items():
-        print(f"\n=== {method_name(stage)}: {folder / name}", flush=True)
-        config = write_launcher_files(folder / name, stage, ranks, args)
-        code = launch([*launch_command(config, ranks), script, *flags, "--output_dir", str(folder / name)], folder / name / "log.txt")
-        if code != 0 and not ran_out_of_memory(folder / name / "log.txt"):
-            print(f"{method_name(stage)} failed with exit code {code}; all it printed stands in {folder / name / 'log.txt'}.", flush=True)
+        folder = args.output_dir / name
+        print(f"\n=== {method_name(stage)}: {folder}", flush=True)
+        config = write_launcher_files(folder, stage, ranks, args)
+        script = [str(ROOT / "benchmarks/experiments/measured.py"), str(args.script), *flags, "--output_dir", str(folder)]
+        code = launch([*launch_command(config, ranks), *script], folder / "log.txt", whole_init=args.model_name_or_path is None)
+        if code != 0 and not ran_out_of_memory(folder / "log.txt"):
+            print(f"{method_name(stage)} failed with exit code {code}; all it printed stands in {folder / 'log.txt'}.", flush=True)
             return code
-        rows.append(Comparison(method_name(stage), read_results(folder / name / RESULTS_FILE) if code == 0 else None))
-    write_comparison(folder, rows)
+        run = json.loads((folder / RESULTS_FILE).read_text(encoding="utf-8")) if code == 0 else None
+        rows.append(Comparison(method_name(stage), run))
+    write_comparison(args, rows)
     return 0
 
 
@@ -135,8 +172,13 @@ def launch_command(config: Path, ranks: int) -> list[str]:
     return [*command, "--num_processes", str(ranks), "--main_process_port", free_port(), "--mixed_precision", precision]
 
 
-def launch(command: Sequence[str], log: Path) -> int:
+def launch(command: Sequence[str], log: Path, *, whole_init: bool) -> int:
     """Run a command; what it prints goes to the terminal and into a file.
+
+    Args:
+        command: Its words.
+        log: The file.
+        whole_init: All methods start from the same random weights; pretrained ones stay in shards at stage 3.
 
     Returns:
         Its exit code.
@@ -145,6 +187,7 @@ def launch(command: Sequence[str], log: Path) -> int:
         name: value for name, value in os.environ.items() if not name.startswith(LAUNCHER_PREFIXES) and name not in LAUNCHER_NAMES
     }
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
+    environment["WHOLE_INIT"] = str(int(whole_init))
     if not torch.accelerator.is_available() and not (log.parent / "ds.json").exists():
         environment["ACCELERATE_USE_CPU"] = "true"  # with a DeepSpeed configuration this would switch ZeRO off
     with log.open("w", encoding="utf-8") as file:
@@ -163,33 +206,34 @@ def ran_out_of_memory(log: Path) -> bool:
     return any(mark in text for mark in OUT_OF_MEMORY)
 
 
-def write_comparison(folder: Path, rows: Sequence[Comparison]) -> None:
+def write_comparison(args: argparse.Namespace, rows: Sequence[Comparison]) -> None:
     """Print the table, write it as Markdown, and draw it.
 
     Args:
-        folder: Where ``comparison.md`` and ``comparison.png`` go.
+        args: Of `parse_arguments`; ``comparison.md`` and ``comparison.png`` go into its ``output_dir``.
         rows: One per method.
     """
-    headings, cells = comparison_cells(rows)
-    table = Table(title="Comparison")
+    headings, cells = comparison_cells(args, rows)
+    table, folder = Table(title="Comparison"), args.output_dir
     for index, heading in enumerate(headings):
         table.add_column(heading, justify="right" if index else "left")
     for row in cells:
         table.add_row(*row)
-    console = wide_console()
-    console.print(table)
+    console = Console()
+    (console if console.is_terminal else Console(width=160)).print(table)
     lines = [headings, ["---"] + ["---:"] * (len(headings) - 1), *cells]
     (folder / "comparison.md").write_text("".join(f"| {' | '.join(line)} |\n" for line in lines), encoding="utf-8")
     runs = [row.run for row in rows if row.run is not None]
     if not runs:
         return
-    facts = runs[0][0]
-    title = f"{facts.task}, {facts.parameters:,} parameters, {facts.ranks} ranks, {facts.device}, {facts.precision}"
+    facts = runs[0]["measured"]
+    name = args.script.stem.removeprefix("run_").removesuffix("_no_trainer")
+    title = f"{name}, {facts['parameters']:,} parameters, {facts['ranks']} ranks, {facts['device']}, {facts['precision']}"
     draw_bars(folder / "comparison.png", title, comparison_panels(rows))
     console.print(f"Table: {folder / 'comparison.md'}; drawing: {folder / 'comparison.png'}")
 
 
-def comparison_cells(rows: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
+def comparison_cells(args: argparse.Namespace, rows: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
     """Headings and cells of the table, in the columns of the published experiments and two for memory."""
     names = metric_names(rows)
     headings = ["Method", "Batch size per rank", "Eval size per rank", "Train time per epoch (s)", "Eval time per epoch (s)"]
@@ -199,11 +243,10 @@ def comparison_cells(rows: Sequence[Comparison]) -> tuple[list[str], list[list[s
         if row.run is None:
             cells.append([row.name, "-", "-", "out of memory", *["-"] * (len(headings) - 4)])
             continue
-        facts, results = row.run
-        sizes = [str(facts.micro_batch_size), str(facts.eval_batch_size)]
-        times = [f"{results.train_seconds_per_epoch:,.2f}", f"{results.eval_seconds_per_epoch:,.2f}"]
-        memory = [f"{results.peak_memory_bytes / MIB:,.1f}", f"{results.state_bytes / MIB:,.1f}"]
-        cells.append([row.name, *sizes, *times, *memory, *(metric_text(results.metrics[name]) for name in names)])
+        sizes = [str(args.per_device_train_batch_size), str(args.per_device_eval_batch_size)]
+        times = [f"{row.seconds_per_epoch(what):,.2f}" for what in ("train", "eval")]
+        memory = [f"{row.run['measured'][name] / MIB:,.1f}" for name in ("peak_memory_bytes", "state_bytes")]
+        cells.append([row.name, *sizes, *times, *memory, *(metric_text(row.metrics[name]) for name in names)])
     return headings, cells
 
 
@@ -211,20 +254,39 @@ def comparison_panels(rows: Sequence[Comparison]) -> list[Panel]:
     """Groups of bars: times, memory, metrics."""
 
     def panel(title: str, value: Any, digits: int = 1) -> Panel:
-        return Panel(title, {row.name: None if row.run is None else value(row.run[1]) for row in rows}, digits)
+        return Panel(title, {row.name: None if row.run is None else value(row) for row in rows}, digits)
 
     panels = [
-        panel("training, s per epoch", lambda results: results.train_seconds_per_epoch),
-        panel("evaluation, s per epoch", lambda results: results.eval_seconds_per_epoch),
-        panel("peak memory per rank, MiB", lambda results: results.peak_memory_bytes / MIB, digits=0),
-        panel("model state per rank, MiB", lambda results: results.state_bytes / MIB),
+        panel("training, s per epoch", lambda row: row.seconds_per_epoch("train")),
+        panel("evaluation, s per epoch", lambda row: row.seconds_per_epoch("eval")),
+        panel("peak memory per rank, MiB", lambda row: row.run["measured"]["peak_memory_bytes"] / MIB, digits=0),
+        panel("model state per rank, MiB", lambda row: row.run["measured"]["state_bytes"] / MIB),
     ]
     for name in metric_names(rows):
-        largest = max(row.run[1].metrics[name] for row in rows if row.run is not None)
-        panels.append(panel(metric_heading(name), lambda results, name=name: results.metrics[name], digits=1 if largest >= 10 else 3))
+        largest = max(row.metrics[name] for row in rows if row.run is not None)
+        panels.append(panel(metric_heading(name), lambda row, name=name: row.metrics[name], digits=1 if largest >= 10 else 3))
     return panels
 
 
 def metric_names(rows: Sequence[Comparison]) -> list[str]:
     """Metrics of the runs, in their order."""
-    return list(dict.fromkeys(name for row in rows if row.run is not None for name in row.run[1].metrics))
+    return list(dict.fromkeys(name for row in rows for name in row.metrics))
+
+
+def metric_text(value: float) -> str:
+    """A metric as text: three decimals for shares, one for what grows beyond 10."""
+    return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
+
+
+def metric_heading(name: str) -> str:
+    """Heading of a metric's column."""
+    return name.upper() if name in ("f1", "bleu") else name.replace("_", " ").capitalize()
+
+
+def main() -> None:
+    """Run the program."""
+    sys.exit(compare(*parse_arguments()))
+
+
+if __name__ == "__main__":
+    main()

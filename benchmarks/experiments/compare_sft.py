@@ -1,6 +1,6 @@
 """Fine-tune the same model in six ways on four ranks, and resume two of them: the loss curves must coincide; one PNG shows them.
 
-    python examples/clm/compare_sft.py --output_dir runs/sft_curves
+    python benchmarks/experiments/compare_sft.py --output_dir runs/sft_curves
 
 ZeRO-3, tensor parallelism alone, ZeRO-1, ZeRO-1 with it, ZeRO-2, ZeRO-2 with it, each with a global batch of 32 and from the same weights.
 """
@@ -17,14 +17,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for common/, which the examples share
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples" / "clm"
+sys.path.insert(0, str(ROOT))
 
-from common.arguments import Parser, check_at_least
-from common.chart import Curve, draw_curves
-from common.results import wide_console
-from rich.table import Table
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
 
-FOLDER = Path(__file__).resolve().parent
+from benchmarks.experiments.chart import Curve, draw_curves  # noqa: E402
+
 GLOBAL_BATCH = 32
 BASE = "base"  # folder of the model that all start from
 
@@ -57,7 +58,7 @@ RESUMED = ("zero1_tp", "zero2_tp")
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line; ``argv`` None reads ``sys.argv``."""
     names = [setup.name for setup in SETUPS]
-    parser = Parser(description="Compare loss curves of supervised fine-tuning under ZeRO, tensor parallelism and both.")
+    parser = argparse.ArgumentParser(description="Compare loss curves of supervised fine-tuning under ZeRO, tensor parallelism and both.")
     parser.add_argument("--output_dir", required=True, help="Where runs, curves.png and curves.json go.")
     parser.add_argument("--setups", nargs="+", choices=names, default=names, metavar="NAME", help=f"Which to run: {', '.join(names)}.")
     parser.add_argument("--ranks", type=int, default=4, help="Processes (default 4).")
@@ -66,7 +67,9 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tolerance", type=float, default=1e-4, help="Largest relative difference of two losses (default 1e-4).")
     parser.add_argument("--train_file", help="Instructions in Alpaca's format (.json); by default made from Python's docstrings.")
     args = parser.parse_args(argv)
-    check_at_least(parser, args, 2, "ranks", "max_steps")
+    for flag in ("ranks", "max_steps"):
+        if getattr(args, flag) < 2:
+            parser.error(f"--{flag} {getattr(args, flag)}: must be at least 2.")
     args.resume_step = args.resume_step or args.max_steps // 2
     if not 0 < args.resume_step < args.max_steps:
         parser.error(f"--resume_step {args.resume_step}: must lie between 1 and --max_steps {args.max_steps}.")
@@ -79,12 +82,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 def make_base(folder: Path, train_file: str | None) -> None:
     """Save the model and the tokenizer that every run starts from."""
     import transformers
+
+    sys.path.insert(0, str(FOLDER))  # for the modules of run_sft.py
     from arguments import add_data_flags, add_model_flags
-    from common.tokenizer import DECODER_TOKENS, train_tokenizer
     from model import build_model, finish_config
+    from offline import DECODER_TOKENS, train_tokenizer
     from sft_data import load_instructions, prompt_of
 
-    parser = Parser()
+    parser = argparse.ArgumentParser()
     add_data_flags(parser)
     add_model_flags(parser, model_type="llama")
     shape = ["--n_layer", "2", "--n_embd", "64", "--n_head", "4", "--block_size", "64"]
@@ -202,7 +207,7 @@ def main() -> None:
         difference = largest_difference(losses, expected)
         worst = max(worst, difference)
         table.add_row(title, other, f"{difference:.2e}")
-    wide_console().print(table)
+    Console(width=160).print(table)
     print(f"Drawing: {folder / 'curves.png'}")
     if worst > args.tolerance:
         sys.exit(f"The curves differ by {worst:.2e}.")
