@@ -13,6 +13,7 @@ DOCS = REPO / "docs"
 # Pages that have another place on the site than in the repository.
 MOVED = {"README.md": "index.md", "docs/README.md": "pages.md", "CONTRIBUTING.md": "contributing.md"}
 OUTSIDE = "repository"
+IMAGES = (".png", ".svg", ".jpg", ".gif")
 LANGUAGES = {".py": "python", ".json": "json", ".yaml": "yaml", ".yml": "yaml", ".sh": "bash", ".toml": "toml", ".cpp": "cpp"}
 _FENCE = re.compile(r"^(```|~~~).*?^\1[ \t]*$", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
@@ -44,9 +45,10 @@ def is_local(target: str) -> bool:
 
 @dataclass
 class Outside:
-    """Keep the pages that stand for files outside docs/: address on the site -> text."""
+    """Keep the pages that stand for files outside docs/ (address on the site -> text), and the images that they show."""
 
     pages: dict[str, str] = field(default_factory=dict)
+    images: dict[str, Path] = field(default_factory=dict)
     sources: dict[str, Path] = field(default_factory=dict)  # address on the site -> file of the repository
 
     def collect(self) -> None:
@@ -74,6 +76,8 @@ class Outside:
             self.pages[uri] = "\n".join([f"# {path.relative_to(REPO)}", "", *lines, ""])
             for child in inside:
                 self._add(child)
+        elif path.suffix in IMAGES:
+            self.sources[uri] = self.images[uri] = path
         elif path.suffix == ".md":
             self.sources[uri] = path
             self.pages[uri] = path.read_text(encoding="utf-8")
@@ -123,4 +127,4 @@ def uri_of(path: Path) -> str:
         return MOVED[name]
     if path.is_relative_to(DOCS):
         return path.relative_to(DOCS).as_posix()
-    return f"{OUTSIDE}/{name}" if path.suffix == ".md" else f"{OUTSIDE}/{name}.md"
+    return f"{OUTSIDE}/{name}" if path.suffix in (".md", *IMAGES) else f"{OUTSIDE}/{name}.md"

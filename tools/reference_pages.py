@@ -16,6 +16,7 @@ PAGES = {
 }
 MODULES = {"zero": "hf_zero.zero", "utils": "hf_zero.utils", "optim": "hf_zero.optim", "errors": "hf_zero.errors"}
 FIELDS = {"ZeroTrainingArguments"}  # dataclasses: their fields are listed
+INHERITS = {"Engine"}  # the methods of the classes above belong to its page
 
 
 def assigned(path: Path, name: str) -> object:
@@ -88,6 +89,8 @@ def _entry(module: str, name: str) -> str:
     options = ["    options:", "      show_root_toc_entry: true"]
     if name in FIELDS:
         options += ["      show_if_no_docstring: true"]
+    if name in INHERITS:
+        options += ["      inherited_members: true"]
     return "\n".join([f"::: {module}.{name}", *options])
 
 

@@ -26,6 +26,8 @@ def on_files(files: Files, config: Any) -> Files:
             files.remove(moved)
     for uri, text in {**_outside.pages, **reference_pages.pages()}.items():
         files.append(File.generated(config, uri, content=text))
+    for uri, path in _outside.images.items():
+        files.append(File.generated(config, uri, abs_src_path=str(path)))
     return files
 
 

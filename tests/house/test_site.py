@@ -79,6 +79,13 @@ def test_links_to_files_outside_the_pages_lead_to_pages_made_of_them() -> None:
     assert followed >= 8
 
 
+def test_images_outside_the_pages_are_taken_along() -> None:
+    outside = outside_pages.Outside()
+    outside._add(REPO / "docs" / "pictures" / "stages.svg")
+    assert outside.images == {"pictures/stages.svg": REPO / "docs" / "pictures" / "stages.svg"} and not outside.pages
+    assert outside_pages.uri_of(REPO / "examples" / "a.png") == "repository/examples/a.png"
+
+
 def test_code_that_looks_like_a_link_stays() -> None:
     text = '[a](x.md) `[b](y.md)`\n```\n[c](z.md)\n```\n<img src="d.svg"> [`e`](f.md)\n'
     changed = outside_pages.replaced(text, lambda target: f"to/{target}")
