@@ -29,7 +29,7 @@ SHAPE = {"n_positions": LENGTH, "n_embd": 256, "n_layer": 2, "n_head": 4, "bos_t
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LEARNING_RATE, CLIPPING = 1e-3, 1.0
 METHODS = {"PyTorch DDP": None, "ZeRO stage 2": 2, "ZeRO stage 3": 3}
-RESUMED = "stage 3 resumed on 1 rank"
+RESUMED = "resumed on 1 rank"
 PROMPT, WRITTEN = ("Beautiful", "is"), 55  # words
 
 
