@@ -29,7 +29,7 @@ SHAPE = {"n_positions": LENGTH, "n_embd": 256, "n_layer": 2, "n_head": 4, "bos_t
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LEARNING_RATE, CLIPPING = 1e-3, 1.0
 METHODS = {"PyTorch DDP": None, "ZeRO stage 2": 2, "ZeRO stage 3": 3}
-RESUMED = "stage 3 resumed on 1 rank"
+RESUMED = "resumed on 1 rank"
 PROMPT, WRITTEN = ("Beautiful", "is"), 55  # words
 
 
@@ -169,7 +169,7 @@ def start(rank: int, ranks: int, port: int) -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks) if hasattr(os, "sched_getaffinity") else 1)
+    torch.set_num_threads(1)  # the model is so small that more would wait for each other
     hf_zero.init_distributed()
 
 
@@ -219,8 +219,8 @@ def recite(folder: Path) -> str:
     model, known = AutoModelForCausalLM.from_pretrained(folder).eval(), vocabulary()
     tokens = torch.tensor([[known.index(word) for word in PROMPT]])
     with torch.no_grad():
-        for _ in range(WRITTEN):
-            following = model(input_ids=tokens[:, -LENGTH:]).logits[:, -1].argmax(dim=-1)
+        for _ in range(WRITTEN):  # the last of the LENGTH positions was never asked for a next word
+            following = model(input_ids=tokens[:, 1 - LENGTH :]).logits[:, -1].argmax(dim=-1)
             tokens = torch.cat([tokens, following[:, None]], dim=1)
     lines = " ".join(known[token] for token in tokens[0].tolist()).split("\n")
     return "\n".join(line.strip() for line in lines)
@@ -253,7 +253,7 @@ def draw(path: Path, curves: dict[str, Curve]) -> None:
     sizes = {name: curve.state_bytes / 2**20 for name, curve in curves.items() if curve.state_bytes}
     bars = memory.bar([name.replace(" ", "\n", 1) for name in sizes], list(sizes.values()), color=[styles[name][0] for name in sizes])
     memory.bar_label(bars, [f"{size:.1f}" for size in sizes.values()])
-    memory.set(title="memory per rank, two ranks", ylabel="weights, gradients, Adam's moments (MiB)", ylim=(0, None))
+    memory.set(title="memory per rank, two ranks", ylabel="weights, gradients, Adam's moments (MiB)", ylim=(0, 1.1 * max(sizes.values())))
     for axes in (losses, apart, memory):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e5e5e5")
@@ -270,7 +270,7 @@ def show(folder: Path, curves: dict[str, Curve], text: str, steps: int, seconds:
 
     plain = curves["PyTorch DDP"]
     table = Table(title=f"The same model, weights and data, {steps} steps in fp32")
-    for heading in ("method", "ranks", "last loss", "largest difference from DDP", "memory per rank", "of DDP's"):
+    for heading in ("method", "ranks", "last loss", "difference", "memory", "of DDP's"):
         table.add_column(heading, justify="left" if heading == "method" else "right")
     for name, curve in curves.items():
         difference = "-" if curve is plain else f"{largest_difference(curve, plain):.1e}"
@@ -278,11 +278,12 @@ def show(folder: Path, curves: dict[str, Curve], text: str, steps: int, seconds:
         table.add_row(name, "1" if name == RESUMED else str(RANKS), f"{curve.losses[steps]:.6f}", difference, *memory)
     console = Console()
     console.print(table)
-    console.print("Memory: weights, gradients and Adam's moments, as PyTorch records them after a backward pass.", style="dim")
-    console.print(f"Resumed: the checkpoint of step {steps // 2}, written by {RANKS} ranks, on 1 rank.", style="dim")
-    console.print(f"\nThe model that stage 3 saved, loaded with from_pretrained, continues [bold]{' '.join(PROMPT)}[/bold]:\n")
+    console.print("Difference: the largest of a loss from PyTorch DDP's at the same step.", style="dim")
+    console.print("Memory: weights, gradients, Adam's moments of a rank after a backward pass.", style="dim")
+    console.print(f"Resumed: from step {steps // 2}, whose checkpoint {RANKS} ranks wrote.", style="dim")
+    console.print(f"\nThe model that stage 3 saved, reloaded, continues [bold]{' '.join(PROMPT)}[/bold]:\n")
     console.print(text, style="green", highlight=False)
-    console.print(f"\nPicture: {folder / 'demo.png'}   Model: {folder / 'model'}   {seconds:.0f} s")
+    console.print(f"\nPicture: {folder / 'demo.png'}\nModel:   {folder / 'model'}\n{seconds:.0f} seconds")
 
 
 def main() -> None:
