@@ -140,14 +140,19 @@ def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
     if options.plot is not None:
         (require_folder if is_page(options.plot) else require_place)(options.plot, "--plot")
     # Here, and not before: what follows imports torch and transformers, for which a wrong flag need not wait.
+    import torch
+
+    from hf_zero.core.holdings import taken
     from hf_zero.plan.models import build_model, sequence_of
     from hf_zero.plan.stages import plan_step
 
+    imports = taken(torch.device("cpu"))
     model = build_model(wish.model)
     load = Load(config[_MICRO], sequence_of(options.sequence, model.positions))
     prediction = plan_step(model, config, wish.cluster, load, wish.hardware, options.attention)
     replicas = solve(claims_of_config(config), options.ranks).replicas
-    return replace(prediction, tokens=replicas * load.micro_batch * prediction.observation.accumulation * load.sequence)
+    tokens = replicas * load.micro_batch * prediction.observation.accumulation * load.sequence
+    return replace(prediction, tokens=tokens, imports=imports)
 
 
 def _setting(text: str) -> tuple[str, Any]:

@@ -14,6 +14,8 @@ from hf_zero.plan.run import Observation
 
 _SMALL = 1 << 20  # bytes of a host that nobody asks about
 COMPUTE, BUBBLE = "compute", "waiting for other stages"
+# What a process on a CPU had resident, over what its tensors took: the least and the most that was seen (docs/plan.md).
+_HOLES = (1.15, 1.9)
 _SHOWN = 3  # largest things alive at the peak
 
 
@@ -50,6 +52,7 @@ class Prediction:
         reasons: Why it does not fit, or what the answer rests on.
         fits: Whether it fits into what is said of the hardware.
         tokens: Of an optimizer step, of all ranks; 0 where nobody has said.
+        imports: Bytes that a process has resident before there is a model; 0 where nobody has said.
     """
 
     stages: tuple[Observation, ...]
@@ -61,6 +64,7 @@ class Prediction:
     reasons: tuple[str, ...]
     fits: bool
     tokens: int = 0
+    imports: int = 0
 
     @property
     def observation(self) -> Observation:
@@ -92,6 +96,16 @@ class Prediction:
         seconds = self.seconds_per_step()
         return self.tokens / seconds if seconds and self.tokens else None
 
+    def process_bytes(self) -> tuple[int, int] | None:
+        """The least and the most that the process of a rank on a CPU is likely to have resident; None on a device.
+
+        The C library's heap keeps holes in which no tensor finds room: another number in each run, so it is a range, and in no verdict.
+        """
+        if not self.cluster.on_host:
+            return None
+        least, most = (round(self.main.nbytes * factor) + self.imports for factor in _HOLES)
+        return least, most
+
     def limits(self) -> list[tuple[str, int, float | None]]:
         """Tiers that hold anything, with their peaks, and what a rank may take of each; None where nobody has said."""
         host = host_limit(self.cluster, self.hardware)
@@ -106,6 +120,7 @@ class Prediction:
         return {
             "fits": self.fits,
             "peak_bytes_per_rank": {tier: self.peaks[tier].nbytes for tier in TIERS},
+            "process_bytes": self.process_bytes(),
             "by_kind": self.by_kind(),
             "sent_bytes_per_step": {"node": round(sent.node), "network": round(sent.network)},
             "checkpoint_bytes": self.checkpoint_bytes,
@@ -206,7 +221,7 @@ def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observa
     notes = []
     if cluster.on_host:
         notes.append(
-            "not counted on a CPU: what imports take, and holes in the C library's heap, some 15 to 50 % of the peak (docs/plan.md)"
+            "a process takes more than its tensors: imports, and holes in the C library's heap, which differ from run to run (docs/plan.md)"
         )
     else:
         notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")

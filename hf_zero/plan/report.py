@@ -37,6 +37,11 @@ def verdict_of(prediction: Prediction) -> list[str]:
     known = any(limit is not None for _, _, limit in prediction.limits())
     words = "IT DOES NOT FIT" if not prediction.fits else "it fits" if known else "no limit was given (--memory)"
     lines = [f"{words}: a rank takes {', '.join(held)}"]
+    process = prediction.process_bytes()
+    if process is not None:
+        limit = host_limit(prediction.cluster, prediction.hardware)
+        doubt = ", SO IT MAY NOT FIT" if prediction.fits and limit is not None and process[1] > limit else ""
+        lines.append(f"its process is likely to take {size_text(process[0])} to {size_text(process[1])}{doubt}")
     seconds, tokens = prediction.seconds_per_step(), prediction.tokens_per_second()
     if seconds is None:
         lines.append("seconds per step: give --tflops, the 10^12 operations per second that a rank reaches")

@@ -42,9 +42,11 @@ def _through_the_plugin(keys: list[str]) -> None:
         config |= {"optimizer": {"type": "OneBitAdam" if key.endswith("freeze_step") else "AdamW"}, "scheduler": {"type": "WarmupDecayLR"}}
         config["scheduler"]["params"] = {"total_num_steps": 10}
         _put(config, key, "auto")
-        plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
-        plugin.deepspeed_config_process(must_match=False, **{"train_micro_batch_size_per_gpu": 1, "scheduler.params.total_num_steps": 10})
         with suppress(RefusedKeyError):  # a section that is refused whatever stands in it
+            plugin = DeepSpeedPlugin(hf_ds_config=copy.deepcopy(config))
+            plugin.deepspeed_config_process(
+                must_match=False, **{"train_micro_batch_size_per_gpu": 1, "scheduler.params.total_num_steps": 10}
+            )
             resolve(plugin.deepspeed_config, world_size=1, sources={"total_num_steps": 10})
 
 

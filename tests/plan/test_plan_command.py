@@ -24,6 +24,7 @@ from tests.support.processes import REPO, run_python
 KEYS = [
     "fits",
     "peak_bytes_per_rank",
+    "process_bytes",
     "by_kind",
     "sent_bytes_per_step",
     "checkpoint_bytes",
@@ -63,6 +64,7 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
         "limits": [str(folder), *RANKS, "--memory", "1GiB", "--tflops", "1", "--micro-batch", "2", "--plot", str(folder / "plan.html")],
+        "doubt": [str(folder), *RANKS, "--device", "cpu", "--memory", "160MiB"],
         "small": [str(folder), *RANKS, "--memory", "100kB"],
         "offload": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(offload), "--host-memory", "1GiB"],
         "disk": [str(folder), *RANKS[2:], "--json", "--config", json.dumps(disk)],
@@ -157,6 +159,16 @@ def test_memory_of_a_host_is_shared_by_its_ranks(answers: Any) -> None:
     status, text, _ = answers["host"]
     assert status == 1
     assert "host memory: 4 ranks x " in json.loads(text)["reasons"][0]
+
+
+def test_a_process_on_a_cpu_takes_more_than_its_tensors(answers: Any) -> None:
+    content = json.loads(answers["host"][1])
+    least, most = content["process_bytes"]
+    assert 1.1 * content["peak_bytes_per_rank"]["host"] < least < most
+    assert json.loads(answers["json"][1])["process_bytes"] is None
+    lines = answers["doubt"][1].splitlines()
+    assert lines[0].startswith("it fits: ") and lines[1].startswith("its process is likely to take "), lines[:2]
+    assert lines[1].endswith(", SO IT MAY NOT FIT"), "imports alone take more than 40 MiB"
 
 
 def test_eager_attention_keeps_scores(answers: Any) -> None:
