@@ -19,7 +19,7 @@ where parameters lie in them). The folders below them, in the order in which the
 - ``state/``: what is saved: ``training_state``; ``averages`` (of weights); ``optimizer_state`` (states that lie flat like the shards),
   ``param_states`` (those of whole parameters), ``rank_states`` (1-bit Adam's), ``takeover`` (from another optimizer)
 - ``model/``: whole weights alone: a state dict (``export``), files as Hugging Face reads them, or a stream of buckets (``stream``), to
-  which ``integrations/adapters.py`` adds merged adapters
+  which ``integrations/weight_stream.py`` adds merged adapters
 - ``convert/``: the formats of others, through one intermediate (``source``) whose elements are fetched by the window; all their pickles
   go through one reader (``pickles``, [Note: our own machine])
 

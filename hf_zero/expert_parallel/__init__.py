@@ -10,11 +10,11 @@ results; the weighted sum) → ``stacked`` (experts in one tensor, [Note: rows i
 a list, [Note: two runs of a layer]) → ``load`` (how tokens spread), ``held`` (layers that were loaded with this rank's experts alone,
 [Note: held experts]; guarded until there is an engine, as stages are, by ``core/units/guards.py``), ``kept`` (what a rank keeps of a
 parameter), ``adapters`` (LoRA of stacked experts, [Note: adapters of stacked experts]), ``apply``. What is read of a checkpoint is
-``integrations/expert_loads.py``'s ([Note: reading a share]). A parameter of experts is cut along its first dimension and marked as a
+``integrations/experts.py``'s ([Note: reading a share]). A parameter of experts is cut along its first dimension and marked as a
 tensor-parallel shard is (``core/units/tp_shard.py``, ``expert=True``); a listed expert of another rank is a parameter with no rows. So
 names, orders of units and collectives are the same on every rank.
 
-Stacked layers are found by their transformers' forward, which looks its implementation up: ``integrations/expert_functions.py`` puts
+Stacked layers are found by their transformers' forward, which looks its implementation up: ``integrations/experts.py`` puts
 functions into that table that dispatch for marked modules and call what was there for all others. A forward that did not come through it
 is an error.
 

@@ -6,13 +6,12 @@ from hf_zero.build import mesh
 from hf_zero.core import hooks
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
-from hf_zero.integrations.expert_functions import dispatch_in_table
-from hf_zero.integrations.idle_saves import stand_before_saves
+from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.retrain import let_go
-from hf_zero.integrations.rotation import keeps_too_few
+from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
 
 __all__ = ["initialize"]
 

@@ -2,7 +2,7 @@
 
 [Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and gives them to ``_save`` on rank 0. sentence-transformers
 has a ``_save`` of its own, which lets each part of the model save itself and forgets them; no rank could gather there. So what was
-gathered is kept while ``save_model`` runs, and given to a part that asks to be saved without (``idle_saves.py``).
+gathered is kept while ``save_model`` runs, and given to a part that asks to be saved without (``saves.py``).
 
 Imports little: every program that saves with accelerate comes here.
 """

@@ -93,7 +93,7 @@ def _load_share(
         return load_packed(load.whole)
     if not load.may_be_parted:
         return load.whole()
-    from hf_zero.integrations.expert_loads import load_experts
+    from hf_zero.integrations.experts import load_experts
     from hf_zero.integrations.stage_loads import load_stage
 
     found = load_experts(load, load_stage)

@@ -1,21 +1,143 @@
-"""``iter_full_params``: whole weights under Hugging Face's names, bucket by bucket, for inference engines and other receivers."""
+"""Stream unsharded weights under Hugging Face's names, bucket by bucket (``iter_full_params``), for inference engines and other receivers.
+
+Adapters that peft has put around layers are merged one layer at a time, and the layers get the names that they had before.
+"""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from hf_zero.checkpoint.model.export import expert_axis_of, model_axis_of
-from hf_zero.checkpoint.model.stream import WeightStream
-from hf_zero.errors import ConfigError, StateError
-from hf_zero.integrations.adapters import merged_pieces, plain_pieces
+from hf_zero.checkpoint.model.stream import Piece, WeightStream
+from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
 
 if TYPE_CHECKING:
     from hf_zero.core.engine import Engine
+
+_PREFIX = "base_model.model."  # of the model inside a PeftModel
+
+
+def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
+    """Return the model without adapters, as ``merge_and_unload`` leaves it: merged weights under the names of the base model.
+
+    Args:
+        module: A model with or without peft's adapters.
+        split: Its layers are tensor-parallel shards.
+
+    Raises:
+        UnsupportedError: Adapters that cannot be merged layer by layer.
+    """
+    if "peft" not in sys.modules:
+        return plain_pieces(module)
+    _refuse_prompts(module)
+    taken: dict[int, Piece | None] = {}  # parameters that do not come as they are, and where their piece comes
+    renamed: dict[int, str] = {}
+    for name, layer in _outermost(module):
+        if _is_tuner_layer(layer):
+            _take_layer(name, layer, taken, split)
+        else:
+            _take_copy(name, layer, taken, renamed)
+    pieces = []
+    for name, param in module.named_parameters():
+        piece = taken.get(id(param), _MISSING)
+        if piece is _MISSING:
+            pieces.append(Piece.of_param(renamed.get(id(param), name).removeprefix(_PREFIX), param))
+        elif piece is not None and piece.params[0] is param:
+            pieces.append(piece)
+    return pieces
+
+
+def plain_pieces(module: nn.Module) -> list[Piece]:
+    """Every parameter as it is, a tied one under its first name."""
+    return [Piece.of_param(name, param) for name, param in module.named_parameters()]
+
+
+_MISSING: Any = object()
+
+
+def _is_tuner_layer(module: nn.Module) -> bool:
+    return isinstance(module, sys.modules["peft.tuners.tuners_utils"].BaseTunerLayer)
+
+
+def _is_wrapper(module: nn.Module) -> bool:
+    return isinstance(module, sys.modules["peft.utils.other"].AuxiliaryTrainingWrapper)
+
+
+def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Layers that peft has wrapped, without those inside others."""
+    inside: set[int] = set()
+    for name, child in module.named_modules():
+        if id(child) not in inside and (_is_tuner_layer(child) or _is_wrapper(child)):
+            inside.update(id(part) for part in child.modules())
+            yield name, child
+
+
+def _take_layer(name: str, layer: Any, taken: dict[int, Piece | None], split: bool) -> None:
+    base = layer.get_base_layer()
+    if split and (not hasattr(layer, "lora_A") or any(getattr(layer, "use_dora", {}).values())):
+        raise UnsupportedError(f"{name}: {type(layer).__name__} cannot be merged from tensor-parallel shards; only plain LoRA can")
+    owned = {id(param): param for param in layer.parameters()}
+    for param in owned.values():
+        taken[id(param)] = None
+    named = [(key, param) for key, param in base.named_parameters() if id(param) in owned]
+    for key, param in named:
+        if is_packed(param) or is_wrapped(param) or not (param.is_floating_point() or param.is_complex()):
+            kind = _kind(param)
+            raise UnsupportedError(f"{name}.{key} is {kind}: adapters on quantized layers are not merged; pass merge_adapters=False")
+    names = tuple(f"{name}.{key}".removeprefix(_PREFIX) for key, _ in named)
+    params = tuple(param for _, param in named)
+    if params:
+        taken[id(params[0])] = Piece(names, params, tuple(owned.values()), partial(_merge, layer, params))
+
+
+def _kind(param: nn.Parameter) -> str:
+    return type(param).__name__ if is_wrapped(param) else str(param.dtype)
+
+
+def _merge(layer: Any, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """Values of ``params`` with the active adapters merged into them; the layer is left as it was, bit for bit."""
+    chain = [part for part in layer.modules() if _is_tuner_layer(part) and not part.disable_adapters]
+    before = [(part, list(part.merged_adapters)) for part in chain]
+    originals = [param.data for param in params]
+    try:
+        for param in params:
+            param.data = param.data.clone()
+        for part in reversed(chain):
+            part.merge(adapter_names=[name for name in part.active_adapters if name not in part.merged_adapters])
+        return [param.data for param in params]
+    finally:
+        for param, original in zip(params, originals, strict=True):
+            param.data = original
+        for part, merged in before:
+            part.merged_adapters[:] = merged
+
+
+def _take_copy(name: str, wrapper: Any, taken: dict[int, Piece | None], renamed: dict[int, str]) -> None:
+    """A layer that is trained whole: its active copy stands in for it."""
+    copies = getattr(wrapper, "modules_to_save", None)
+    if copies is None:
+        raise UnsupportedError(f"{name}: {type(wrapper).__name__} cannot be merged layer by layer; pass merge_adapters=False")
+    for param in wrapper.parameters():
+        taken[id(param)] = None
+    active = copies[wrapper.active_adapters[0]] if not wrapper.disable_adapters else wrapper.original_module
+    for key, param in active.named_parameters():
+        taken.pop(id(param), None)
+        renamed[id(param)] = f"{name}.{key}"
+
+
+def _refuse_prompts(module: nn.Module) -> None:
+    for kind, settings in getattr(module, "peft_config", {}).items():
+        if getattr(settings, "is_prompt_learning", False):
+            raise UnsupportedError(
+                f"adapter {kind!r} is {settings.peft_type}: prompts are no part of a layer and cannot be merged; pass merge_adapters=False"
+            )
 
 
 def iter_full_params(

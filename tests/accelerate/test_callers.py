@@ -15,7 +15,7 @@ import pytest
 
 import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations import callers, pretrained, rotation
+from hf_zero.integrations import callers, pretrained, saves
 from hf_zero.integrations.checkpoint_slices import Load
 from hf_zero.observe import logger
 from tests.support.processes import run_python
@@ -129,7 +129,7 @@ def test_a_renamed_method_is_named_at_once_and_saves_are_no_longer_in_the_backgr
     text = f"lightning {version} has no lightning.pytorch.callbacks.model_checkpoint.ModelCheckpoint._save_checkpoint, which hf_zero needs"
     assert len(warnings) == 1 and warnings[0].startswith(text)
     assert "the last complete checkpoint could be deleted" in warnings[0]
-    assert rotation.keeps_too_few() == warnings[0]
+    assert saves.keeps_too_few() == warnings[0]
 
 
 def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list[str], monkeypatch: pytest.MonkeyPatch) -> None:

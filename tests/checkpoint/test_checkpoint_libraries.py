@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations import callers, rotation
+from hf_zero.integrations import callers, saves
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND
@@ -253,5 +253,5 @@ def _of(**attributes: Any) -> Any:
 )
 def test_who_rotates_is_found_out(method: callers.Method, caller: Any, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "running", lambda *methods: [callers.Call(method, caller)] if method in methods else [])
-    reason = rotation.keeps_too_few()
+    reason = saves.keeps_too_few()
     assert reason.startswith(setting) if setting else reason == ""

@@ -22,6 +22,7 @@ from hf_zero.build.mesh import expert_ranks
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
 from hf_zero.expert_parallel.held import Held, Place, hold, make_room
+from hf_zero.expert_parallel.stacked import Implementation, dispatching
 from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, sources_of
 from hf_zero.integrations.distributed_config import claims_of_load
 
@@ -230,3 +231,36 @@ def _value(found: Any) -> Any:
     if dist.get_rank() == 0:
         return found[...]
     return torch.empty(found.get_shape(), dtype=str_to_torch_dtype[found.get_dtype()], device="meta")
+
+
+_EAGER = "eager"  # not in the table: each class has its own
+_ours: dict[str, Implementation] = {}  # our functions in the table, by implementation
+
+
+def dispatch_in_table(modules: Iterable[nn.Module]) -> None:
+    """Puts functions in the place of all implementations that send the tokens of divided layers to their experts.
+
+    Args:
+        modules: Layers whose experts are divided; for all others the table is what it was.
+    """
+    if not list(modules):
+        return
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS as functions
+
+    for name in [*functions.valid_keys(), _EAGER]:
+        present = functions.get(name)
+        if present is not None and present is _ours.get(name):
+            continue
+        functions[name] = _ours[name] = dispatching(_eager if present is None else _always(present))
+
+
+def _always(implementation: Implementation) -> Callable[[nn.Module], Implementation]:
+    return lambda module: implementation
+
+
+def _eager(module: nn.Module) -> Implementation:
+    """The forward that the module's class defines, which is computed where no implementation is chosen."""
+    found: Any = type(module).forward
+    while hasattr(found, "__wrapped__"):
+        found = found.__wrapped__
+    return found  # type: ignore[no-any-return]

@@ -1,8 +1,15 @@
-"""``save_pretrained`` of a model in parts: nothing is asked of the ranks that do not write, and no file is made of one rank's slices."""
+"""Save a model in parts through ``save_pretrained``, and tell whether a library deletes older checkpoints too early.
+
+Ranks that do not write are asked for nothing, and no file holds one rank's slices. Trainer, Accelerate and Lightning keep the newest few
+checkpoints and delete the others themselves, right after a save or before the next one, and do not notify the engine. The last complete
+checkpoint must never be deleted, so some saves may not run in the background.
+"""
 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -13,6 +20,7 @@ from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
 from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError
+from hf_zero.integrations import callers
 from hf_zero.integrations.expert_saves import gathered_for
 
 
@@ -76,3 +84,52 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     if whole is not None:
         kwargs["state_dict"] = whole
     return method(module, *args, **kwargs)
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """How a library limits its checkpoints.
+
+    Attributes:
+        limit: Checkpoints that the object which is saving keeps; None when it keeps all.
+        least: Limit from which on a complete one stays while another is being written.
+        setting: What the limit is called, for messages.
+    """
+
+    limit: Callable[[Any], int | None]
+    least: int
+    setting: str
+
+
+def _of_accelerator(accelerator: Any) -> int | None:
+    project = accelerator.project_configuration
+    limit: int | None = project.total_limit if project.automatic_checkpoint_naming else None
+    return limit
+
+
+def _of_callback(callback: Any) -> int | None:
+    limit: int = callback.save_top_k
+    return None if limit < 0 else limit
+
+
+_LIGHTNING = Rotation(_of_callback, 2, "save_top_k of ModelCheckpoint")
+_ROTATIONS = {
+    callers.TRAIN: Rotation(lambda trainer: trainer.args.save_total_limit or None, 2, "save_total_limit of TrainingArguments"),
+    # Deletes before it saves: what is in the background then is a save that no call has waited for.
+    callers.SAVE_STATE: Rotation(_of_accelerator, 3, "total_limit of ProjectConfiguration"),
+    callers.LIGHTNING_SAVE: _LIGHTNING,
+    callers.OLD_LIGHTNING_SAVE: _LIGHTNING,
+}
+
+
+def keeps_too_few() -> str:
+    """A sentence on the limit of the library that calls the engine, when it is too low for a save in the background; else ""."""
+    for call in callers.running(*_ROTATIONS):
+        rotation = _ROTATIONS[call.method]
+        limit = rotation.limit(call.caller)
+        if limit is not None and 0 <= limit < rotation.least:
+            return (
+                f"{rotation.setting} is {limit}: older checkpoints would be deleted while the newest is not complete, so it is "
+                f"written before the call returns. Set it to {rotation.least} or more to save in the background"
+            )
+    return next(filter(None, map(callers.lost, _ROTATIONS)), "")
