@@ -14,9 +14,9 @@ READY_DOCS := $(DOCS_VENV)/.ready
 VENV_RELEASE ?= .venv-release
 VENV_NEWEST ?= .venv-newest
 VENV_OLDEST ?= .venv-oldest
-INPUTS := pyproject.toml constraints.txt $(wildcard build_backend/*.py kernels/*)
+INPUTS := pyproject.toml constraints.txt $(wildcard packaging/*.py kernels/*)
 
-SCANNED := hf_zero build_backend _hf_zero_startup.py setup.py examples benchmarks tests tools docs kernels Makefile pyproject.toml README.md
+SCANNED := hf_zero packaging _hf_zero_startup.py examples benchmarks tests tools docs kernels Makefile pyproject.toml README.md
 
 DEMO_ARGS ?=
 TEST_ARGS ?=
@@ -83,7 +83,7 @@ test-newest: $(INPUTS)
 test-oldest: $(INPUTS)
 	test -x $(VENV_OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv $(VENV_OLDEST)
 	$(VENV_OLDEST)/bin/python -m pip install --upgrade pip
-	$(VENV_OLDEST)/bin/python build_backend/oldest.py $(OLDEST_BUT) > $(VENV_OLDEST)/oldest.txt
+	$(VENV_OLDEST)/bin/python packaging/oldest.py $(OLDEST_BUT) > $(VENV_OLDEST)/oldest.txt
 	$(VENV_OLDEST)/bin/python -m pip install -c $(VENV_OLDEST)/oldest.txt -e ".[test]"
 	$(VENV_OLDEST)/bin/python -m pytest $(SIDE_BY_SIDE) $(TEST_ARGS) $(OLDEST_TESTS)
 
@@ -99,7 +99,7 @@ format: $(READY_DEV)
 
 # Each part fails where it finds something. The fuzzers come last: they take a quarter of an hour.
 audit: $(READY_AUDIT)
-	$(BIN)/bandit -q -c pyproject.toml -r hf_zero build_backend _hf_zero_startup.py setup.py examples benchmarks tools
+	$(BIN)/bandit -q -c pyproject.toml -r hf_zero packaging _hf_zero_startup.py examples benchmarks tools
 	files="$$(git ls-files 2>/dev/null || find $(SCANNED) -type f)" && test -n "$$files" && \
 		$(BIN)/detect-secrets-hook --exclude-files '^tests/golden/native_bits.json$$|/__pycache__/' $$files
 	$(BIN)/python -m pip check
@@ -123,7 +123,7 @@ docs: $(READY_DOCS)
 	NO_MKDOCS_2_WARNING=1 $(DOCS_VENV)/bin/mkdocs build
 
 release: $(VENV_RELEASE)/.ready
-	$(VENV_RELEASE)/bin/python build_backend/release.py $(RELEASE_ARGS)
+	$(VENV_RELEASE)/bin/python packaging/release.py $(RELEASE_ARGS)
 
 $(VENV_RELEASE)/.ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info < (3, 11) and sys.exit("the pinned versions need Python 3.11; run make PYTHON=python3.11")'
@@ -134,7 +134,7 @@ $(VENV_RELEASE)/.ready: pyproject.toml constraints.txt
 venv: $(READY)
 
 kernels:
-	$(PYTHON) build_backend/native_library.py
+	$(PYTHON) packaging/native_library.py
 
 # The demo needs little: a newcomer does not wait for what the tests need.
 # PyTorch first: its size makes it worth a line of its own, and builds that need it installed find it.

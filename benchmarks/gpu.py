@@ -88,7 +88,7 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
     several = Part("ranks", [*jobs, "--worlds", "2"], 560)
     return [
         Part("facts", [python, "-m", "benchmarks.gpu_facts", *where, *json_file], 90, of_machine=True),
-        Part("kernels", [python, "build_backend/native_library.py"], 120, of_machine=True),
+        Part("kernels", [python, "packaging/native_library.py"], 120, of_machine=True),
         Part("parity", [*jobs, "--worlds", "1", "--jobs", "parity"], 240),
         *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else []),
         Part("step-time", steps, 400),

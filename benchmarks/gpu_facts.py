@@ -36,7 +36,7 @@ def native() -> str:
     found = status()
     if found.isa:
         return str(found)
-    spec = importlib.util.spec_from_file_location("native_library", ROOT / "build_backend" / "native_library.py")
+    spec = importlib.util.spec_from_file_location("native_library", ROOT / "packaging" / "native_library.py")
     assert spec is not None and spec.loader is not None
     builder = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(builder)

@@ -1,4 +1,4 @@
-# Written by build_backend/stubs.py from the table in __init__.py; a test compares them.
+# Written by packaging/stubs.py from the table in __init__.py; a test compares them.
 from hf_zero import errors as errors
 from hf_zero import optim as optim
 from hf_zero import utils as utils

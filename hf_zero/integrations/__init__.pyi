@@ -1,4 +1,4 @@
-# Written by build_backend/stubs.py from the table in __init__.py; a test compares them.
+# Written by packaging/stubs.py from the table in __init__.py; a test compares them.
 from hf_zero.integrations.accelerate_plugin import DummyOptim as DummyOptim
 from hf_zero.integrations.accelerate_plugin import DummyScheduler as DummyScheduler
 from hf_zero.integrations.accelerate_plugin import ZeroPlugin as ZeroPlugin

@@ -17,7 +17,7 @@ from tests.support.processes import REPO
 
 PAGES = sorted([*REPO.glob("*.md"), *(REPO / "docs").glob("*.md"), *(REPO / "examples").rglob("*.md")])
 PAGES = [page for page in PAGES if page.name != "CHANGELOG.md"]  # tells of what was there
-ROOTS = ("hf_zero", "tests", "benchmarks", "examples", "docs", "kernels", "build_backend", "tools")
+ROOTS = ("hf_zero", "tests", "benchmarks", "examples", "docs", "kernels", "packaging", "tools")
 # Files that a page names and that are not ours: of users, of libraries, and such as a run writes.
 FOREIGN = {
     *("train.py", "script.py", "accelerate.py"),  # the user's

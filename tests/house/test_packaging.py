@@ -17,8 +17,8 @@ import tomllib
 from tests.support.processes import REPO, environment
 from tests.support.rows import slow_but
 
-SOURCES = ("hf_zero", "build_backend", "kernels")
-FILES = ("pyproject.toml", "setup.py", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
+SOURCES = ("hf_zero", "packaging", "kernels")
+FILES = ("pyproject.toml", "_hf_zero_startup.py", "README.md", "LICENSE", "MANIFEST.in")
 QUESTION = """
 import importlib.metadata as m, importlib.util, sys
 import hf_zero.deepspeed
@@ -189,7 +189,7 @@ def test_a_hook_without_its_module_is_silent(wheel: Path, tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["wheel", "editable"])
 def test_the_hook_loads_its_own_file_whatever_the_working_folder_holds(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``PYTHONPATH=:x`` begins the search path with the working folder, in every Python process."""
-    monkeypatch.syspath_prepend(str(REPO / "build_backend"))
+    monkeypatch.syspath_prepend(str(REPO / "packaging"))
     from hf_zero_build import hook_line
 
     site, here = tmp_path / "site", tmp_path / "here"
@@ -298,7 +298,7 @@ def test_the_sdist_holds_what_testing_it_takes(source: Path, tmp_path: Path) -> 
         if path.is_file() and path.name != ".git":
             shutil.copy(path, here / path.name)
     code = "import hf_zero_build, sys; print(hf_zero_build.build_sdist(sys.argv[1]))"
-    env = environment({"PYTHONPATH": str(here / "build_backend")})
+    env = environment({"PYTHONPATH": str(here / "packaging")})
     done = subprocess.run([sys.executable, "-c", code, str(tmp_path)], cwd=here, env=env, capture_output=True, text=True, timeout=180)
     assert done.returncode == 0, done.stderr
     (sdist,) = tmp_path.glob("*.tar.gz")
@@ -311,7 +311,7 @@ def test_the_sdist_holds_what_testing_it_takes(source: Path, tmp_path: Path) -> 
 
 
 def test_a_wheel_for_a_platform_is_never_made_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.syspath_prepend(str(REPO / "build_backend"))
+    monkeypatch.syspath_prepend(str(REPO / "packaging"))
     import hf_zero_build
     import native_library
 
@@ -328,7 +328,7 @@ def test_a_wheel_for_a_platform_is_never_made_without_the_library(monkeypatch: p
 
 
 def test_oldest_versions_are_the_lower_bounds() -> None:
-    command = [sys.executable, str(REPO / "build_backend" / "oldest.py"), "torch==2.13.0"]
+    command = [sys.executable, str(REPO / "packaging" / "oldest.py"), "torch==2.13.0"]
     lines = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.split()
     bounds = {item.partition(">=")[0]: item.partition(">=")[2] for item in _project()["dependencies"] if ">=" in item}
     assert bounds["torch"] == "2.8"

@@ -96,10 +96,10 @@ def test_wrong_calls_are_errors_and_right_ones_are_none(checker: str, script: Pa
 
 @pytest.mark.quick
 def test_stubs_name_what_the_tables_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(REPO / "build_backend"))
+    monkeypatch.syspath_prepend(str(REPO / "packaging"))
     stubs = importlib.import_module("stubs").stubs()
     for path, text in stubs.items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python build_backend/stubs.py"
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run python packaging/stubs.py"
     # A package that serves its names so and has no stub is hollow again.
     lazy = {path for path in (REPO / "hf_zero").rglob("__init__.py") if "\ndef __getattr__(" in path.read_text(encoding="utf-8")}
     assert {path.with_suffix(".pyi") for path in lazy} == stubs.keys()

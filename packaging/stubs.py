@@ -1,6 +1,6 @@
 """Writes the type stubs beside the ``__init__.py`` files whose names load on first use, from their tables:
 
-    python build_backend/stubs.py
+    python packaging/stubs.py
 
 ``__getattr__`` tells a type checker ``Any`` for every name; a stub names the module that each comes from, so that mypy, pyright and editors
 see the signatures there. It is a stub and no ``if TYPE_CHECKING`` block in the file itself, because a module that imports for type checking
@@ -15,7 +15,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 LAZY = ("hf_zero/__init__.py", "hf_zero/integrations/__init__.py", "hf_zero/optim/__init__.py")
-_HEAD = "# Written by build_backend/stubs.py from the table in __init__.py; a test compares them.\n"
+_HEAD = "# Written by packaging/stubs.py from the table in __init__.py; a test compares them.\n"
 
 
 def stub_of(path: Path) -> str:

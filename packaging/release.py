@@ -1,6 +1,6 @@
 """Builds and checks all files of a release; what `make release` runs. It uploads nothing.
 
-    python build_backend/release.py --out dist
+    python packaging/release.py --out dist
 
 An sdist, and from what is in it a wheel without the native library and one for each of ``native_library.PLATFORMS``. twine and auditwheel
 check them, and they are installed into fresh environments of each Python that is found. Where torch's CPU build can be had, the demo and

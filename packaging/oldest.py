@@ -1,6 +1,6 @@
 """Prints the lower bounds of pyproject.toml as exact versions: what `make test-oldest` installs.
 
-    python build_backend/oldest.py torch==2.13.0
+    python packaging/oldest.py torch==2.13.0
 
 Arguments take the place of a bound of the same name. Standard library only, for Python 3.10 as well.
 """

@@ -1,6 +1,6 @@
 """Builds the native library from ``kernels/`` with cmake: for wheels, for editable installs, and by hand with
 
-    python build_backend/native_library.py
+    python packaging/native_library.py
 
 which leaves it in ``hf_zero/native/``, where a source folder on the path finds it. Standard library only.
 

@@ -22,7 +22,10 @@ from pathlib import Path
 from typing import Any
 
 import native_library
+import page
 from setuptools import build_meta
+
+page.write()  # before any hook: each of them lets setuptools read the project's metadata
 
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
 prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
