@@ -1,17 +1,69 @@
-"""``hf_zero.initialize``: engines that know of the libraries they are used by. Importing this module attaches the integrations."""
+"""Attach the integrations to engines that ``hf_zero.initialize`` makes; importing this module does it.
+
+A Trainer that trains a second time gets its plain model back when its engine is destroyed ([Note: training again]).
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from typing import Any
+
 from hf_zero.build import mesh
+from hf_zero.config.read import read_config
 from hf_zero.core import hooks
+from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
+from hf_zero.integrations import callers
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
-from hf_zero.integrations.retrain import let_go
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
+
+
+def let_go(engine: Engine) -> None:
+    """Give a Trainer its plain model back when its engine is destroyed.
+
+    [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of the evaluation at stage
+    3) before, and goes on to take ``trainer.model_wrapped``, that same engine, for prepared. So the Trainer that is destroying an engine
+    gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values are to be filled
+    again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may have changed.
+
+    Called when an engine is destroyed.
+    """
+    for call in callers.running(callers.TRAIN):
+        trainer = call.caller
+        if trainer.model is engine.module and trainer.model_wrapped is engine:
+            trainer.model_wrapped = engine.module
+            _fill_again(trainer)
+
+
+def _fill_again(trainer: Any) -> None:
+    source = getattr(trainer.args, "deepspeed", None)
+    if not source:
+        return
+    written = read_config(source)
+    holder = trainer.accelerator.state.deepspeed_plugin.hf_ds_config
+    for section in ("optimizer", "scheduler"):
+        if section in written:
+            holder.config[section] = written[section]
+    for path in _autos(written):
+        node = holder.config
+        for name in path[:-1]:
+            node = node.setdefault(name, {})
+        node[path[-1]] = "auto"
+    if not trainer.args.auto_find_batch_size:  # Trainer does it itself there, with the smaller batch
+        holder.trainer_config_process(trainer.args)
+
+
+def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    for name, value in node.items():
+        if value == "auto":
+            yield (name,)
+        elif isinstance(value, Mapping):
+            yield from ((name, *rest) for rest in _autos(value))
+
 
 __all__ = ["initialize"]
 

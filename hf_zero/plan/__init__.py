@@ -7,7 +7,7 @@ run engines) → ``planner`` (each candidate once) → ``search`` ([Note: what n
 "planned" that is written in Python; ``books`` is a dispatch mode above torch's ``FakeTensorMode`` that writes down each storage ([Note: a
 storage of a fake tensor]); ``attention`` gives the pretended device the kernels of a GPU and models the masks of a run; ``choices`` lets
 layers with lists of experts know which tokens chose which ([Note: known choices]); ``run`` trains two steps of one rank and marks what
-each tensor is for (``checkpoint_size`` asks the saving code what it would write); ``stages`` runs one rank of each stage of a pipeline
+each tensor is for and asks the saving code for the size of a checkpoint; ``stages`` runs one rank of each stage of a pipeline
 ([Note: stages of a plan]); ``prediction`` reads the books, ``report`` prints and draws, ``command`` has the flags. ``fsdp_keys`` is the
 one table of FSDP's keys beside ours, from which ``plan --from`` (``fsdp_source`` reads, ``from_fsdp`` translates) and the page
 docs/coming-from-fsdp.md are made. The engine knows of it in one question, ``system/planning.py``: asked where code reaches past torch

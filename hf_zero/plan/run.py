@@ -14,11 +14,16 @@ import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
 
 from hf_zero import observe
+from hf_zero.checkpoint.contents import contents_of
+from hf_zero.checkpoint.format.names import MODULE
+from hf_zero.checkpoint.state.training_state import Holders, TrainingState
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.link import Link
 from hf_zero.comm.topology import Topology
 from hf_zero.config.mesh import requested_slices
 from hf_zero.core.holdings import holdings, loose_tensors
+from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
@@ -26,12 +31,49 @@ from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention, masks_by_values
 from hf_zero.plan.books import NOWHERE, Books, Change, Work
-from hf_zero.plan.checkpoint_size import checkpoint_bytes
 from hf_zero.plan.choices import Choices
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
 from hf_zero.system.planning import Told, placed
+
+
+def checkpoint_bytes(state: TrainingState) -> int:
+    """Bytes of tensors in the files of all ranks; with a pipeline of those that have this rank's stage. Names and the index come on top.
+
+    What an optimizer keeps of whole parameters is taken to be shared out evenly.
+    """
+    together, of_experts = state.holders, {unit.name for unit in state.units if unit.collectives.topology.of_experts}
+    total = _whole_bytes(state)
+    for file, entries in contents_of(state, exclude_frozen=False).files.items():
+        if file.startswith(MODULE):  # shared out by size, so this rank's part says nothing of the others'
+            continue
+        for entry in entries:
+            experts = entry.name in of_experts
+            holders = state.holders_of_experts if experts else together
+            ranks = holders.world * _parts(state, holders)
+            total += entry.nbytes * ranks
+    return total
+
+
+def _parts(state: TrainingState, holders: Holders) -> int:
+    """Ranks that hold one stage's tensors together."""
+    pipe = state.collectives.topology.pipe
+    return holders.parts // (pipe.world if pipe is not None else 1)
+
+
+def _whole_bytes(state: TrainingState) -> int:
+    """Parameters without unit, and buffers: once, or every part of what is divided."""
+    first, total = state.holders.part == 0, 0
+    for name, param in state.loose_params():
+        if is_packed(param) or is_wrapped(param):
+            continue
+        if state.tensor.tp_shard_of(name, param.shape).dim is not None:
+            total += param.nbytes * _parts(state, state.holders_of_experts if is_expert(param) else state.holders)
+        elif first:
+            total += param.nbytes
+    return total + (sum(buffer.nbytes for buffer in state.buffers().values()) if first else 0)
+
 
 _MOST_MICRO_STEPS = 3  # the first, those between, which are alike, and the last
 _MOVING = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of")
