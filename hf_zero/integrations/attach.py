@@ -25,10 +25,11 @@ from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
 def let_go(engine: Engine) -> None:
     """Give a Trainer its plain model back when its engine is destroyed.
 
-    [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of the evaluation at stage
-    3) before, and goes on to take ``trainer.model_wrapped``, that same engine, for prepared. So the Trainer that is destroying an engine
-    gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values are to be filled
-    again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may have changed.
+    [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of
+    the evaluation at stage 3) before, and goes on to take ``trainer.model_wrapped``, that same engine, for prepared. So the Trainer that
+    is destroying an engine gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values
+    are to be filled again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may
+    have changed.
 
     Called when an engine is destroyed.
     """
