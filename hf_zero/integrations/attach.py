@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hf_zero.build import mesh
-from hf_zero.core import hooks
+from hf_zero.core import engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations.expert_functions import dispatch_in_table
@@ -16,9 +16,9 @@ from hf_zero.integrations.rotation import keeps_too_few
 
 __all__ = ["initialize"]
 
-hooks.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
-hooks.on_preempted.append(save_by_itself)
-hooks.on_destroy.append(let_go)
-hooks.reasons_to_wait.append(keeps_too_few)
+engine.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
+engine.on_preempted.append(save_by_itself)
+engine.on_destroy.append(let_go)
+engine.reasons_to_wait.append(keeps_too_few)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)
