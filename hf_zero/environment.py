@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping
 
 from hf_zero.system.secrets import MASK, is_secret, without_credentials
+from hf_zero.system.sizes import size_text
 
 Facts = dict[str, dict[str, str]]
 
@@ -77,7 +78,7 @@ def _device_facts() -> dict[str, str]:
     facts = {"cpu": f"{os.cpu_count()} cores, {platform.machine()}"}
     memory = _host_memory_bytes()
     if memory:
-        facts["host memory"] = f"{memory / 2**30:.1f} GiB"
+        facts["host memory"] = size_text(memory, ".1f", "GiB")
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None:
         facts["accelerator"] = "none"
@@ -85,7 +86,7 @@ def _device_facts() -> dict[str, str]:
     properties = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
     for index in range(torch.accelerator.device_count()):
         device = properties(index) if properties is not None else None
-        text = f"{device.name}, {device.total_memory / 2**30:.1f} GiB" if device is not None else "nothing known of it"
+        text = f"{device.name}, {size_text(device.total_memory, '.1f', 'GiB')}" if device is not None else "nothing known of it"
         facts[f"{accelerator.type}:{index}"] = text
     return facts
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,33 +19,17 @@ from hf_zero.activation_checkpointing.random_states import random_states
 from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, HostInputs, SavedPart
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.device import default_device
+from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.observe import log_rank0, span
-
-
-@dataclass(frozen=True)
-class CheckpointSettings:
-    """What happens around checkpointed functions.
-
-    Attributes:
-        to_host: Inputs wait on the host.
-        divided: Inputs are divided over the ranks of the model axis.
-        synchronize: The device is synchronised before and after each function.
-        profile: The time of each function is logged, forward and recomputation.
-    """
-
-    to_host: bool = False
-    divided: bool = False
-    synchronize: bool = False
-    profile: bool = False
 
 
 class _Checkpointing:
     """The settings of this process, and where inputs rest."""
 
-    def __init__(self, settings: CheckpointSettings, collectives: Collectives | None) -> None:
+    def __init__(self, settings: ActivationCheckpointing, collectives: Collectives | None) -> None:
         self.settings = settings
-        self.host = HostInputs() if settings.to_host else None
-        axis = collectives if settings.divided and collectives is not None and collectives.world > 1 else None
+        self.host = HostInputs() if settings.cpu_checkpointing else None
+        axis = collectives if settings.partition_activations and collectives is not None and collectives.world > 1 else None
         self.divided = DividedInputs(axis) if axis is not None else None
 
     @property
@@ -71,17 +54,17 @@ class _Checkpointing:
         return tensor
 
 
-_present = _Checkpointing(CheckpointSettings(), None)
+_present = _Checkpointing(ActivationCheckpointing(), None)
 _configured = False
 _by_script = False
 
 
-def configure(settings: CheckpointSettings, collectives: Collectives | None = None, *, by_script: bool = True) -> None:
+def configure(settings: ActivationCheckpointing, collectives: Collectives | None = None, *, by_script: bool = True) -> None:
     """Sets what ``checkpoint`` does from here on; functions that are already checkpointed keep what they were saved with.
 
     Args:
-        settings: What to do.
-        collectives: The model axis that ``divided`` means; without one, or with one rank, inputs stay whole.
+        settings: The section of the configuration that says what to do.
+        collectives: The model axis that ``partition_activations`` means; without one, or with one rank, inputs stay whole.
         by_script: An engine, which reads a configuration, says False: then settings that a script made stay.
     """
     global _present, _configured, _by_script
@@ -116,7 +99,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 class _Contexts:
     """Makes the contexts of one checkpointed call."""
 
-    def __init__(self, settings: CheckpointSettings, name: str) -> None:
+    def __init__(self, settings: ActivationCheckpointing, name: str) -> None:
         self.settings = settings
         self.name = name
         self.states = random_states().get_states()
@@ -138,14 +121,14 @@ class _Contexts:
     @contextmanager
     def _observed(self, phase: str) -> Iterator[None]:
         settings = self.settings
-        if settings.synchronize or settings.profile:
+        if settings.synchronize_checkpoint_boundary or settings.profile:
             _synchronize()
         start = time.perf_counter()
         try:
             with span(f"checkpoint_{phase}", self.name):
                 yield
         finally:
-            if settings.synchronize or settings.profile:
+            if settings.synchronize_checkpoint_boundary or settings.profile:
                 _synchronize()
             if settings.profile:
                 log_rank0("checkpointed %s: %s took %.3f ms", self.name, phase, 1e3 * (time.perf_counter() - start))

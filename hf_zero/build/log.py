@@ -16,6 +16,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.offload.policy import describe_offload
 from hf_zero.offload.settings import OffloadSettings
+from hf_zero.system.sizes import size_text
 
 
 def announce(resolved: ResolvedConfig) -> None:
@@ -67,7 +68,7 @@ def describe(
             describe_offload(offload, stage).removeprefix(", ") or "no offload",
             f"{len(units)} units",
             f"{sum(unit.layout.numel for unit in units):,} parameters",
-            f"{(states + masters) / 2**20:.1f} MiB of shards and masters on this rank",
+            f"{size_text(states + masters, '.1f', 'MiB')} of shards and masters on this rank",
         ]
     )
 

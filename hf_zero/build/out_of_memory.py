@@ -14,8 +14,8 @@ from hf_zero import observe
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.holdings import KINDS, Holding, alive, bytes_by_kind, taken
 from hf_zero.core.schedule.gradients import tensors_of
-from hf_zero.memory.budget import gib
 from hf_zero.system.planning import planning
+from hf_zero.system.sizes import gib
 
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}

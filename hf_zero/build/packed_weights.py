@@ -20,6 +20,7 @@ from hf_zero.core.units.packed import inner_tensors, is_packed, is_wrapped, mark
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
+from hf_zero.system.sizes import size_text
 
 
 @dataclass(frozen=True)
@@ -130,7 +131,7 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
     divided = [tensor for weight in packed for tensor in (weight.param, _scales(weight.param)) if tensor is not None]
     nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in divided)
     where = f"sharded over {collectives.world} rank(s) and gathered packed" if sharded else "whole on every rank"
-    log_rank0("%d weights quantized by bitsandbytes: %.1f MiB, packed and with scales, %s", len(packed), nbytes / 2**20, where)
+    log_rank0("%d weights quantized by bitsandbytes: %s, packed and with scales, %s", len(packed), size_text(nbytes, ".1f", "MiB"), where)
 
 
 def divide_loaded(module: nn.Module, leaf: str, param: Any, init: ModelInit) -> None:

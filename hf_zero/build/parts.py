@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 from hf_zero.activation_checkpointing import configure
-from hf_zero.activation_checkpointing.settings import checkpoint_settings
 from hf_zero.build import policies
 from hf_zero.build.axes import Axes
 from hf_zero.build.joining import Joiner
@@ -186,7 +185,7 @@ class PartsBuilder:
             return
         layers = self.topology.layers.model
         together = self.networks.model if layers is self.topology.model or layers is None else open_collectives(layers)
-        configure(checkpoint_settings(self.config.activation_checkpointing), together, by_script=False)
+        configure(self.config.activation_checkpointing, together, by_script=False)
 
     def _attach(self, runtime: Runtime) -> None:
         """Hooks on the module: the stages of a pipeline, and the schedule."""

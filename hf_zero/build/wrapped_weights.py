@@ -12,6 +12,7 @@ from hf_zero.core.units.packed import inner_tensors, is_wrapped, mark_inner
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.observe import log_rank0
+from hf_zero.system.sizes import size_text
 
 _WITHOUT_GRADIENT = "Int4"  # torchao's classes of 4-bit weights: torch has no derivative of their products
 
@@ -74,4 +75,4 @@ def _log(params: list[nn.Parameter], where: str) -> None:
         kinds = sorted({type(param).__name__ for param in params})
         inner = [tensor for param in params for tensor in inner_tensors(param).values()]
         nbytes = sum(full_shape(tensor).numel() * tensor.element_size() for tensor in inner)
-        log_rank0("%d weights are %s: %.1f MiB, %s", len(params), " and ".join(kinds), nbytes / 2**20, where)
+        log_rank0("%d weights are %s: %s, %s", len(params), " and ".join(kinds), size_text(nbytes, ".1f", "MiB"), where)

@@ -20,9 +20,8 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.own_groups import own_topology
 from hf_zero.comm.topology import group_timeout, joint_topology
-from hf_zero.core import hooks
 from hf_zero.core.averages import AveragedWeights
-from hf_zero.core.engine import Engine
+from hf_zero.core.engine import Engine, reasons_to_wait
 from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written_values import WrittenValues
@@ -117,7 +116,7 @@ class EngineCheckpoints:
             engine.progress.saved_at = engine.progress.global_steps
         how = "saved to"
         if self.background is not None:
-            reason = next(filter(None, (ask() for ask in hooks.reasons_to_wait)), "")
+            reason = next(filter(None, (ask() for ask in reasons_to_wait)), "")
             if reason:
                 warn_once(reason)
                 self.wait()

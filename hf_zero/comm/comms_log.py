@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from hf_zero.comm.watch import Watch
 from hf_zero.errors import ConfigError
 from hf_zero.observe import current_phase, log_rank0
+from hf_zero.system.sizes import size_text
 
 if TYPE_CHECKING:
     from hf_zero.config.schema.tools import CommsLogger
@@ -183,7 +184,7 @@ class CommsLog:
                 call.kind.operation,
                 call.kind.caller or call.unit,
                 call.kind.ranks,
-                size_text(call.kind.nbytes),
+                _size_text(call.kind.nbytes),
                 1e3 * seconds,
                 1e3 * waited,
                 row.algorithm_bandwidth * 8e-9,
@@ -223,16 +224,9 @@ class CommsLog:
         self.tallies.clear()
 
 
-def size_text(nbytes: int) -> str:
-    """Return bytes for people: ``12.5 MiB``; objects, whose size is unknown, have none."""
-    if not nbytes:
-        return "-"
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1024 or unit == "GiB":
-            break
-        size /= 1024
-    return f"{size:.4g} {unit}"
+def _size_text(nbytes: int) -> str:
+    """Return the size of a message for people: ``12.5 MiB``; objects, whose size is unknown, have none."""
+    return size_text(nbytes, ".4g") if nbytes else "-"
 
 
 _current: CommsLog | None = None  # of this process, as deepspeed.comm has one
@@ -269,7 +263,7 @@ def table_text(rows: list[CommsRow]) -> str:
     for row in rows:
         kind, tally = row.kind, row.tally
         name = f"{kind.operation} ({kind.caller})" if kind.caller else kind.operation
-        line = [name, str(kind.ranks), size_text(kind.nbytes), str(tally.count)]
+        line = [name, str(kind.ranks), _size_text(kind.nbytes), str(tally.count)]
         line += [f"{1e3 * value:.3f}" for value in (tally.seconds, row.average, tally.waited)]
         rates = (row.algorithm_bandwidth, row.bus_bandwidth)
         line += [f"{rate * 8e-9:.2f}" if kind.nbytes else "-" for rate in rates]

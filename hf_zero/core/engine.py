@@ -11,12 +11,17 @@ from weakref import WeakMethod
 import torch
 from torch import nn
 
-from hf_zero.core import hooks
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
+
+# Layers above attach here: an engine calls these functions without knowing whose they are.
+on_build: list[Callable[[Engine], None]] = []  # the engine is complete
+on_destroy: list[Callable[[Engine], None]] = []  # it is about to free what it trained with
+on_preempted: list[Callable[[Engine], None]] = []  # after a step at which the ranks have agreed that a signal asks them to end
+reasons_to_wait: list[Callable[[], str]] = []  # why a checkpoint must be complete before its save returns; "" where it need not
 
 _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` calls that run now, innermost last
 
@@ -231,7 +236,7 @@ class Engine(nn.Module):
         self.reports.tell(progress, self.optimizer.param_groups, self.scaler.scale)
         if result.signal:
             self.preemption.agree(result.signal)
-            for hook in hooks.on_preempted:
+            for hook in on_preempted:
                 hook(self)
 
     def _begin_written(self) -> None:
@@ -408,7 +413,7 @@ class Engine(nn.Module):
         """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
         self.destroyed = True
         self.preemption.stop()
-        for hook in hooks.on_destroy:
+        for hook in on_destroy:
             hook(self)
         self.checkpoints.close()
         self.reports.close()
@@ -443,6 +448,7 @@ class Engine(nn.Module):
 
 
 def cast_floating(value: Any, dtype: torch.dtype) -> Any:
+    """Return ``value`` with its floating-point tensors in ``dtype``; named tuples stay as they are, which torch's pytree would open."""
     if isinstance(value, torch.Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, Mapping):

@@ -19,6 +19,7 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError
 from hf_zero.observe import log_rank0
+from hf_zero.system.sizes import size_text
 
 # Part of the free memory that the whole model may take; the rest is left to keys, values and activations.
 SHARE_OF_FREE_MEMORY = 0.6
@@ -105,7 +106,8 @@ class Generation(StandsBefore):
         return gather
 
     def _tell(self, gather: bool, needed: int, free: int | None) -> None:
-        seen = f"it needs {needed / 2**20:.0f} MiB, {'an unknown amount' if free is None else f'{free / 2**20:.0f} MiB'} of memory is free"
+        there = "an unknown amount" if free is None else size_text(free, ".0f", "MiB")
+        seen = f"it needs {size_text(needed, '.0f', 'MiB')}, {there} of memory is free"
         what = "gathers the whole model once" if gather else "gathers block by block for every token"
         if gather not in self._told:
             self._told.add(gather)

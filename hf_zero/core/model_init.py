@@ -36,6 +36,7 @@ from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Built, Unit, UnitSpec, find_unit, shares_unsharded_memory
 from hf_zero.memory import heap, host_memory
 from hf_zero.observe import warn_once
+from hf_zero.system.sizes import size_text
 
 _LARGE = 64 * 2**20  # bytes
 
@@ -300,7 +301,7 @@ def warn_if_built_whole(module: nn.Module) -> None:
     if whole < _LARGE:
         return
     warn_once(
-        f"stage 3 is on, but {type(module).__name__} ({whole / 2**30:.2f} GiB) was built whole on every rank before it: make the "
+        f"stage 3 is on, but {type(module).__name__} ({size_text(whole, unit='GiB')}) was built whole on every rank before it: make the "
         "TrainingArguments with the configuration or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or "
         "build the model under hf_zero.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
     )

@@ -21,7 +21,7 @@ from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
 from hf_zero.config.sources import hidden_size_of
-from hf_zero.core import hooks
+from hf_zero.core.engine import on_build
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.deepspeed.alias.finder import answers_deepspeed
 from hf_zero.deepspeed.engine import Engine
@@ -102,7 +102,7 @@ def initialize(
         engine.compile(**compiling)
     if resolved.config.disable_python_gc:
         gc.disable()
-    for hook in hooks.on_build:
+    for hook in on_build:
         hook(engine)
     announce_line(
         describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, builder.offload, inner, answers_deepspeed())

@@ -6,7 +6,7 @@ libraries delete older checkpoints while ours is written in the background, metr
 when the module that defines them is imported, by the same finder, and say so while they run ([Note: callers],
 ``integrations/callers.py``). When one is gone, a warning names the library, its version, the method and what no longer works; where
 samples would be counted several times, making an engine is an error, and without knowing who rotates checkpoints, none is written in the
-background. What integrations do to an engine they attach to ``core/hooks.py`` (``integrations/attach.py``); nothing below imports them.
+background. What integrations do to an engine they attach to ``core/engine.py`` (``integrations/attach.py``); nothing below imports them.
 
 ``core/step/accumulation.py`` decides what a boundary is, for four calling conventions: the caller says it before each backward
 (accelerate 1.15), steps every time and relies on the count (accelerate 1.6, Lightning), steps the optimizer (Fabric), or uses

@@ -10,7 +10,7 @@ from typing import Any
 
 from hf_zero.build import mesh
 from hf_zero.config.read import read_config
-from hf_zero.core import hooks
+from hf_zero.core import engine
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
@@ -22,7 +22,7 @@ from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
 
 
-def let_go(engine: Engine) -> None:
+def let_go(destroyed: Engine) -> None:
     """Give a Trainer its plain model back when its engine is destroyed.
 
     [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of
@@ -35,8 +35,8 @@ def let_go(engine: Engine) -> None:
     """
     for call in callers.running(callers.TRAIN):
         trainer = call.caller
-        if trainer.model is engine.module and trainer.model_wrapped is engine:
-            trainer.model_wrapped = engine.module
+        if trainer.model is destroyed.module and trainer.model_wrapped is destroyed:
+            trainer.model_wrapped = destroyed.module
             _fill_again(trainer)
 
 
@@ -68,9 +68,9 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-hooks.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
-hooks.on_preempted.append(save_by_itself)
-hooks.on_destroy.append(let_go)
-hooks.reasons_to_wait.append(keeps_too_few)
+engine.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
+engine.on_preempted.append(save_by_itself)
+engine.on_destroy.append(let_go)
+engine.reasons_to_wait.append(keeps_too_few)
 mesh.sources.append(claims_of_accelerate)
 apply.tables.append(dispatch_in_table)

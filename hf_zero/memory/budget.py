@@ -10,6 +10,7 @@ from typing import Any
 
 from hf_zero.errors import HostMemoryError
 from hf_zero.system.planning import planning
+from hf_zero.system.sizes import gib
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
 
@@ -84,11 +85,6 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:
         return []
-
-
-def gib(nbytes: float) -> str:
-    """``nbytes`` for people."""
-    return f"{nbytes / 2**30:.2f} GiB" if nbytes >= 2**28 else f"{nbytes / 2**20:.1f} MiB"
 
 
 def require_host_memory(need: Mapping[str, int], gather: Callable[[Any], list[Any]], remedy: str) -> None:

@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from hf_zero.memory.budget import gib
 from hf_zero.observe import logger, warn_once
 from hf_zero.system.planning import planning
+from hf_zero.system.sizes import gib
 
 ALIGNMENT = 4096
 """Bytes that addresses, sizes and offsets of unbuffered file access are multiples of, and the size of a page."""

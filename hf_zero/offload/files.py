@@ -22,12 +22,12 @@ from pathlib import Path
 import torch
 
 from hf_zero.errors import OffloadError
-from hf_zero.memory.budget import gib
 from hf_zero.memory.buffers import ALIGNMENT
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
 from hf_zero.system.planning import placed
+from hf_zero.system.sizes import gib
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"

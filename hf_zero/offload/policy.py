@@ -19,7 +19,7 @@ from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.units.shard import ON_DEVICE, ShardStorage
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import OffloadError
-from hf_zero.memory.budget import gib, require_host_memory
+from hf_zero.memory.budget import require_host_memory
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.memory.copies import CopyLane
 from hf_zero.observe import warn_once
@@ -31,6 +31,7 @@ from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
 from hf_zero.system.planning import planning
+from hf_zero.system.sizes import gib
 
 T = TypeVar("T")
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_zero.native.adagrad import adagrad_update
@@ -57,18 +56,7 @@ class HostAdagrad(HostOptimizer):
         return grad.to_dense()  # a gradient of zero changes neither the sum nor the value
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        total = self._state_of(param, "sum", dtype, group["initial_accumulator_value"])
+        total = self._state_of(param, "sum", start=group["initial_accumulator_value"])
         lr = float(group["lr"]) / (1 + (self._count_step(param) - 1) * group["lr_decay"])
         for piece in working_copies(tensors):
-            adagrad_update(
-                piece.master,
-                piece.grad,
-                piece.part(total),
-                piece.low,
-                lr=lr,
-                eps=group["eps"],
-                weight_decay=group["weight_decay"],
-                grad_factor=piece.grad_factor,
-                threads=piece.threads,
-            )
+            piece.run(adagrad_update, piece.part(total), lr=lr, eps=group["eps"], weight_decay=group["weight_decay"])

@@ -46,21 +46,10 @@ class HostLion(HostOptimizer):
         super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay})
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
-        dtype = torch.float64 if param.dtype == torch.float64 else self.moment_dtype
-        exp_avg = self._state_of(param, "exp_avg", dtype)
+        exp_avg = self._state_of(param, "exp_avg", self.moment_dtype)
         for piece in working_copies(tensors):
             moment = piece.part(exp_avg)
             wide = moment if moment.dtype == piece.master.dtype else moment.to(piece.master.dtype)
-            lion_update(
-                piece.master,
-                piece.grad,
-                wide,
-                piece.low,
-                lr=float(group["lr"]),
-                betas=group["betas"],
-                weight_decay=group["weight_decay"],
-                grad_factor=piece.grad_factor,
-                threads=piece.threads,
-            )
+            piece.run(lion_update, wide, lr=float(group["lr"]), betas=group["betas"], weight_decay=group["weight_decay"])
             if wide is not moment:
                 moment.copy_(wide)

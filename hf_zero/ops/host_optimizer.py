@@ -37,6 +37,10 @@ class PassTensors(NamedTuple):
         """Return the elements of ``state``, a contiguous tensor of the parameter's shape, that belong to ``master``; a view."""
         return state if self.elements is None else state.view(-1)[self.elements]
 
+    def run(self, kernel: Callable[..., None], state: Tensor, **options: Any) -> None:
+        """Run a native pass of an optimizer that has one state; ``state`` has the elements of ``master`` alone."""
+        kernel(self.master, self.grad, state, self.low, grad_factor=self.grad_factor, threads=self.threads, **options)
+
 
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer whose step is one native pass per parameter; subclasses say what the pass is.
@@ -137,10 +141,11 @@ class HostOptimizer(torch.optim.Optimizer):
         """Updates ``tensors.master``, which is ``param`` without its gradient, by way of ``working_copies``."""
         raise NotImplementedError
 
-    def _state_of(self, param: Tensor, name: str, dtype: torch.dtype, start: float = 0.0) -> Tensor:
-        """Return the state ``name`` of ``param``, of its shape, contiguous; begins filled with ``start``."""
+    def _state_of(self, param: Tensor, name: str, dtype: torch.dtype = torch.float32, start: float = 0.0) -> Tensor:
+        """Return the state ``name`` of ``param``, of its shape, contiguous, fp64 or ``dtype``; begins filled with ``start``."""
         state = self.state[param]
         if name not in state:
+            dtype = torch.float64 if param.dtype == torch.float64 else dtype
             state[name] = torch.full(param.shape, start, dtype=dtype, device=param.device)
         found: Tensor = state[name]
         return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hf_zero.native.library import announce
@@ -48,20 +47,7 @@ class HostSGD(HostOptimizer):
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
         first = "momentum_buffer" not in self.state[param]
-        dtype = torch.float64 if param.dtype == torch.float64 else torch.float32
-        momentum_buffer = self._state_of(param, "momentum_buffer", dtype)
+        momentum_buffer = self._state_of(param, "momentum_buffer")
+        options = {name: group[name] for name in ("momentum", "dampening", "weight_decay", "nesterov")}
         for piece in working_copies(tensors):
-            sgd_update(
-                piece.master,
-                piece.grad,
-                piece.part(momentum_buffer),
-                piece.low,
-                lr=float(group["lr"]),
-                momentum=group["momentum"],
-                dampening=group["dampening"],
-                weight_decay=group["weight_decay"],
-                nesterov=group["nesterov"],
-                first=first,
-                grad_factor=piece.grad_factor,
-                threads=piece.threads,
-            )
+            piece.run(sgd_update, piece.part(momentum_buffer), lr=float(group["lr"]), first=first, **options)

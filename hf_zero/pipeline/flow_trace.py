@@ -22,7 +22,7 @@ from torch.utils.flop_counter import flop_registry
 
 from hf_zero.core.units.grouping import find_blocks
 from hf_zero.pipeline.plan import Crossing
-from hf_zero.tensor_parallel.call_arguments import convert_inside, tensors_in
+from hf_zero.system.trees import convert_inside, tensors_in
 from hf_zero.tensor_parallel.rules import RANDOM_NAMES
 from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
 

@@ -25,9 +25,8 @@ from hf_zero.pipeline.passes import Attached, Passes
 from hf_zero.pipeline.pending import PendingTensor, ResultShapes
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.schedules import Scheduler
-from hf_zero.pipeline.trees import map_tensors
+from hf_zero.system.trees import map_tensors, tensors_in
 from hf_zero.tensor_parallel import same_data
-from hf_zero.tensor_parallel.call_arguments import tensors_in
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
 _COUNT = "num_items_in_batch"  # another number in every batch, which changes nothing of what runs

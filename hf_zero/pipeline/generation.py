@@ -14,6 +14,7 @@ from hf_zero.core.generation import StandsBefore
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.observe import warn_once
 from hf_zero.pipeline.forward import PipelinedForward
+from hf_zero.system.sizes import size_text
 
 
 class WholeGeneration(StandsBefore):
@@ -74,7 +75,6 @@ class WholeGeneration(StandsBefore):
             if not mine:
                 brought.append((param, param.data))
                 param.data, numel = value, numel + value.nbytes
-        warn_once(
-            f"generate() over a pipeline brings the layers of the other stages to each rank for the call: {numel / 2**20:.0f} MiB here"
-        )
+        size = size_text(numel, ".0f", "MiB")
+        warn_once(f"generate() over a pipeline brings the layers of the other stages to each rank for the call: {size} here")
         return brought

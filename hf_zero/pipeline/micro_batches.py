@@ -8,8 +8,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError, UnsupportedError
-from hf_zero.pipeline.trees import map_tensors
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import map_tensors, tensors_in
 
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "labels")
 IGNORED = -100  # labels that no loss of transformers counts

@@ -16,7 +16,7 @@ from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.micro_batches import loss_of
 from hf_zero.pipeline.own_stages import OwnStages
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.pipeline.trees import without_values
+from hf_zero.system.trees import without_values
 
 Border = tuple[torch.Tensor, ...]
 

@@ -20,8 +20,7 @@ from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.pipeline.plan import Crossing, PipelinePlan, Placement
 from hf_zero.pipeline.templates import Templates
-from hf_zero.pipeline.trees import map_tensors
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import map_tensors, tensors_in
 
 Receive = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_map_only
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.pipeline.flow_trace import Drawn, Flow, Kept, Read, trace_flow
 from hf_zero.pipeline.plan import Crossing, ItemCall, PipelinePlan
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import tensors_in
 from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, required_arguments, skeleton
 
 

@@ -19,7 +19,7 @@ from hf_zero.errors import StateError
 from hf_zero.pipeline.border_types import BorderTypes
 from hf_zero.pipeline.own_stages import OwnStages, Run
 from hf_zero.pipeline.plan import PipelinePlan
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import tensors_in
 
 
 class Passes:

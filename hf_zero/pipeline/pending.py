@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.system.trees import map_tensors, without_values
 
 # What these read of a tensor is known before its values are.
 _KNOWN = {

@@ -33,7 +33,7 @@ class Crossing:
 
     Attributes:
         call: Position in ``PipelinePlan.calls`` of the call whose result it is part of.
-        leaf: Which of the tensors of that result, in the order of ``call_arguments.tensors_in``.
+        leaf: Which of the tensors of that result, in the order of ``trees.tensors_in``.
     """
 
     call: int

@@ -9,9 +9,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.pipeline.trees import map_tensors, without_values
 from hf_zero.system.planning import looking_aside, with_values
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import map_tensors, tensors_in, without_values
 from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plain_index, valueless
 
 

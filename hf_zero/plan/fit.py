@@ -242,7 +242,7 @@ def _best(one: Fitting, planner: Planner) -> dict[str, object]:
 
 
 def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
-    from hf_zero.plan.quantities import size_text
+    from hf_zero.system.sizes import size_text
 
     lines = []
     if answer.best:
@@ -271,7 +271,7 @@ def _tokens(one: Fitting, planner: Planner) -> float:
 
 def _limits_text(planner: Planner) -> str:
     """Return the limits in words."""
-    from hf_zero.plan.quantities import size_text
+    from hf_zero.system.sizes import size_text
 
     limits = planner.hardware
     of_device = "node" if planner.cluster.on_host else "device"

@@ -8,8 +8,8 @@ from pathlib import Path
 from hf_zero.core.holdings import KINDS
 from hf_zero.errors import ConfigError
 from hf_zero.plan.prediction import Prediction, host_limit, levels
-from hf_zero.plan.quantities import size_text
 from hf_zero.system import own_files
+from hf_zero.system.sizes import size_text
 
 _STRIPS = 400  # moments that can be pointed at
 _WIDTH, _HEIGHT = 1000.0, 420.0

@@ -12,8 +12,8 @@ from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.costs import Costs, extrapolated
 from hf_zero.plan.few_blocks import Blocks
 from hf_zero.plan.prediction import host_limit
-from hf_zero.plan.quantities import size_text
 from hf_zero.plan.workers import Task, Workers
+from hf_zero.system.sizes import size_text
 
 
 @dataclass

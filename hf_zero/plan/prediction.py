@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.plan.books import Change, Storage
 from hf_zero.plan.cluster import Cluster, Hardware
-from hf_zero.plan.quantities import size_text
 from hf_zero.plan.run import Observation
+from hf_zero.system.sizes import size_text
 
 _SMALL = 1 << 20  # bytes of a host that nobody asks about
 COMPUTE, BUBBLE = "compute", "waiting for other stages"

@@ -1,4 +1,4 @@
-"""Rates as people write them, such as 400Gbit, and sizes as they are told."""
+"""Rates as people write them, such as 400Gbit."""
 
 from __future__ import annotations
 
@@ -25,13 +25,3 @@ def bytes_per_second_of(text: str, flag: str) -> float:
     if found is None or rate <= 0:
         raise ConfigError(f"{flag} is {text!r}; a number of bits per second with kbit, Mbit, Gbit or Tbit is allowed, such as 400Gbit")
     return rate
-
-
-def size_text(nbytes: float) -> str:
-    """``nbytes`` for people: ``12.3 GiB``."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(size) < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"

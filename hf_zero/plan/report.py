@@ -8,8 +8,8 @@ from typing import Any
 
 from hf_zero.core.holdings import KINDS, TIERS
 from hf_zero.plan.prediction import Prediction, host_limit, levels
-from hf_zero.plan.quantities import size_text
 from hf_zero.system.pictures import canvas, save
+from hf_zero.system.sizes import size_text
 
 _POINTS = 4000  # of the picture
 

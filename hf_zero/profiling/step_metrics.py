@@ -14,10 +14,10 @@ from torch import nn
 
 from hf_zero.core.holdings import taken
 from hf_zero.core.schedule.torch_internals import in_backward
-from hf_zero.memory.budget import gib
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.profiling.costs import ModelOperations
 from hf_zero.profiling.waits import WaitTimes
+from hf_zero.system.sizes import gib
 
 # 10^12 operations per second of products of bf16 matrices with fp32 sums, dense: what the makers give "with sparsity" is twice that.
 # One entry per name under which torch knows one device.

@@ -1,4 +1,4 @@
-"""Sizes as people write them: 80GiB, 80GB."""
+"""Sizes as people write and read them: 80GiB, 80GB."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 from hf_zero.errors import ConfigError
 
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
+_UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgt])(i?))?b)?\s*", re.IGNORECASE)
 
 
@@ -31,3 +32,20 @@ def bytes_of(size: int | str, name: str, bare: bool = False) -> int:
             f"{name} is {size!r}; {alone} with B, kB, MB, GB, TB (powers of 1000) or kiB, MiB, GiB, TiB is allowed, such as 80GiB"
         )
     return int(nbytes)
+
+
+def size_text(nbytes: float, number: str = ".2f", unit: str = "") -> str:
+    """Return ``nbytes`` for people: ``12.30 GiB``.
+
+    Args:
+        nbytes: Bytes.
+        number: Format of the number; of bytes, which are whole, it does not count.
+        unit: B, KiB, MiB, GiB or TiB; by default the largest of which ``nbytes`` is at least one.
+    """
+    unit = unit or next((name for name, size in _UNITS.items() if abs(nbytes) < 1024 * size), "TiB")
+    return f"{nbytes / _UNITS[unit]:{'.0f' if unit == 'B' else number}} {unit}"
+
+
+def gib(nbytes: float) -> str:
+    """Return bytes of memory for people: GiB, and below a quarter of one MiB."""
+    return size_text(nbytes, unit="GiB") if nbytes >= 2**28 else size_text(nbytes, ".1f", "MiB")

@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.tp_shard import Wholes, mark_whole_reader
+from hf_zero.system.trees import convert_inside
 from hf_zero.tensor_parallel import functions
-from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, convert_inside
+from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.logits import VocabularyLogits
 from hf_zero.tensor_parallel.plan import Boundary, SplitParameter, TpPlan

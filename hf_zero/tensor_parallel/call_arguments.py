@@ -1,4 +1,4 @@
-"""The tensors among the arguments and results of a module call: under which names they stand, and others in their place."""
+"""The tensors among the arguments of a module call: under which names they stand, and others in their place."""
 
 from __future__ import annotations
 
@@ -9,17 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-
-def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
-    if isinstance(tree, torch.Tensor):
-        yield prefix, tree
-    elif isinstance(tree, Mapping):
-        for key, item in tree.items():
-            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(tree, (list, tuple)):
-        for key, item in enumerate(tree):
-            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
+from hf_zero.system.trees import convert_inside, tensors_in
 
 
 def argument_names(module: nn.Module) -> list[str]:
@@ -52,17 +42,3 @@ def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, 
         if 0 <= position < len(args):
             args[position] = convert_inside(args[position], rest, item, convert)
     return tuple(args), kwargs
-
-
-def convert_inside(tree: Any, key: str, item: Any, convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """``tree`` with the tensor at ``key`` converted; what is not there stays."""
-    if not key:
-        return convert(tree, item) if isinstance(tree, torch.Tensor) else tree
-    head, _, rest = key.partition(".")
-    if isinstance(tree, (list, tuple)) and head.isdigit() and int(head) < len(tree):
-        items = list(tree)
-        items[int(head)] = convert_inside(items[int(head)], rest, item, convert)
-        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
-    if isinstance(tree, dict) and head in tree:
-        tree[head] = convert_inside(tree[head], rest, item, convert)
-    return tree

@@ -10,8 +10,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, random_states, recompute, seed_model_parallel
+from hf_zero.activation_checkpointing import checkpoint, random_states, recompute, seed_model_parallel
 from hf_zero.activation_checkpointing.saved_inputs import HostInputs, SavedOnHost
+from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.deepspeed.served import checkpointing
 from hf_zero.errors import ConfigError, StateError
 from tests.support import ranks
@@ -144,9 +145,9 @@ def test_arguments_win_over_the_configuration() -> None:
 
     config = {"train_batch_size": 4, "activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}
     checkpointing.configure(None, deepspeed_config=config, profile=False)
-    assert recompute._present.settings == CheckpointSettings(to_host=True)
+    assert recompute._present.settings == ActivationCheckpointing(cpu_checkpointing=True)
     checkpointing.configure(None, deepspeed_config={"train_batch_size": 4})
-    assert recompute._present.settings == CheckpointSettings()
+    assert recompute._present.settings == ActivationCheckpointing()
 
 
 def test_contiguous_checkpoints_ask_for_the_number_of_layers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,8 +15,8 @@ import hf_zero
 from hf_zero import utils
 from tests.support import script_model
 from tests.support.script_grammar import Cell
-from tests.support.script_model import DTYPES, ScriptError, batch, build, noise
-from tests.support.script_plain import SETTINGS, Seen, averaged_twice, length_of, new_moments, new_weights
+from tests.support.script_model import ScriptError, Seen, Side, batch, noise
+from tests.support.script_plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
 
 
 def config_of(cell: Cell) -> dict[str, Any]:
@@ -40,7 +40,7 @@ def config_of(cell: Cell) -> dict[str, Any]:
     return config
 
 
-class Zero:
+class Zero(Side):
     """The engine's side; its methods are those of ``script_plain.Plain``, and show the same things.
 
     Args:
@@ -50,16 +50,14 @@ class Zero:
     """
 
     def __init__(self, cell: Cell, rank: int, folder: Path) -> None:
-        self.cell, self.rank, self.folder = cell, rank, folder
-        self.dtype = DTYPES[cell.dtype]
-        self.model = build(cell)
+        super().__init__(cell, rank)
+        self.folder = folder
         parameters = list(self.model.parameters())
         self.client = torch.optim.AdamW(parameters, foreach=False, fused=False, **SETTINGS) if cell.client else None
         arguments: dict[str, Any] = {"optimizer": self.client} if cell.client else {"model_parameters": parameters}
         self.engine: Any = hf_zero.initialize(model=self.model, config=config_of(cell), **arguments)[0]
         self.loss: Tensor | None = None
         self.saves = 0
-        self.shadow: dict[str, Tensor] = {}
 
     def close(self) -> None:
         """Free everything, files included."""
@@ -166,14 +164,6 @@ class Zero:
 
     # -- what trains ----------------------------------------------------------------------------------------------------------
 
-    def freeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(False)
-        return {}
-
-    def unfreeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(True)
-        return {}
-
     def add_adapter(self, layer: str, how: str, trains: int) -> Seen:
         added = script_model.add_adapter(self.model, layer, self.dtype, bool(trains))
         if how == "group":
@@ -209,27 +199,17 @@ class Zero:
     def average(self, how: str) -> Seen:
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values())) if how == "gathered" else nullcontext():
-            for name, parameter in named.items():
-                value = parameter.detach().float()
-                self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
-        return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
+            return self.average_of(named)
 
     def average_in(self, how: str) -> Seen:
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values()), modifier_rank=0) if how == "gathered" else nullcontext():
-            with torch.no_grad():
-                for name, parameter in named.items():
-                    if name in self.shadow:
-                        parameter.data.copy_(self.shadow[name])
-        return {}
+            return self.take_average(named)
 
     def swa(self, data: int) -> Seen:
         averaged = averaged_twice(self.engine.module).eval()
         with torch.no_grad():
             return {"logits": averaged(batch(data, self.rank)[0]).clone()}
-
-    def compute(self, param: str, what: str) -> Seen:
-        return {what: script_model.compute(what, self.model.get_parameter(param))}
 
     def read(self, param: str, what: str, who: Any) -> Seen:
         if who in ("all", self.rank):

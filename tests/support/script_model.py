@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.script_grammar import Cell
 
 VOCABULARY, WIDTH, INNER, LENGTH, ROWS = 11, 6, 10, 4, 2  # odd shares of two ranks: pieces of parameters lie on both
+Seen = dict[str, Any]  # what an operation of a script shows, by name
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -112,6 +113,47 @@ class ScriptModel(nn.Module):
                 self.count += 1
             return (hidden * self.table).to(hidden.dtype)
         return ((hidden * self.table - self.running) / self.squares.sqrt()).to(hidden.dtype)
+
+
+class Side:
+    """What both sides of a comparison are made of, and the operations that they do alike.
+
+    Args:
+        cell: Where the script runs.
+        rank: The one whose values are shown.
+    """
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        self.cell, self.rank = cell, rank
+        self.dtype = DTYPES[cell.dtype]
+        self.model = build(cell)
+        self.shadow: dict[str, Tensor] = {}  # averages of parameters by name
+
+    def freeze(self, layer: str) -> Seen:
+        self.model.get_submodule(layer).requires_grad_(False)
+        return {}
+
+    def unfreeze(self, layer: str) -> Seen:
+        self.model.get_submodule(layer).requires_grad_(True)
+        return {}
+
+    def compute(self, param: str, what: str) -> Seen:
+        return {what: compute(what, self.model.get_parameter(param))}
+
+    def average_of(self, named: dict[str, nn.Parameter]) -> Seen:
+        """Take whole parameters into their averages, and show these."""
+        for name, parameter in named.items():
+            value = parameter.detach().float()
+            self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
+        return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
+
+    def take_average(self, named: dict[str, nn.Parameter]) -> Seen:
+        """Write averages to the whole parameters that have one."""
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if name in self.shadow:
+                    parameter.data.copy_(self.shadow[name])
+        return {}
 
 
 def _raise(_grad: Tensor) -> None:

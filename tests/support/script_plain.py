@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from tests.support import script_model
 from tests.support.script_grammar import Cell
-from tests.support.script_model import DTYPES, ScriptError, batch, build, noise
+from tests.support.script_model import ScriptError, Seen, Side, batch, noise
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.5}
-Seen = dict[str, Any]  # what an operation shows, by name
 
 
 class MustRefuse(RuntimeError):
@@ -48,7 +47,7 @@ class State:
     norm: float | None = None
 
 
-class Plain:
+class Plain(Side):
     """One side of a comparison; each method but the helpers is an operation of ``script_grammar.KINDS`` and shows what it saw.
 
     Where PyTorch and the package's documents leave a choice, ``candidates`` holds every permitted state after an operation, the literal
@@ -56,9 +55,7 @@ class Plain:
     """
 
     def __init__(self, cell: Cell, rank: int) -> None:
-        self.cell, self.rank = cell, rank
-        self.dtype = DTYPES[cell.dtype]
-        self.model = build(cell)
+        super().__init__(cell, rank)
         for parameter in self.model.parameters():
             parameter.data = parameter.data.to(self.dtype)
         self.buffers = [{name: value.clone() for name, value in self.model.named_buffers()} for _ in range(cell.ranks)]
@@ -73,7 +70,6 @@ class Plain:
         self.norm: float | None = None
         self.failed_alone: int | None = None  # the batch of a forward that raised on one rank, until the next forward
         self.saved: list[State] = []
-        self.shadow: dict[str, Tensor] = {}
         self.candidates: list[State] = []
 
     # -- training ---------------------------------------------------------------------------------------------------------
@@ -228,14 +224,6 @@ class Plain:
 
     # -- what trains ----------------------------------------------------------------------------------------------------------
 
-    def freeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(False)
-        return {}
-
-    def unfreeze(self, layer: str) -> Seen:
-        self.model.get_submodule(layer).requires_grad_(True)
-        return {}
-
     def add_adapter(self, layer: str, how: str, trains: int) -> Seen:
         added = script_model.add_adapter(self.model, layer, self.dtype, bool(trains))
         if how == "group":
@@ -301,25 +289,15 @@ class Plain:
         return {}
 
     def average(self, how: str) -> Seen:
-        for name, parameter in self.model.named_parameters():
-            value = parameter.detach().float()
-            self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
-        return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
+        return self.average_of(dict(self.model.named_parameters()))
 
     def average_in(self, how: str) -> Seen:
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if name in self.shadow:
-                    parameter.data.copy_(self.shadow[name])
-        return {}
+        return self.take_average(dict(self.model.named_parameters()))
 
     def swa(self, data: int) -> Seen:
         self._enter(self.rank)
         averaged = averaged_twice(self.model)
         return {"logits": self._own(data, averaged.eval())}
-
-    def compute(self, param: str, what: str) -> Seen:
-        return {what: script_model.compute(what, self.model.get_parameter(param))}
 
     def read(self, param: str, what: str, who: Any) -> Seen:
         return {}

@@ -24,11 +24,11 @@ from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.tp_shard import TpShard, paste, tp_shard_of
 from hf_zero.core.units.unit import Unit, find_unit, full_shape
 from hf_zero.errors import CheckpointError, UnsupportedError
-from hf_zero.memory.budget import free_memory, gib
+from hf_zero.memory.budget import free_memory
 from hf_zero.observe import logger, warn_once
 from hf_zero.system import own_files
 from hf_zero.system.folder import Folder
-from hf_zero.system.sizes import bytes_of
+from hf_zero.system.sizes import bytes_of, gib
 
 SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
 

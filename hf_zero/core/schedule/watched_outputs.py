@@ -173,7 +173,10 @@ def _is_reached(block: Block) -> bool:
 
 
 def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists, mappings, dataclasses (``ModelOutput`` is one) and attributes of other objects."""
+    """Yields the tensors in nested tuples, lists, mappings, dataclasses (``ModelOutput`` is one) and attributes of other objects.
+
+    torch's pytree does not open dataclasses and objects that nobody has registered, which is where scripts keep outputs as well.
+    """
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from hf_zero import observe
-from hf_zero.memory.budget import gib
 from hf_zero.observe import log_rank0
+from hf_zero.system.sizes import gib, size_text
 
 
 class Clock:
@@ -92,7 +92,7 @@ def memory_line(device: torch.device) -> str:
     if device.type == "cpu":
         import resource
 
-        return f"peak resident {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20:.2f} GiB"
+        return f"peak resident {size_text(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, unit='GiB')}"
     module = torch.get_device_module(device)
     used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
-    return f"allocated {used / 2**30:.2f} GiB, peak {peak / 2**30:.2f} GiB"
+    return f"allocated {size_text(used, unit='GiB')}, peak {size_text(peak, unit='GiB')}"

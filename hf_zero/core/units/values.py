@@ -80,10 +80,9 @@ def adopt_writes(unit: Unit) -> None:
     if unit.state is not UnitState.UNSHARDED:
         unit.alone.adopt()
         return
-    assigned = unit.whole.adopt()
+    assigned, written = unit.whole.adopt()
     if unit.reshards and unit.exact:
         _adopt_own(unit)
-    written = unit.whole.written()
     if assigned or written or (unit.trainable and _is_beside(unit)):
         unit.own.refresh_master()
     if written:

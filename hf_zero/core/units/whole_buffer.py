@@ -89,12 +89,10 @@ class WholeBuffer:
         """Note what the parameters show as written by nobody; local."""
         self._versions = [0 if param is None else param._version for param in self._params]
 
-    def written(self) -> list[int]:
-        """Return the positions of parameters that were written in place since their values were shown; writes to ``.data`` are not seen."""
-        if self._shown is not Shown.VALUES or len(self._versions) != len(self._params):
-            return []
-        pairs = zip(self._params, self._versions, strict=True)
-        return [index for index, (param, version) in enumerate(pairs) if param is not None and param._version != version]
+    def _noted(self) -> Sequence[int | None]:
+        """Return the version of each parameter when its values were shown; None where that is unknown."""
+        known = self._shown is Shown.VALUES and len(self._versions) == len(self._params)
+        return self._versions if known else [None] * len(self._params)
 
     def show_placeholders(self) -> None:
         """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
@@ -173,34 +171,37 @@ class WholeBuffer:
         """Yield position and values of parameters that were written in place, or given other memory, since they were shown."""
         if self._shown is not Shown.VALUES:
             return
-        in_place = set(self.written())
-        for index, (param, view) in enumerate(zip(self._params, self._views, strict=True)):
-            if param is not None and (index in in_place or (view.numel() and param.data_ptr() != view.data_ptr())):
+        for index, (param, view, version) in enumerate(zip(self._params, self._views, self._noted(), strict=True)):
+            if param is None:
+                continue
+            if version not in (None, param._version) or (view.numel() and param.data_ptr() != view.data_ptr()):
                 if param.numel() != view.numel():
                     raise _other_shape(self._layout.slots[index].name, view, param)
                 yield index, param.data
 
-    def adopt(self) -> bool:
+    def adopt(self) -> tuple[bool, bool]:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
 
         Returns:
-            Whether there were any.
+            Whether there were any; whether one was written in place since its values were shown; writes to ``.data`` are not seen.
 
         Raises:
             StateError: The other memory has another shape.
         """
-        found = False
+        assigned = written = False
         start, width = self.flat.data_ptr(), self.flat.element_size()
-        for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
-            address = start + slot.offset * width if slot.numel else 0  # the view's, which would say it more slowly
-            if param is None or (param.data_ptr() == address and param.shape == slot.shape):
+        for param, view, slot, version in zip(self._params, self._views, self._layout.slots, self._noted(), strict=True):
+            if param is None:
                 continue
-            if param.shape != view.shape:
-                raise _other_shape(slot.name, view, param)
-            view.copy_(param.data)
-            param.data = view
-            found = True
-        return found
+            address = start + slot.offset * width if slot.numel else 0  # the view's, which would say it more slowly
+            if param.data_ptr() != address or param.shape != slot.shape:
+                if param.shape != view.shape:
+                    raise _other_shape(slot.name, view, param)
+                view.copy_(param.data)
+                param.data = view
+                assigned = True
+            written = written or version not in (None, param._version)
+        return assigned, written
 
     def free(self, leave: bool, for_autograd: bool = False) -> None:
         """Empties the parameters and gives the memory back.

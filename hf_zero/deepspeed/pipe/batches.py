@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_map_only
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.pipeline.train import read_together, require_iterator
-from hf_zero.pipeline.trees import map_tensors, without_values
+from hf_zero.system.trees import map_tensors, without_values
 
 
 @dataclass(frozen=True)

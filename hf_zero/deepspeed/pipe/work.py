@@ -14,8 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.deepspeed.pipe.batches import MicroBatch
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.errors import ConfigError
-from hf_zero.pipeline.trees import map_tensors
-from hf_zero.tensor_parallel.call_arguments import tensors_in
+from hf_zero.system.trees import map_tensors, tensors_in
 
 
 class Borders:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 from hf_zero import activation_checkpointing
-from hf_zero.activation_checkpointing import CheckpointSettings, checkpoint, is_configured, random_states, reset, seed_model_parallel
 from hf_zero.activation_checkpointing import RandomStates as CudaRNGStatesTracker
-from hf_zero.activation_checkpointing.settings import checkpoint_settings
+from hf_zero.activation_checkpointing import checkpoint, is_configured, random_states, reset, seed_model_parallel
 from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import build_topology
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve
+from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.errors import ConfigError
 from hf_zero.observe import warn_once
 
@@ -33,7 +32,7 @@ __all__ = [
     "set_num_layers",
 ]
 
-_settings = CheckpointSettings()
+_settings = ActivationCheckpointing()
 _model_axis: Collectives | None = None
 _layers: int | None = None
 
@@ -65,18 +64,23 @@ def configure(
         ConfigError: ``contiguous_checkpointing`` without a number of checkpoints.
     """
     global _settings, _model_axis
-    settings, known = CheckpointSettings(), num_checkpoints if num_checkpoints is not None else _layers
+    settings, known = ActivationCheckpointing(), num_checkpoints if num_checkpoints is not None else _layers
     if deepspeed_config is not None:
         section = resolve(_section_only(deepspeed_config), world_size=1).config.activation_checkpointing
-        settings = checkpoint_settings(section) if section is not None else settings
+        settings = section if section is not None else settings
         known = section.number_checkpoints if known is None and section is not None else known
     if contiguous_checkpointing and known is None:
         raise ConfigError(
             "checkpointing.configure(contiguous_checkpointing=True): the number of layers is not known; give num_checkpoints, "
             "activation_checkpointing.number_checkpoints or set_num_layers(), or leave contiguous_checkpointing out, which has no effect"
         )
-    given = {"divided": partition_activations, "to_host": checkpoint_in_cpu, "synchronize": synchronize, "profile": profile}
-    _settings = replace(settings, **{name: bool(value) for name, value in given.items() if value is not None})
+    given = {
+        "partition_activations": partition_activations,
+        "cpu_checkpointing": checkpoint_in_cpu,
+        "synchronize_checkpoint_boundary": synchronize,
+        "profile": profile,
+    }
+    _settings = settings.model_copy(update={name: bool(value) for name, value in given.items() if value is not None})
     for name, value in (("contiguous_checkpointing", contiguous_checkpointing), ("num_checkpoints", num_checkpoints)):
         if value:
             warn_once(f"checkpointing.configure({name}={value!r}) has no effect: PyTorch's allocator places the checkpoints")
@@ -93,7 +97,7 @@ def _section_only(source: Any) -> dict[str, Any]:
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
     """Turns the division of saved inputs on or off; it needs the ``mpu_`` of ``configure``."""
     global _settings
-    _settings = replace(_settings, divided=bool(partition_activation))
+    _settings = _settings.model_copy(update={"partition_activations": bool(partition_activation)})
     activation_checkpointing.configure(_settings, _model_axis)
 
 

@@ -8,13 +8,13 @@ on) and 4 of fp32 gradient shard (1/N). At stage 3 the weights are a share too, 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from torch import nn
 
 from hf_zero.core.units.unit import full_shape
+from hf_zero.system.sizes import size_text
 
 _WEIGHT, _STATE, _GRADIENT, _LOADED = 2, 12, 4, 4  # bytes per parameter; loaded: an fp32 model before it is cast
 # A block in use, the next one, and the gradient of one, 16 bit each.
@@ -130,9 +130,5 @@ def _print(title: str, per_node: int, nodes: int, rows: Iterable[tuple[int, int,
     table.add_column("per device", justify="right")
     table.add_column("options")
     for host, device, options in rows:
-        table.add_row(_gib(host), _gib(device), options)
+        table.add_row(*(size_text(nbytes, ",.2f", "GiB") for nbytes in (host, device)), options)
     Console().print(table)
-
-
-def _gib(value: Any) -> str:
-    return f"{value / 2**30:,.2f} GiB"

@@ -1,0 +1,57 @@
+"""Tensors in nested containers: the same tensors in the same order wherever they are named, counted or replaced.
+
+torch's pytree alone does not serve here: it leaves mappings and lists of other classes closed (``BatchEncoding`` is one), opens whatever
+class a script has registered, caches included, and calls the items of a named tuple by their names instead of their positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+
+def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
+    if isinstance(tree, torch.Tensor):
+        yield prefix, tree
+    elif isinstance(tree, Mapping):
+        for key, item in tree.items():
+            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
+    elif isinstance(tree, (list, tuple)):
+        for key, item in enumerate(tree):
+            yield from tensors_in(item, f"{prefix}.{key}" if prefix else str(key))
+
+
+def map_tensors(tree: Any, work: Callable[[torch.Tensor], Any]) -> Any:
+    """Return ``tree`` with ``work(tensor)`` in place of its tensors, in the order of ``tensors_in``; other objects stay."""
+    if isinstance(tree, torch.Tensor):
+        return work(tree)
+    if isinstance(tree, Mapping):
+        items = {key: map_tensors(item, work) for key, item in tree.items()}
+        return type(tree)(**items) if type(tree) is not dict and all(isinstance(key, str) for key in items) else items
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(map_tensors(item, work) for item in tree))
+    if isinstance(tree, (list, tuple)):
+        return type(tree)(map_tensors(item, work) for item in tree)
+    return tree
+
+
+def convert_inside(tree: Any, key: str, item: Any, convert: Callable[[torch.Tensor, Any], Any]) -> Any:
+    """Return ``tree`` with ``convert(tensor, item)`` in place of the tensor at ``key``, if there is one; a dict is changed in place."""
+    if not key:
+        return convert(tree, item) if isinstance(tree, torch.Tensor) else tree
+    head, _, rest = key.partition(".")
+    if isinstance(tree, (list, tuple)) and head.isdigit() and int(head) < len(tree):
+        items = list(tree)
+        items[int(head)] = convert_inside(items[int(head)], rest, item, convert)
+        return type(tree)(*items) if hasattr(tree, "_fields") else type(tree)(items)
+    if isinstance(tree, dict) and head in tree:
+        tree[head] = convert_inside(tree[head], rest, item, convert)
+    return tree
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """Return an empty tensor of the shape and dtype of ``tensor`` on the device "meta"."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
