@@ -108,8 +108,7 @@ def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> 
 
 
 def taken(device: torch.device) -> int:
-    """Return the bytes that tensors take on ``device`` now; for the CPU, the memory of this process (0 if the system does not report it).
-    """
+    """Return the bytes that tensors take on ``device`` now; for the CPU, this process' memory (0 if the system does not report it)."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     try:

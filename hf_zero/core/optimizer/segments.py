@@ -74,8 +74,7 @@ class OwnedSegment:
         return self._cut(runs)
 
     def cut_at(self, starts: Iterable[int]) -> list[OwnedSegment]:
-        """Return segments that begin at this segment's start and at ``starts``, element positions inside it; each rests if this one does.
-        """
+        """Return segments that begin at this one's start and at ``starts``, element positions inside it; each rests if this one does."""
         runs = [(0, self.rests), *((start, self.rests) for start in sorted(starts) if start)]
         return [self] if len(runs) == 1 else self._cut(runs)
 

@@ -71,7 +71,7 @@ class BackwardPhase:
         for index, param in enumerate(entry.unit.params):
             if param is not None:
                 requires = param.requires_grad
-                param.requires_grad_(True)  # torch allows hooks on no other tensors; a parameter frozen after its gradient arrived may train again
+                param.requires_grad_(True)  # torch takes hooks of no other; a parameter frozen behind its gradient may train again
                 self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
                 param.requires_grad_(requires)
 

@@ -61,8 +61,7 @@ class ForwardPhase:
                 external.unshard()
 
     def leave(self, block: Block, raised: bool) -> None:
-        """Handle a forward of ``block``'s module that ends, perhaps with an error; collective at the end of the complete module's forward.
-        """
+        """Handle a forward of ``block``'s module that ends, perhaps with an error; collective at the end of the complete module."""
         if self.stack and self.stack[-1] is block:
             self.stack.pop()
         block.left()
