@@ -91,7 +91,7 @@ class LossScaler:
             self._back_off()
             return
         self._good_steps += 1
-        # The first step after an overflow (or at the start) does not count, so that fp16 runs match DeepSpeed-compatible ones step for
+        # The first step after an overflow (or at the start) does not count, so that the scale follows the usual fp16 schedule step for
         # step.
         counted = self._good_steps - 1
         grow = counted > 0 and counted % self.window == 0
