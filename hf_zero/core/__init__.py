@@ -1,1 +1,1 @@
-"""The engine: parameters, gradients and optimizer state sharded over ranks. Speaks torch and nothing else."""
+"""Hold the engine: parameters, gradients and optimizer state sharded over ranks. This package imports torch and no other library."""

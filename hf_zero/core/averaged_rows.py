@@ -1,4 +1,4 @@
-"""Where averages of parameters lie: rows beside the masters of units, and whole tensors of what no unit holds."""
+"""Keep averages of parameters: flat rows beside the masters of units, and complete tensors for parameters that belong to no unit."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.memory import host_memory
 
 Pairs = list[tuple[torch.Tensor, torch.Tensor]]
-"""(average, value) of the same shape each."""
+"""Pairs (average, value), each of the same shape."""
 
 
 @dataclass(eq=False)
@@ -23,11 +23,11 @@ class Row:
     """The average of one unit's shard.
 
     Attributes:
-        layout: Of the unit, which may have gone.
+        layout: Layout of the unit; the unit itself may no longer exist.
         collectives: Network of the ranks that share the unit.
         rank: This rank's place among the owners.
         flat: (shard_numel,), fp32 or wider; gaps hold zeros.
-        names: Parameters that are averaged; of all others ``flat`` means nothing.
+        names: Parameters that are averaged; elements of ``flat`` that belong to other parameters are meaningless.
     """
 
     layout: UnitLayout
@@ -37,13 +37,13 @@ class Row:
     names: set[str] = field(default_factory=set)
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """As ``Unit.shard_part``."""
+        """Return the part of ``flat`` that belongs to parameter ``index``, as ``Unit.shard_part`` does."""
         own = self.layout.shard_range(self.rank)
         part = self.layout.slots[index].range.intersect(own).shift(-own.start)
         return flat[part.start : part.stop] if part.numel else flat[:0]
 
     def pairs(self, values: torch.Tensor) -> Pairs:
-        """Of what is averaged; ``values`` is (shard_numel,)."""
+        """Return the (average, value) pairs of the parameters that are averaged; ``values`` is (shard_numel,)."""
         if len(self.names) == len(self.layout.slots):
             return [(self.flat, values)]
         found = [index for index, slot in enumerate(self.layout.slots) if slot.name in self.names]
@@ -54,11 +54,11 @@ class AveragedRows:
     """The averages of one model on this rank, by parameter.
 
     Attributes:
-        loose: Averages of whole parameters that belong to no unit: they were frozen after they had been trained.
+        loose: Averages, of the full shape, of parameters that belong to no unit: they were frozen after they had been trained.
 
     Args:
-        units: Of the engine; parameters of trained ones are averaged, and start from their present values.
-        device: Where they are kept; None is beside the values.
+        units: Units of the engine; the average of a trained unit's parameters starts from their present values.
+        device: Device of the averages; None keeps each average on the device of its values.
     """
 
     def __init__(self, units: Sequence[Unit], device: torch.device | None) -> None:
@@ -67,33 +67,33 @@ class AveragedRows:
         self._rows = {id(unit.layout): self._new(unit) for unit in units if unit.master is not None}
 
     def of(self, units: Sequence[Unit]) -> Iterator[tuple[Unit, Row]]:
-        """Those of ``units`` of which parameters are averaged, in order, with their rows."""
+        """Yield each unit of ``units`` that has averaged parameters, in order, with its row."""
         return ((unit, self._rows[id(unit.layout)]) for unit in units if id(unit.layout) in self._rows)
 
     def of_unit(self, unit: Unit) -> Row:
-        """Return the row of a unit; that of a frozen unit averages nothing yet."""
+        """Return the row of a unit. The row of a frozen unit averages no parameter yet."""
         key = id(unit.layout)
         if key not in self._rows:
             self._rows[key] = self._new(unit, averages=False)
         return self._rows[key]
 
     def of_param(self, name: str, param: torch.Tensor) -> torch.Tensor:
-        """Return the average of a parameter without unit, whole; it begins with the present value."""
+        """Return the average of a parameter that belongs to no unit, in its full shape; a new average starts from the present value."""
         if name not in self.loose:
             self.loose[name] = param.detach().to(self._place(param), wide(param.dtype), copy=True)
         return self.loose[name]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all rows, and what is loose."""
+        """Return all rows, and the averages of parameters that belong to no unit."""
         return [*(row.flat for row in self._rows.values()), *self.loose.values()]
 
     def pairs(self, units: Sequence[Unit], params: Mapping[str, torch.Tensor]) -> Pairs:
-        """Of all parameters that are averaged; ``params``: those of the model, by name."""
+        """Return the (average, value) pairs of all averaged parameters; ``params``: the parameters of the model, by name."""
         found = [pair for unit, row in self.of(units) for pair in row.pairs(values_of(unit))]
         return found + [(average, params[name].detach()) for name, average in self.loose.items() if name in params]
 
     def whole(self, name: str, units: Sequence[Unit]) -> torch.Tensor | None:
-        """Return the average of one parameter, of its shape; None where it is not averaged. Collective."""
+        """Return the average of one parameter, in the parameter's full shape; None if the parameter is not averaged. Collective."""
         for _, row in self.of(units):
             for index, slot in enumerate(row.layout.slots):
                 if slot.name == name and name in row.names:
@@ -101,7 +101,9 @@ class AveragedRows:
         return self.loose[name].clone() if name in self.loose else None
 
     def lay_out(self, units: Sequence[Unit]) -> None:
-        """Lays the rows out as the units are now; collective where parameters have come to others, else it looks at each unit once."""
+        """Rebuild the rows for the present units. Collective if parameters have moved to other units; otherwise it looks at each unit
+        once.
+        """
         present = {id(unit.layout) for unit in units}
         gone = [row for key, row in self._rows.items() if key not in present]
         trained = [unit for unit in units if unit.master is not None]
@@ -120,14 +122,14 @@ class AveragedRows:
             self._move(name, self.loose.pop(name), places[name])
 
     def _move(self, name: str, whole: torch.Tensor, place: tuple[Unit, int] | None) -> None:
-        """Puts the average of a parameter where the parameter is now; local."""
+        """Store the average of a parameter in the row of the unit that has the parameter now; local."""
         if place is None:
             self.loose[name] = whole.to(self._place(whole))
         else:
             self.put(*place, whole)
 
     def put(self, unit: Unit, index: int, whole: torch.Tensor) -> None:
-        """Sets the average of parameter ``index`` of ``unit``, from a tensor of all its elements; local."""
+        """Set the average of parameter ``index`` of ``unit`` from a tensor of all its elements; local."""
         row, slot = self.of_unit(unit), unit.layout.slots[index]
         row.names.add(slot.name)
         own = slot.range.intersect(unit.owned).shift(-slot.offset)
@@ -145,15 +147,17 @@ class AveragedRows:
 
 
 def values_of(unit: Unit) -> torch.Tensor:
-    """What is averaged of a unit, (shard_numel,): the master, or the shard of a frozen one; waits for an update that is under way."""
+    """Return the values of a unit that are averaged, (shard_numel,): the master, or the shard of a frozen unit. Waits for a running
+    update.
+    """
     return unit.master if unit.master is not None else unit.shard
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """Return the type of an average of such values: fp32 at least."""
+    """Return the dtype of an average of values of ``dtype``: fp32 or wider."""
     return torch.promote_types(dtype, torch.float32)
 
 
 def _gathered(row: Row, index: int) -> torch.Tensor:
-    divided: Any = row  # as much of a unit as is asked
+    divided: Any = row  # one call covers as much of a unit as was requested
     return whole_from_owners(divided, index, row.flat, f"{row.layout.name}: average").view(row.layout.slots[index].shape)

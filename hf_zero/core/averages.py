@@ -1,4 +1,4 @@
-"""Averages of an engine's weights, kept as each rank's shards: updated, put in the place of the weights, and put back."""
+"""Average an engine's weights as shards on each rank: update the averages, exchange them with the weights, and exchange them back."""
 
 from __future__ import annotations
 
@@ -29,20 +29,20 @@ class AveragedWeights:
     names: one that is trained later starts from the value that it has then, one that is frozen later stays in the average.
 
     Args:
-        engine: What ``initialize`` returned.
-        decay: Of an exponential average: average = decay * average + (1 - decay) * weight. A number from 0 to 1; or a function that gives
-            it for the number of updates so far; or None for the mean of the weights at all updates (SWA).
+        engine: The engine that ``initialize`` returned.
+        decay: Factor of an exponential average: average = decay * average + (1 - decay) * weight. A number from 0 to 1; or a function
+            that gives it for the number of updates so far; or None for the mean of the weights at all updates (SWA).
         warm_up: Use the least of ``decay`` and (1 + updates) / (10 + updates), so that the average leaves the first weights early.
-        update_every: Of so many calls of ``update`` one counts, the last.
-        use_buffers: Average the buffers of the model too. Without, the average has the buffers of the last update.
-        device: Where the average is kept; None is beside the masters ("cpu" spares the memory of a GPU). Masters on NVMe have theirs in
+        update_every: Only every ``update_every``-th call of ``update`` changes the average.
+        use_buffers: Average the buffers of the model too. If False, the average has the buffers of the last update.
+        device: Device of the average; None is the device of the masters ("cpu" saves GPU memory). Averages of masters on NVMe are in
             host memory.
         name: Tells several averages of one engine apart: letters, digits and underscores.
 
     Attributes:
-        name: As above.
-        rows: What is averaged.
-        updates: Updates that counted.
+        name: The argument ``name``.
+        rows: The averages.
+        updates: Number of updates that changed the average.
         calls: All calls of ``update`` at the end of an optimizer step.
 
     Raises:
@@ -81,7 +81,7 @@ class AveragedWeights:
         self._decay, self._warm_up, self._every, self._use_buffers = decay, warm_up, update_every, use_buffers
         self._device = None if device is None else torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._kept: Pairs = []  # weights that an average of another type stands for now
+        self._kept: Pairs = []  # weights whose place an average of another dtype takes now
         self.start_over()
         engine.averages.kept[name] = self
         if engine.averages.loaded_from and engine.averages.loaded_steps == engine.progress.global_steps:
@@ -89,7 +89,7 @@ class AveragedWeights:
 
     @property
     def usable(self) -> bool:
-        """Tell whether the engine is there and has its weights in their place."""
+        """Return whether the engine exists and has its own weights in place."""
         engine = self._engine()
         return engine is not None and not engine.destroyed and not engine.averages.applied
 
@@ -101,7 +101,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def update(self) -> bool:
-        """Takes the present weights into the average; call it on all ranks after each ``engine.step()``. Local.
+        """Update the averages with the present weights; call it on all ranks after each ``engine.step()``. Local.
 
         In the middle of an accumulation, where ``step`` has changed nothing, it does nothing.
 
@@ -127,12 +127,12 @@ class AveragedWeights:
         return True
 
     def _average(self, pairs: Pairs) -> None:
-        """Averages each second tensor into the first, all of one type and device in one call."""
+        """Average each pair's second tensor into its first; all pairs of one dtype and device take one call."""
         alike: dict[tuple[torch.device, torch.dtype], Pairs] = {}
         for average, value in pairs:
             if average.numel() and average.dtype == value.dtype and average.device == value.device:
                 alike.setdefault((average.device, average.dtype), []).append((average, value))
-            elif average.numel():  # one at a time: each needs a copy of its own
+            elif average.numel():  # one at a time: each pair needs a copy of its own
                 self._into([average], [value.to(average.device, average.dtype)])
         for group in alike.values():
             self._into([average for average, _ in group], [value for _, value in group])
@@ -145,7 +145,7 @@ class AveragedWeights:
             get_ema_multi_avg_fn(self._decay_at(number))(averages, values, number)
         elif averages[0].device.type != "cpu":
             get_swa_multi_avg_fn()(averages, values, number)
-        else:  # what AveragedModel does where torch has no fused kernels
+        else:  # AveragedModel does the same where torch has no fused kernels
             for average, value in zip(averages, values, strict=True):
                 average.copy_(get_swa_avg_fn()(average, value, number))
 
@@ -154,7 +154,8 @@ class AveragedWeights:
         return min(decay, (1 + number) / (10 + number)) if self._warm_up else decay
 
     def _update_buffers(self, engine: Engine) -> None:
-        # All of them, as torch does: batch norm's kernels change statistics without a new version of the tensor.
+        # All buffers are averaged, as torch does: the kernels of batch norm change statistics without raising the tensor's version
+        # counter.
         pairs = [(self.buffer(name), buffer.detach()) for name, buffer in engine.module.named_buffers()]
         if self._use_buffers:
             self._average(pairs)
@@ -168,7 +169,8 @@ class AveragedWeights:
     def applied(self) -> Iterator[AveragedWeights]:
         """Put the averages in the place of the engine's weights inside the ``with``, for evaluation and export; collective.
 
-        An error inside leaves them there, because other ranks may not have it: call ``restore`` on all ranks to go on training.
+        An error inside leaves the averages in place, because other ranks may not have raised it: call ``restore`` on all ranks to go on
+        training.
         """
         self.apply()
         yield self
@@ -176,7 +178,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Puts the averages in the place of the weights until ``restore``; collective. The weights take their memory meanwhile.
+        """Exchange the weights for the averages until ``restore``; collective. The weights wait in the memory of the averages meanwhile.
 
         Raises:
             StateError: A backward is still to come, averages are in the place of the weights already, or the engine is destroyed.
@@ -191,10 +193,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Puts the weights back, bit for bit; collective.
+        """Exchange the averages for the weights again, which are bit for bit the same; collective.
 
         Raises:
-            StateError: These averages are not in their place.
+            StateError: These averages are not in the place of the weights.
         """
         engine = self._require("restore()")
         if engine.averages.applied != self.name:
@@ -208,10 +210,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def copy_to_weights(self) -> None:
-        """Makes the averages the weights for good, as at the end of a training; collective. The optimizer's state stays as it is.
+        """Overwrite the weights with the averages, as at the end of a training; collective. The optimizer's state does not change.
 
         Raises:
-            StateError: As of ``apply``.
+            StateError: In the same cases as in ``apply``.
         """
         engine = self._begin_exchange("copy_to_weights()")
         for average, value in self._pairs(engine):
@@ -219,7 +221,7 @@ class AveragedWeights:
         _spread(engine)
 
     def _begin_exchange(self, what: str) -> Engine:
-        """Checks that no forward or backward needs the weights as they are, and brings them up to date."""
+        """Raise if a forward or backward still needs the present weights, then bring the weights up to date; return the engine."""
         engine = self._require(what)
         engine.averages.require_weights(what)
         if not engine.runtime.idle:
@@ -239,12 +241,12 @@ class AveragedWeights:
         _spread(engine)
 
     def _pairs(self, engine: Engine) -> Pairs:
-        """(average, value) of all that is averaged."""
+        """Return the (average, value) pairs of all averaged parameters and buffers."""
         buffers = dict(engine.module.named_buffers())
         found = [(average, buffers[name].detach()) for name, average in self._buffers.items() if name in buffers]
         return self.rows.pairs(engine.units, _named(engine)) + found
 
-    # -- what is averaged ---------------------------------------------------------------------------------------------
+    # -- contents of the averages ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def start_over(self) -> None:
@@ -264,7 +266,7 @@ class AveragedWeights:
         return self._buffers[name]
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return all tensors that it keeps on this rank; local."""
+        """Return all tensors that this rank keeps for the averages; local."""
         return [*self.rows.tensors(), *self._buffers.values()]
 
     @property
@@ -274,7 +276,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
-        """Return the average of one parameter, whole, (shape), on the engine's device; collective.
+        """Return the average of one parameter in its full (shape), on the engine's device; collective.
 
         Raises:
             StateError: No parameter of this name is averaged.
@@ -288,7 +290,8 @@ class AveragedWeights:
 
     @torch.no_grad()
     def follow(self) -> None:
-        """Follow parameters that have come to other units; collective. A parameter that is trained now starts from its present value.
+        """Rebuild the rows after parameters have moved to other units; collective. A newly trained parameter starts from its present
+        value.
 
         Called where units are laid out anew, before an update; ``update`` and ``apply`` do it too.
         """
@@ -307,7 +310,7 @@ def _named(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _spread(engine: Engine) -> None:
-    """Brings masters that were written to into the weights of forward; collective."""
+    """Bring masters that were written to into the weights that forward uses; collective."""
     for unit in engine.units:
         publish([unit])
         pending = all_gather_updated(unit)

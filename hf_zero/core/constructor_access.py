@@ -1,4 +1,4 @@
-"""Divided parameters that a constructor reads or writes inside ``zero.Init``."""
+"""Unshard sharded parameters that a constructor reads or writes inside ``zero.Init``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 
-# More than a line of a constructor names; what was touched before is divided again.
+# One line of a constructor names fewer parameters than this. Parameters that were touched earlier are resharded.
 _MOST_OPEN = 8
 
 _SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
@@ -26,7 +26,7 @@ _VALUELESS_METHODS = frozenset(
 
 
 class ConstructorAccess(TorchFunctionMode):
-    """Makes a sharded parameter whole when any torch function meets it, and keeps what rank 0 writes.
+    """Unshards a sharded parameter when any torch function receives it, and keeps the values that rank 0 writes.
 
     [Note: writes in constructors] ``self.out = nn.Linear(...)`` divides the weight, and ``self.out.weight.data.zero_()`` in the next
     line would be lost in an empty tensor, without a word; torch's own Transformer ends its constructor with a loop of such
@@ -38,7 +38,7 @@ class ConstructorAccess(TorchFunctionMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[Unit, GatheredParameters] = {}  # the last opened last
+        self._open: dict[Unit, GatheredParameters] = {}  # the parameter that was opened last comes last
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +64,7 @@ class ConstructorAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _touch(self, params: Sequence[nn.Parameter]) -> None:
-        """Makes all of ``params`` whole at once, and divides the longest open ones of the others."""
+        """Unshard all of ``params`` in one pass, and reshard the other parameters that have been open longest."""
         wanted = {find_unit(param)[0]: param for param in params}  # type: ignore[index]
         others = [unit for unit in self._open if unit not in wanted]
         for unit in others[: max(0, len(others) + len(wanted) - _MOST_OPEN)]:
@@ -75,13 +75,13 @@ class ConstructorAccess(TorchFunctionMode):
                 self._open[unit].__enter__()
 
     def close(self) -> None:
-        """Divides again what was made whole, with rank 0's values; collective."""
+        """Reshard all parameters that were unsharded, with rank 0's values; collective."""
         while self._open:
             _, context = self._open.popitem()
             context.__exit__(None, None, None)
 
     def abandon(self, error: BaseException) -> None:
-        """Divides again what was made whole, and forgets what was written; local."""
+        """Reshard all parameters that were unsharded, and discard what was written to them; local."""
         while self._open:
             _, context = self._open.popitem()
             context.__exit__(type(error), error, error.__traceback__)

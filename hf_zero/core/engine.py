@@ -1,4 +1,4 @@
-"""The engine: a module whose ``backward`` and ``step`` train a sharded model."""
+"""Define the engine: a module whose ``backward`` and ``step`` train a sharded model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _running_scales: list[float] = []  # loss scales of the ``Engine.backward`` call
 
 
 class Engine(nn.Module):
-    """Trains ``module`` with ZeRO.
+    """Module that trains ``module`` with ZeRO.
 
     Attributes:
         module: The user's module, the same object.
@@ -35,9 +35,9 @@ class Engine(nn.Module):
         lr_scheduler: Stepped inside ``step``; may be set to None.
         units: The flat buffers.
         samples_per_step: Samples of all ranks in an optimizer step.
-        offloaded_states: What waits on the host while the engine is idle.
+        offloaded_states: State that has been moved to the host while the engine is idle.
         preemption: Signals that ask the ranks to end.
-        averages: Of its weights.
+        averages: Averages of the engine's weights.
         destroyed: Whether ``destroy`` was called.
     """
 
@@ -82,10 +82,10 @@ class Engine(nn.Module):
     # -- forward, backward, step ----------------------------------------------------------------------------------------
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module; its hooks unshard and reshard.
+        """Call the module; its hooks unshard and reshard the parameters.
 
         Raises:
-            StateError: The engine was destroyed, or a backward broke off and took gradients with it, and it is asked to train.
+            StateError: In training mode: the engine was destroyed, or a backward failed and its gradients are lost.
         """
         trains, given = self.training and torch.is_grad_enabled(), (args, kwargs)
         if trains:
@@ -107,7 +107,7 @@ class Engine(nn.Module):
                 raise
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return the context of a forward: ``torch_autocast``, or none."""
+        """Return the context of a forward: ``torch.autocast`` if ``torch_autocast`` is configured, or a null context."""
         device_type = self.collectives.topology.device.type
         if self.precision.autocast_dtype is not None:
             return torch.autocast(device_type, dtype=self.precision.autocast_dtype)
@@ -120,7 +120,7 @@ class Engine(nn.Module):
         return nullcontext()
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> torch.Tensor:
-        """Back-propagates ``loss`` and reduces gradients as the stage says; collective.
+        """Back-propagate ``loss`` and reduce the gradients at the time that the ZeRO stage prescribes; collective.
 
         Args:
             loss: Scalar of this rank's micro-batch.
@@ -133,7 +133,7 @@ class Engine(nn.Module):
 
         Raises:
             StateError: The engine has no optimizer, or another engine has taken its module.
-            TypeError: ``loss`` is no tensor.
+            TypeError: ``loss`` is not a tensor.
         """
         self._require_optimizer("backward")
         if not isinstance(loss, torch.Tensor):
@@ -160,12 +160,12 @@ class Engine(nn.Module):
         return loss
 
     def scale(self, loss: torch.Tensor, retain_graph: bool = False) -> torch.Tensor:
-        """Multiplies ``loss`` with the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
+        """Multiply ``loss`` by the loss scale, for callers who write ``engine.scale(loss).backward()`` themselves.
 
         ``retain_graph`` changes nothing: a second backward over the graph unshards again.
 
         Raises:
-            StateError: The engine has no optimizer, another engine has taken its module, or ``loss`` is no scalar.
+            StateError: The engine has no optimizer, another engine has taken its module, or ``loss`` is not a scalar.
         """
         self._require_optimizer("scale")
         if loss.numel() != 1:
@@ -175,7 +175,7 @@ class Engine(nn.Module):
         return loss if self.scaler.scale == 1.0 else loss.float() * self.scaler.scale
 
     def _begin_micro_step(self, factor: float = 1.0) -> None:
-        """A backward begins whose gradients count, times ``factor``."""
+        """Begin a micro-step: its backward adds gradients, multiplied by ``factor``."""
         boundary = self.accumulation.begin(self.runtime.forwards)
         self.stepper.begin_micro_step(boundary, self.accumulation.in_no_sync, factor)  # type: ignore[union-attr]
 
@@ -183,9 +183,9 @@ class Engine(nn.Module):
         """[Note: a backward the user starts]
 
         ``loss.backward()`` on a loss made of the engine's outputs is a micro-step like ``engine.backward(loss)``: its gradients are divided
-        by ``gradient_accumulation_steps``, on their way into the flat buffers. With a loss scale the caller must have multiplied
-        with it (``scale``). Another engine's ``backward`` that reaches this module (the two halves of a GAN) has divided already, and
-        has scaled with its own loss scale, which is exchanged for ours.
+        by ``gradient_accumulation_steps``, on their way into the flat buffers. If there is a loss scale, the caller must have multiplied
+        the loss by it (``scale``). Another engine's ``backward`` that reaches this module (the two halves of a GAN) has divided already,
+        and has scaled with its own loss scale, which is exchanged for ours.
         """
         self._require_optimizer("a backward of its module")
         scale, scaled, self._scaled_by_user = self.scaler.scale, self._scaled_by_user, False
@@ -200,13 +200,15 @@ class Engine(nn.Module):
         self._begin_micro_step(1.0 / self.accumulation.steps)
 
     def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
-        """Take an optimizer step at a boundary: clip, update, all-gather updated parameters, step the scheduler; else nothing. Collective.
+        """Take an optimizer step at a boundary: clip, update, all-gather updated parameters, step the scheduler. Do nothing before the
+        boundary. Collective.
 
         Gradients that the script has assigned to ``param.grad``, after a backward or in place of one, take the place of the engine's own at
-        stages 0 to 2: the mean over ranks counts, and a loss scale is divided out as of all others.
+        stages 0 to 2: the engine uses their mean over ranks, divided by the loss scale like all gradients.
 
         Args:
-            lr_kwargs: Keyword arguments for the scheduler's ``step``; without any, one that asks for a number gets that of samples.
+            lr_kwargs: Keyword arguments for the scheduler's ``step``; without them, a scheduler that requires a number gets the number of
+                samples.
 
         Raises:
             StateError: The engine has no optimizer, another engine has taken its module, or the last backward broke off.
@@ -240,9 +242,9 @@ class Engine(nn.Module):
                 hook(self)
 
     def _begin_written(self) -> None:
-        """A step without a backward: gradients that the script has written to ``param.grad`` are a micro-step. Collective.
+        """Begin a micro-step without a backward if the script has written gradients to ``param.grad``. Collective.
 
-        Without such gradients it is one more call of ``step``, which may be the one that updates.
+        Without such gradients this is an ordinary call of ``step``, which may be the one that updates.
         """
         if self.stepper is None:
             return
@@ -256,37 +258,37 @@ class Engine(nn.Module):
             self.stepper.reducer.complete(self.stage_policy.allows_deferral)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forgets gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
+        """Discard gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
 
-        In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Those that a ``no_sync``
-        without steps has left are forgotten.
+        In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Gradients that a
+        ``no_sync`` without steps has left are discarded.
         """
         self.runtime.forget_broken()
         if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
             self.discard_gradients()
-        # What joins at the coming step has its gradients so far in ``param.grad``.
+        # A parameter that joins at the coming step has its gradients so far in ``param.grad``.
         kept = self.stepper.trained.waiting() if self.stepper is not None and self.accumulation.in_window else frozenset()
         for param in self.module.parameters():
             if id(param) not in kept:
                 param.grad = None
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:
-        """Take in units that were made of parameters which are trained from this step on; collective.
+        """Add units that were made from parameters that are trained from this step on; collective.
 
         Args:
-            entries: Their gradients.
+            entries: The gradients of these units.
         """
         self.averages.follow()
 
     def discard_gradients(self) -> None:
-        """Forgets gradients accumulated since the last step, on this rank; every rank must call it."""
+        """Discard gradients accumulated since the last step, on this rank; every rank must call it."""
         if self.stepper is not None:
             self.stepper.reducer.clear()
             self.stepper.trained.forget_waiting()
             self.accumulation.discarded()
 
     def _broke_off(self) -> None:
-        """A backward broke off with an error: the gradients since the last optimizer step are gone; local."""
+        """Record that a backward failed with an error: the gradients since the last optimizer step are lost; local."""
         self.accumulation.broke_off()
         if self.stepper is not None:
             self.stepper.trained.forget_waiting()
@@ -295,9 +297,9 @@ class Engine(nn.Module):
 
     @contextmanager
     def no_sync(self, steps: bool = True) -> Iterator[None]:
-        """Treat micro-steps inside the ``with`` as not the last of an optimizer step.
+        """Treat micro-steps inside the ``with`` as not being the last of an optimizer step.
 
-        At stages 0 and 1 their gradients stay whole and local, and are reduced with the first backward outside. At stages 2 and 3
+        At stages 0 and 1 their gradients stay unsharded and local, and are reduced with the first backward outside. At stages 2 and 3
         they are reduced at once, because only their shards are kept.
 
         Args:
@@ -319,13 +321,13 @@ class Engine(nn.Module):
         save_latest: bool = True,
         exclude_frozen_parameters: bool = False,
     ) -> bool:
-        """Writes ``<save_dir>/<tag>/`` with everything a run needs to go on, at any number of ranks; collective.
+        """Write ``<save_dir>/<tag>/`` with everything that a run needs to resume, with any number of ranks; collective.
 
         Args:
             save_dir: Folder of all checkpoints of the run.
-            tag: Name of this one; ``global_step{N}`` when None. Rank 0's counts, as do its other arguments.
+            tag: Name of this checkpoint; ``global_step{N}`` when None. Rank 0's value is used, as for the other arguments.
             client_state: Values of the caller, returned by ``load_checkpoint``; no pickle, so plain values and tensors only.
-            save_latest: Let ``<save_dir>/latest`` name it.
+            save_latest: Write the tag into ``<save_dir>/latest``.
             exclude_frozen_parameters: Leave frozen parameters out (a PEFT base model).
 
         Raises:
@@ -346,16 +348,16 @@ class Engine(nn.Module):
         load_module_only: bool = False,
         custom_load_fn: Callable[..., Any] | None = None,
     ) -> tuple[str | None, dict[str, Any] | None]:
-        """Restores what ``save_checkpoint`` wrote, at any number of ranks and any stage; collective.
+        """Restore what ``save_checkpoint`` wrote, with any number of ranks and any stage; collective.
 
         Args:
             load_dir: Folder of all checkpoints of the run.
-            tag: Name of one; None is what ``<load_dir>/latest`` names.
+            tag: Name of the checkpoint; None is the one that ``<load_dir>/latest`` names.
             load_module_strict: The checkpoint must hold exactly this model's parameters and buffers.
-            load_optimizer_states: Restore moments, param groups and loss scale; without, masters come from the weights.
+            load_optimizer_states: Restore moments, param groups and loss scale; if False, masters come from the weights.
             load_lr_scheduler_states: Restore the engine's scheduler.
             load_module_only: Restore parameters and buffers alone.
-            custom_load_fn: Called with ``src=`` whole state dict and ``dst=`` module, unsharded, to load the parameters.
+            custom_load_fn: Called with ``src=`` complete state dict and ``dst=`` module, unsharded, to load the parameters.
 
         Returns:
             The folder and the client state; (None, None) when no tag is given and there is no ``latest``.
@@ -388,17 +390,17 @@ class Engine(nn.Module):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Compiles every block in place with torch.compile (the whole module when no block was found)."""
+        """Compile every block in place with torch.compile (the complete module when no block was found)."""
         options = {"backend": backend, **(compile_kwargs or {})}
         targets = [block.module for block in self.runtime.blocks] or [self.module]
         for target in targets:
             target.compile(**options)
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
-        """Accepts what changes nothing; units cannot be moved or cast.
+        """Return the engine if the arguments change nothing; units can be neither moved nor cast.
 
         Raises:
-            ConfigError: Another device or floating-point type is asked for.
+            ConfigError: The arguments name another device or floating-point dtype.
         """
         device, dtype, _, _ = torch._C._nn._parse_to(*args, **kwargs)
         here = self.collectives.topology.device
@@ -410,7 +412,9 @@ class Engine(nn.Module):
         return self
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
+        """Free gradients, masters and optimizer state. The module stays usable: unsharded at stages 0 to 2, unsharded by its hooks at
+        stage 3.
+        """
         self.destroyed = True
         self.preemption.stop()
         for hook in on_destroy:
@@ -419,7 +423,7 @@ class Engine(nn.Module):
         self.reports.close()
         if self.stepper is not None:
             self.runtime.stop_training()
-            self.optimizer.dismiss()  # first: it waits for updates under way, failed ones too
+            self.optimizer.dismiss()  # first: it waits for running updates, failed ones too
             for unit in self.units:
                 unit.own.drop_master()
             if self._give_back is not None:

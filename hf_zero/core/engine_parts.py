@@ -1,4 +1,4 @@
-"""What an engine is made of, and what writes and reads its checkpoints."""
+"""Define the parts that an engine is made of, and the interface that writes and reads its checkpoints."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class Restored:
-    """What a load leaves to the engine.
+    """Result of loading a checkpoint, for the engine.
 
     Attributes:
         path: Folder of the checkpoint.
-        client_state: What was given to the save.
-        counters: Those of the engine; None when only the module was wanted.
+        client_state: The client state that was passed to the save.
+        counters: Counters of the engine; None when only the module was loaded.
     """
 
     path: str
@@ -45,31 +45,31 @@ class Restored:
 
 
 class Checkpoints(Protocol):
-    """What writes and reads the checkpoints of an engine."""
+    """Interface that writes and reads the checkpoints of an engine."""
 
     def save(
         self, engine: Any, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
     ) -> None:
-        """Writes one, of trained parameters only if ``trained``; collective."""
+        """Write a checkpoint, of trained parameters only if ``trained``; collective."""
 
     def load(
         self, engine: Any, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
-        """Reads one into the engine's parts; None when no tag is given and there is none. Collective."""
+        """Read a checkpoint into the engine's parts; return None when no tag is given and there is no ``latest``. Collective."""
 
     def load_averages(self, engine: Any, folder: str, averages: Any) -> None:
-        """Reads averages of weights that were made after the load of a checkpoint, where it has them; collective."""
+        """Read averages of weights that were created after a checkpoint was loaded, if the checkpoint has them; collective."""
 
     def wait(self) -> None:
-        """Returns when what is written in the background is complete; collective."""
+        """Wait until all background writes are complete; collective."""
 
     def close(self) -> None:
-        """Lets go of what writes in the background; local."""
+        """Stop the background writer and free it; local."""
 
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What an engine is made of.
+    """All parts of an engine.
 
     Attributes:
         runtime: Hooks on the module.
@@ -85,13 +85,13 @@ class EngineParts:
         reports: Log lines and monitors.
         checkpoints: Writes and reads checkpoints.
         optimizer: None for an engine that only runs forward.
-        stepper: None likewise.
-        scheduler: Stepped by the engine; None when the caller steps his own.
-        give_back: Lets go of the process groups that only training needs; every rank calls it.
+        stepper: None for an engine that only runs forward.
+        scheduler: Stepped by the engine; None when the caller steps a scheduler itself.
+        give_back: Releases the process groups that only training needs; every rank calls it.
         preemption: Signals that ask the ranks to end.
         long_waits: Reports waits of this rank that take long.
-        explain: Called with the engine, an error and the phase that it broke off (forward, backward or step), while what was alive still
-            is; may add to the error's message.
+        explain: Called with the engine, an error and the phase that failed (forward, backward or step), while the tensors of that phase
+            still exist; may add to the error's message.
     """
 
     runtime: Runtime
@@ -116,7 +116,7 @@ class EngineParts:
 
 
 class RunAgain:
-    """What the last forward was given, if it raised.
+    """Arguments of the last forward, if it raised.
 
     [Note: a forward and its second try] A forward that ran out of memory, was caught and is run again is one micro-step, and so counts
     once. One that is given another batch is the next micro-step: the rank has skipped one (``core/step/same_pace.py``). The values
@@ -127,11 +127,11 @@ class RunAgain:
         self._raised: str | None = None
 
     def raised(self, given: Any) -> None:
-        """A forward that was ``given`` this has raised."""
+        """Record that a forward with the arguments ``given`` has raised."""
         self._raised = _digest(given)
 
     def is_of(self, given: Any) -> bool:
-        """Return whether a forward that is ``given`` this is the one that raised, which is forgotten."""
+        """Return whether ``given`` are the arguments of the forward that raised, and forget that forward."""
         if self._raised is None:
             return False
         raised, self._raised = self._raised, None
@@ -139,7 +139,7 @@ class RunAgain:
 
 
 def _digest(given: Any) -> str:
-    """Equal for equal tensors and plain values in nested containers; of other objects the class alone counts."""
+    """Return a digest, equal for equal tensors and plain values in nested containers; of other objects only the class counts."""
     found = hashlib.sha256()
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
@@ -152,14 +152,14 @@ def _digest(given: Any) -> str:
 
 
 def step_schedule(scheduler: Any, arguments: Mapping[str, Any] | None, samples: int) -> None:
-    """Steps ``scheduler``. One that counts samples itself has a ``step`` that asks for a number, and is given ``samples``.
+    """Step ``scheduler``; pass ``samples`` to one whose ``step`` requires a number, because it counts samples.
 
-    torch's own are never given any: what ``ReduceLROnPlateau.step`` asks for is a metric, which only a script has.
+    torch's own schedulers never get it: ``ReduceLROnPlateau.step`` requires a metric, which only a script has.
 
     Args:
-        scheduler: Has ``step``.
-        arguments: Keyword arguments for it; None or none where nobody gave any.
-        samples: Of one optimizer step, on all ranks.
+        scheduler: Object with a ``step`` method.
+        arguments: Keyword arguments for ``step``; None or empty if the caller gave none.
+        samples: Number of samples of one optimizer step, on all ranks.
     """
     if not arguments and not isinstance(scheduler, LRScheduler) and _asks(scheduler.step):
         scheduler.step(samples)
@@ -171,31 +171,31 @@ def _asks(step: Any) -> bool:
     """Return whether ``step`` has a positional parameter without a default."""
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # of a function that is not Python's
+    except (TypeError, ValueError):  # signature of a function that is not written in Python
         return False
     return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
 
 
 class Averages(Protocol):
-    """One kind of average that an engine's checkpoints hold."""
+    """Interface of one kind of average that an engine's checkpoints hold."""
 
     @property
     def name(self) -> str:
-        """Tells it from others of the engine."""
+        """Return the name, unique among the averages of the engine."""
 
     def follow(self) -> None:
-        """Parameters have come to other units."""
+        """Rebuild after parameters have moved to other units."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return all that it keeps on this rank."""
+        """Return all tensors that this rank keeps for the average."""
 
 
 class AppliedAverages:
-    """What an engine knows of averages of its weights.
+    """Averages of an engine's weights, and whether one is in the place of the weights.
 
     Attributes:
-        kept: All of them, by name.
-        applied: Name of those that are in the place of the weights; "" where none are.
+        kept: All averages, by name.
+        applied: Name of the average that is in the place of the weights; "" if there is none.
         loaded_from: Folder of the checkpoint that was loaded last with its optimizer state, for averages that are made after the load.
         loaded_steps: Optimizer steps that the checkpoint had counted.
     """
@@ -207,15 +207,15 @@ class AppliedAverages:
         self.loaded_steps = 0
 
     def follow(self) -> None:
-        """Units were laid out anew: averages go with their parameters, before the next update changes these; collective."""
+        """Rebuild all averages after units were laid out anew, before the next update changes the weights; collective."""
         for averages in self.kept.values():
             averages.follow()
 
     def require_weights(self, what: str) -> None:
-        """Raises where the weights are averages now, and ``what`` needs those that are trained.
+        """Raise if averages are in the place of the weights; ``what`` names the caller, which needs the trained weights.
 
         Raises:
-            StateError: They are.
+            StateError: Averages are in the place of the weights.
         """
         if self.applied:
             raise StateError(

@@ -1,4 +1,4 @@
-"""How many bytes a device can still give this process."""
+"""Find how many bytes a device can still give to this process."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hf_zero.memory.budget import free_memory
 
 
 def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
-    """Return bytes this rank may still allocate on ``device``; None when nobody can say.
+    """Return the number of bytes that this rank may still allocate on ``device``; None if it is unknown.
 
     Args:
-        device: A GPU: what the driver calls free and what torch's allocator holds unused. The CPU: what the machine and the
-            control groups have left.
+        device: For a GPU, the driver's free memory and the unused memory of torch's allocator count. For the CPU, the machine's and the
+            control groups' remaining memory counts.
         ranks_on_host: Ranks that share the host's memory evenly.
     """
     if device.type == "cpu":
@@ -27,5 +27,5 @@ def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
 
 
 def ranks_on_this_host(world: int) -> int:
-    """Ranks of this host as the launcher says, else all of them."""
+    """Return the number of ranks on this host according to the launcher; ``world`` if the launcher does not say."""
     return ranks_of_node() or world

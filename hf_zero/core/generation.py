@@ -1,4 +1,4 @@
-"""``generate()`` of a model whose parameters are sharded: unsharded once for the whole call, or block by block."""
+"""Run ``generate()`` of a model whose parameters are sharded: unsharded once for the complete call, or block by block."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from hf_zero.errors import CollectiveError
 from hf_zero.observe import log_rank0
 from hf_zero.system.sizes import size_text
 
-# Part of the free memory that the whole model may take; the rest is left to keys, values and activations.
+# Part of the free memory that the unsharded model may take; the rest is for keys, values and activations.
 SHARE_OF_FREE_MEMORY = 0.6
 
 
 class StandsBefore(ABC):
-    """Stands in front of the ``generate`` methods inside a module.
+    """Wrapper of the ``generate`` methods of a module and of the modules inside it.
 
     Attributes:
-        synced: Ranks run their forwards together.
+        synced: Whether ranks run the same number of forwards, together.
     """
 
     synced = False
@@ -38,14 +38,14 @@ class StandsBefore(ABC):
         self._modules: list[nn.Module] = []
 
     def attach(self, module: nn.Module) -> None:
-        """Puts a stand-in before the ``generate`` of every module inside ``module`` that has one. ``remove`` takes them away."""
+        """Wrap the ``generate`` method of every module inside ``module`` that has one. ``remove`` undoes it."""
         for inner in module.modules():
             if callable(getattr(type(inner), "generate", None)):
                 inner.__dict__["generate"] = GenerateMethod(self, inner)
                 self._modules.append(inner)
 
     def remove(self) -> None:
-        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        """Remove the wrappers; the runtime calls it when it removes its hooks."""
         for module in self._modules:
             if isinstance(module.__dict__.get("generate"), GenerateMethod):
                 del module.__dict__["generate"]
@@ -53,15 +53,15 @@ class StandsBefore(ABC):
 
     @abstractmethod
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
-        """Calls ``generate``, which runs ``module``; collective."""
+        """Call ``generate``, which runs ``module``; collective."""
 
 
 class Generation(StandsBefore):
-    """Stands in front of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
+    """Wrapper of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
 
     [Note: generation] A model is asked for one token at a time, so unsharding block by block moves the whole model per token.
     Where the whole model fits it is unsharded once around the call, and ranks generate independently. Else each forward is an unshard
-    pass ([Note: unshard passes]) that begins with a vote; a rank that has its tokens goes on answering the votes and joining the
+    pass ([Note: unshard passes]) that begins with a vote; a rank that has generated its tokens still answers the votes and joining the
     all-gathers, without computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so
     the option ``synced_gpus``, with which finished ranks run whole forwards, is switched off. Where ranks hold experts for each other
     (``synced``) every forward needs all of them: it is switched on then, and ranks stop together.
@@ -70,8 +70,8 @@ class Generation(StandsBefore):
         runtime: The hooks of the engine.
         units: The flat buffers.
         collectives: All data-parallel ranks.
-        gather: ``"auto"`` asks how much memory is free, True and False decide.
-        synced: Ranks run their forwards together.
+        gather: ``"auto"`` decides by the free memory; True always unshards the model once, False never.
+        synced: Whether ranks run the same number of forwards, together.
     """
 
     def __init__(
@@ -86,15 +86,15 @@ class Generation(StandsBefore):
         self._told: set[bool] = set()
 
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
-        """Calls ``generate``, which runs ``module``; collective."""
-        if all(unit.pinned for unit in self._units):  # somebody holds the model whole: the caller, or an outer generate()
+        """Call ``generate``, which runs ``module``; collective."""
+        if all(unit.pinned for unit in self._units):  # the caller or an outer generate() has unsharded the model
             return generate()
         if self._decide():
             return self._unsharded(generate)
         return generate() if self.synced else self._by_blocks(module, generate)
 
     def _decide(self) -> bool:
-        """Return whether to unshard the whole model at once; the same on every rank, and logged when it is news."""
+        """Return whether to unshard the complete model once; the same on every rank, and logged when the decision changes."""
         if self.gather != "auto":
             return self.gather
         topology = self._collectives.topology
@@ -142,7 +142,7 @@ class Generation(StandsBefore):
         try:
             result = generate()
         except CollectiveError:
-            raise  # there is nobody left to join
+            raise  # no rank is left that could join
         except Exception:
             _remove(handles)
             self._join()
@@ -153,7 +153,7 @@ class Generation(StandsBefore):
         return result
 
     def _join(self) -> None:
-        """Takes part in the tokens that other ranks still make; collective."""
+        """Take part in the forwards of tokens that other ranks still generate; collective."""
         self._runtime.forward.settle()
         while self._collectives.any_rank(False, "another token"):
             self._runtime.forward.join()
@@ -174,7 +174,7 @@ class GenerateMethod:
         self._synced = "synced_gpus" in inspect.signature(self.__wrapped__).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the class's method. ``synced_gpus`` is as [Note: generation] says."""
+        """Call the class's method, with ``synced_gpus`` set as [Note: generation] says."""
         if self._synced:
             kwargs["synced_gpus"] = self._generation.synced
         return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))

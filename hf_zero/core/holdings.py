@@ -1,4 +1,4 @@
-"""What an engine holds now, by what it is for and where it lies: the books of a plan, of the lines while training, and of a failure."""
+"""List the tensors that an engine keeps, by purpose and by tier: for plans, for log lines while training, and for reports of failures."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_zero.core.units.shard import has_memory
 from hf_zero.core.units.unit import Unit
 
 KINDS = ("parameters", "gradients", "masters", "moments", "gathered", "activations", "logits", "communication", "other")
-"""What memory is for."""
+"""Purposes of memory."""
 TIERS = ("device", "host", "disk")
-"""Where it lies."""
+"""Tiers of memory."""
 
 
 @dataclass(frozen=True)
@@ -27,9 +27,9 @@ class Holding:
     """One tensor that an engine keeps.
 
     Attributes:
-        kind: Of ``KINDS``.
-        tensor: The tensor; several holdings may show the same memory, the last one says what that is for.
-        on_disk: It is a mapped part of a file.
+        kind: One of ``KINDS``.
+        tensor: The tensor; several holdings may show the same memory, and the last one decides its purpose.
+        on_disk: Whether the tensor is a mapped part of a file.
     """
 
     kind: str
@@ -38,11 +38,11 @@ class Holding:
 
 
 def holdings(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> Iterator[Holding]:
-    """What units and their optimizer keep: parameters, masters and moments; local, and waits for no update that is under way.
+    """Yield the parameters, masters and moments that units and their optimizer keep; local, and does not wait for a running update.
 
     Args:
-        units: Of one engine.
-        optimizer: Its optimizer; None where nothing is trained.
+        units: Units of one engine.
+        optimizer: The engine's optimizer; None if nothing is trained.
     """
     for unit in units:
         gathered = unit.reshards and not unit.pinned
@@ -66,13 +66,15 @@ def _moments(optimizer: ShardedOptimizer) -> Iterator[Holding]:
 
 
 def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
-    """Parameters that belong to no unit, and buffers."""
+    """Yield the parameters that belong to no unit, and the buffers."""
     yield from (Holding("parameters", param) for param in module.parameters() if param.numel())
     yield from (Holding("other", buffer) for buffer in module.buffers())
 
 
 def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iterator[Holding]:
-    """Gradients that are collected, on their way, or summed up, and what autograd has not handed over yet."""
+    """Yield the gradients that are being collected, are on their way, or are reduced, and those that autograd still keeps in
+    ``param.grad``.
+    """
     pools = {id(entry.pool): entry.pool for entry in entries}
     for tensors in (*map(tensors_of, entries), *(pool.tensors() for pool in pools.values())):
         yield from (Holding("gradients", tensor) for tensor in tensors)
@@ -80,7 +82,7 @@ def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iter
 
 
 def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
-    """Return bytes by tier and kind. Memory counts once; the device of an engine that trains on CPUs is the host."""
+    """Return bytes by tier and kind. Shared memory counts once; if an engine trains on CPUs, its device counts as the host."""
     found: dict[int, Holding] = {}
     for holding in held:
         if holding.tensor.numel() and has_memory(holding.tensor):
@@ -93,7 +95,7 @@ def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
 
 
 def alive(engine: Any) -> Counter[tuple[str, str]]:
-    """Return bytes by tier and kind that ``engine`` keeps now; what belongs to nobody here (activations, work space) is not in it."""
+    """Return the bytes that ``engine`` keeps now, by tier and kind; without activations and work space, which no engine part keeps."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     kept = holdings(engine.units, engine.optimizer)
     averages = (Holding("moments", tensor) for each in engine.averages.kept.values() for tensor in each.tensors())
@@ -101,12 +103,12 @@ def alive(engine: Any) -> Counter[tuple[str, str]]:
 
 
 def bytes_on_disk(units: Sequence[Unit], optimizer: ShardedOptimizer | None) -> int:
-    """Return bytes of units and their optimizer that rest in files."""
+    """Return the bytes of units and their optimizer that are in files."""
     return sum(held.tensor.nbytes for held in holdings(units, optimizer) if held.on_disk)
 
 
 def taken(device: torch.device) -> int:
-    """Return bytes that tensors take on ``device`` now; for the CPU what this process has in memory (0 where the system does not say)."""
+    """Return the bytes that tensors take on ``device`` now; for the CPU, this process' memory (0 if the system does not report it)."""
     if device.type != "cpu":
         return int(torch.get_device_module(device).memory_allocated(device))
     try:

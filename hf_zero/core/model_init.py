@@ -1,4 +1,4 @@
-"""``zero.Init``: parameters become shards while the model is being built."""
+"""Implement ``zero.Init``: parameters become shards while the model is being built."""
 
 from __future__ import annotations
 
@@ -61,17 +61,17 @@ class ModelInit:
 
     Args:
         group: Data-parallel process group; None is all ranks.
-        replicate: Shard groups that it is divided into.
+        replicate: Number of shard groups that the process group is divided into.
         dtype: Type floating-point parameters are cast to when the model is built; None leaves them.
         device: Where shards live; None is the device of the local rank.
         enabled: False makes it do nothing.
         shard_storage: Where shards rest between uses.
-        listener: Is told what happens to the parameters.
-        keeps: Gives the types of parameters of a model, by ``id``, that the cast leaves alone.
+        listener: Is notified of changes to the parameters.
+        keeps: Returns the parameters of a model that the cast skips: dtypes by the parameters' ``id``.
 
     Attributes:
-        fills_meta: Parameters and buffers that are on the meta device at exit get memory, parameters divided: for a load, which is
-            to give all of them values. Otherwise they stay as they are.
+        fills_meta: Parameters (sharded) and buffers that are on the meta device at exit get memory, because a load will
+            give all of them values. If False, they stay on the meta device.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ModelInit:
         self._built.clear()
 
     def _kept(self) -> KeptTypes:
-        """Return the types that parameters of the models that were built keep."""
+        """Return the parameters of the built models that keep their dtype, by ``id``."""
         inner = {id(child) for module in self._built for child in module.children()}
         kept: dict[int, torch.dtype] = {}
         for module in self._built if self._dtype is not None and self._spec is not None else ():
@@ -155,7 +155,7 @@ class ModelInit:
         if param is not None and find_unit(param) is None:
             self._open[id(module)] = module
         elif param is not None:
-            self._divided.add(module)  # maybe the last that knows it
+            self._divided.add(module)  # this may be the last moment at which the module is reachable
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         if self.fills_meta and buffer is not None and buffer.is_meta:
@@ -168,7 +168,7 @@ class ModelInit:
             for inner in module.modules():
                 if isinstance(inner, ParametrizationList) and inner is module:
                     _initialize_if_skipped(inner)
-                # Constructors repeat a block by deep copies, which come with parameters that were never registered.
+                # Constructors repeat a block with deep copies, whose parameters were never registered.
                 if self._open.pop(id(inner), None) is not None or any(_is_whole(param) for param in inner._parameters.values()):
                     self.shard(inner)
                 for buffer_name, buffer in inner._buffers.items():
@@ -180,7 +180,7 @@ class ModelInit:
                 self._divided.add(parent)
 
     def shard(self, module: nn.Module, kept: KeptTypes | None = None) -> None:
-        """Shards the parameters that ``module`` itself registers; collective. ``kept``: types that some keep, by ``id``.
+        """Shard the parameters that ``module`` itself registers; collective. ``kept``: dtypes that some parameters keep, by ``id``.
 
         Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
         libraries that initialise weights do so on rank 0 alone.
@@ -189,8 +189,8 @@ class ModelInit:
             return
         for param in module._parameters.values():
             if param is not None and find_unit(param) is None and shares_unsharded_memory(param):
-                param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will go
-            if param is not None and param.is_meta:  # looked at again when the module is assigned again, or at exit
+                param.data = param.data.clone()  # a view of an unsharded parameter, whose memory will be freed
+            if param is not None and param.is_meta:  # checked again when the module is assigned again, or at exit
                 self._open[id(module)] = module
         if isinstance(module, ParametrizationList):
             return
@@ -206,16 +206,16 @@ class ModelInit:
 
     @property
     def saves_memory(self) -> bool:
-        """Whether a rank holds less, or holds it elsewhere, for what is sharded: not on one rank without offload, nor switched off."""
+        """Return whether sharding saves or moves memory of this rank: not on one rank without offload, nor if ``enabled`` is False."""
         return self._spec is not None and (self._spec.collectives.world > 1 or self._spec.shard_storage.reshards)
 
     def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> Unit:
-        """Makes one unit of parameters of ``module``, resharded, with rank 0's values; collective.
+        """Make one resharded unit of parameters of ``module``, with rank 0's values; collective.
 
         Args:
             module: Registers them; gets the guards of modules that no engine unshards.
             label: Name of the unit.
-            members: The parameters, and what lies beside them.
+            members: The parameters, with the attributes that the unit keeps for them.
             dtype: Their type from now on.
 
         Returns:
@@ -229,15 +229,16 @@ class ModelInit:
         return unit
 
     def shard_all(self, module: nn.Module) -> None:
-        """Shards every parameter of an existing module, and casts it; collective."""
+        """Shard every parameter of an existing module, and cast it; collective."""
         kept = self._keeps(module) if self._dtype is not None else {}
         for inner in module.modules():
             self.shard(inner, kept)
 
 
 def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast a parameter that has a unit of its own, as ``zero.Init`` makes them; local. Packed weights and parameters that somebody holds
-    whole now stay as they are: ``initialize`` casts the latter."""
+    """Cast a parameter that ``zero.Init`` put into a unit of its own; local. Packed weights, and parameters that are unsharded by a caller
+    now, do not change: ``initialize`` casts the latter.
+    """
     owner = find_unit(param)
     if owner is None or len(owner[0].params) > 1 or is_packed(param) or is_wrapped(param):
         return
@@ -247,11 +248,11 @@ def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _finish_built(unit: Unit, dtype: torch.dtype | None) -> None:
-    """Casts the shard of a unit of a model that is built: its parameters move to a unit of that type, resharded; local.
+    """Cast the shard of a unit of a complete model: its parameters move to a unit of that dtype, resharded; local.
 
     Args:
         unit: A sharded unit.
-        dtype: The type from now on; None keeps the one it was built with.
+        dtype: The new dtype; None keeps the dtype it was built with.
     """
     built = unit.built
     if built is None or not built.shown or unit.state is not UnitState.SHARDED:
@@ -261,7 +262,7 @@ def _finish_built(unit: Unit, dtype: torch.dtype | None) -> None:
 
 
 def _recast(unit: Unit, dtype: torch.dtype) -> Unit:
-    """Move the parameters of a sharded unit to one of another type, resharded; local. Returns that unit."""
+    """Move the parameters of a sharded unit to a unit of another dtype, resharded, and return the new unit; local."""
     unit.shard_storage.flush()
     buffer = host_memory.empty(unit.layout.padded_numel, dtype, unit.collectives.topology.device)
     buffer[unit.owned.start : unit.owned.stop].copy_(unit.shard)
@@ -273,11 +274,11 @@ def _recast(unit: Unit, dtype: torch.dtype) -> Unit:
 
 
 def _fill_meta(module: nn.Module, filled: dict[int, torch.Tensor]) -> None:
-    """Gives the module's own tensors that are on the meta device memory on the host, zeros.
+    """Replace the module's own tensors on the meta device by zeros in host memory.
 
     Args:
         module: The module.
-        filled: What has been made of a tensor, by its id, for those that several modules register.
+        filled: The replacements so far, by the id of the meta tensor, for tensors that several modules register.
     """
     for name, param in module._parameters.items():
         if param is not None and param.is_meta:
@@ -296,7 +297,7 @@ def _is_whole(param: nn.Parameter | None) -> bool:
 
 
 def warn_if_built_whole(module: nn.Module) -> None:
-    """Says once, for a large model, that every rank has held all of it, and how to avoid that."""
+    """Warn once, for a large model, that every rank has built all of it, and say how to avoid this."""
     whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None)
     if whole < _LARGE:
         return
@@ -308,18 +309,20 @@ def warn_if_built_whole(module: nn.Module) -> None:
 
 
 def _apply_unsharded(module: nn.Module, fn: Callable[[nn.Module], None]) -> nn.Module:
-    """``module.apply(fn)`` with the parameters that ``module`` itself registers whole; collective."""
+    """Call ``module.apply(fn)`` with the parameters that ``module`` itself registers unsharded; collective."""
     with GatheredParameters(list(module._parameters.values()), modifier_rank=0):
         return type(module).apply(module, fn)
 
 
 def _smart_apply_unsharded(module: Any, fn: Callable[..., None], *args: Any) -> Any:
-    """``module.smart_apply(fn)``, which pretrained models have, with what ``fn`` may write to whole; collective."""
+    """Call ``module.smart_apply(fn)``, which pretrained models have, with the parameters that ``fn`` may write unsharded; collective."""
     return type(module).smart_apply(module, fn if isinstance(fn, _Unsharded) else _Unsharded(fn), *args)
 
 
 class _Unsharded:
-    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register whole, and keeps what rank 0 writes."""
+    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register unsharded, and keeps the values that rank 0
+    writes.
+    """
 
     def __init__(self, fn: Callable[..., None]) -> None:
         self._fn = fn
@@ -332,18 +335,19 @@ class _Unsharded:
 
 _STAND_INS = ("apply", "smart_apply")
 
-# The real function: who builds a model to fill its weights from a file puts empty functions into torch.nn.init meanwhile.
+# The real function is called: libraries that build a model to fill its weights from a file replace functions of torch.nn.init by empty
+# ones.
 _kaiming_uniform_ = nn.init.kaiming_uniform_
 
 
 def _initialize_if_skipped(originals: ParametrizationList) -> None:
-    """Gives a parametrized weight torch's default values when initialisation is switched off around us.
+    """Give a parametrized weight torch's default values when the surrounding library has switched initialisation off.
 
     Without sharding, ``from_pretrained`` leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
-    ``zero.Init`` it switches constructors' initialisation off and never comes back to them, so they would be whatever was in memory.
+    ``zero.Init`` it switches constructors' initialisation off and never initialises them later, so they would hold uninitialised memory.
     """
     if nn.init.kaiming_uniform_ is _kaiming_uniform_:
         return
-    with torch.no_grad(), torch._C.DisableTorchFunction():  # under a mode, the real function calls the empty one by its name
+    with torch.no_grad(), torch._C.DisableTorchFunction():  # under a torch function mode, the real function calls the empty one by its name
         weight = torch.empty_like(originals())
         originals.right_inverse(_kaiming_uniform_(weight, a=math.sqrt(5)) if weight.dim() > 1 else weight.uniform_(-0.1, 0.1))

@@ -1,6 +1,6 @@
-"""State of an idle engine that waits in host memory, so that something else can have the device.
+"""Move state of an idle engine to host memory, so that other work can use the device.
 
-Who alternates training with generation (an actor and an inference engine on one GPU) moves it between the two. It has nothing to do with
+A script that alternates training with generation (an actor and an inference engine on one GPU) calls it between the two. It is unrelated to
 the ``offload_*`` sections of a configuration, whose state rests on the host all the time.
 """
 
@@ -22,20 +22,20 @@ from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""Moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
+"""Kinds of state: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
 
 
 class Storages:
-    """Memory of tensors, moved to the host and back; the tensors stay the same objects, empty in between.
+    """Memory of tensors, moved to the host and back; the tensor objects stay the same, and are empty in between.
 
     Args:
         tensors: Tensors whose memory is to be moved; views of one memory count once.
-        pool: Where the copies wait.
+        pool: Pool that gives the memory of the copies.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], pool: HostPool) -> None:
         self._pool = pool
-        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor, torch.Tensor]] = []  # each with the block that its copy lies in
+        self._copies: list[tuple[torch.UntypedStorage, torch.Tensor, torch.Tensor]] = []  # each tensor with the block of its copy
         seen: set[int] = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()
@@ -44,16 +44,16 @@ class Storages:
                 block = pool.take(storage.nbytes())
                 copy = block[: storage.nbytes()].copy_(_as_bytes(storage), non_blocking=True)
                 self._copies.append((storage, copy, block))
-        for storage, _, _ in self._copies:  # not before all have a copy: there may be too little memory
+        for storage, _, _ in self._copies:  # not before all tensors have a copy: there may be too little memory
             storage.resize_(0)  # freed in the order of the stream that copies
 
     @property
     def nbytes(self) -> int:
-        """Return bytes that wait on the host."""
+        """Return the number of bytes that are on the host."""
         return sum(copy.numel() for _, copy, _ in self._copies)
 
     def bring_back(self, non_blocking: bool = False) -> None:
-        """Gives the tensors their memory and values again."""
+        """Give the tensors their device memory and values again."""
         for storage, copy, block in self._copies:
             storage.resize_(copy.numel())
             _as_bytes(storage).copy_(copy, non_blocking=non_blocking)
@@ -62,7 +62,7 @@ class Storages:
 
 
 class OffloadedStates:
-    """What of one engine's state waits on the host. Until it is brought back, the engine can neither train nor be saved.
+    """State of one engine that has been moved to the host. Until it is back, the engine can neither train nor be saved.
 
     A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
     the masters are the parameters themselves (fp32), without "hp_params".
@@ -70,9 +70,9 @@ class OffloadedStates:
     Args:
         runtime: Hooks of the engine.
         units: All units.
-        device: Where the engine lives.
+        device: Device of the engine.
         optimizer: None for an engine that only runs forward.
-        gradients: Of each trainable unit.
+        gradients: Gradients of each trainable unit.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class OffloadedStates:
         self._optimizer = optimizer
         self._gradients = gradients
         self._moved: list[Storages] = []
-        self._pool: HostPool | None = None  # where they wait
+        self._pool: HostPool | None = None  # pool of the copies
         self._guards: list[Any] = []  # handles of hooks
 
     @property
     def nbytes(self) -> int:
-        """Return bytes that wait on the host."""
+        """Return the number of bytes that are on the host."""
         return sum(moved.nbytes for moved in self._moved)
 
     def move(self, kinds: Sequence[str], pin_memory: bool) -> None:
-        """Moves state of ``kinds`` to the host; local. What waits there already stays as it is.
+        """Move state of ``kinds`` to the host; local. State that is there already is not touched.
 
         Args:
-            kinds: Of ``KINDS``.
-            pin_memory: Page-lock the copies. That memory stays for the next time, until ``close``.
+            kinds: Names from ``KINDS``.
+            pin_memory: Page-lock the copies. The memory is kept for the next call, until ``close``.
         """
         self._runtime.reshard_for_update()
         if self._runtime.backward.reducer is not None:
@@ -123,7 +123,7 @@ class OffloadedStates:
         self._guard()
 
     def bring_back(self, non_blocking: bool = False) -> None:
-        """Brings back all that waits on the host; local. Does nothing when nothing does."""
+        """Bring all state that is on the host back to the device; local. Does nothing if there is none."""
         for moved in self._moved:
             moved.bring_back(non_blocking)
         self._moved.clear()
@@ -132,22 +132,22 @@ class OffloadedStates:
         self._unguard()
 
     def devices(self, kind: str) -> set[torch.device]:
-        """Return where the state of a ``kind`` lies now; local."""
+        """Return the devices that hold the state of ``kind`` now; local."""
         buffers = kind == "contiguous_grad_buffer"
         tensors = (tensor for gradients in self._gradients for tensor in gradients.pool.tensors()) if buffers else self._tensors(kind)
         return {tensor.device if has_memory(tensor) else torch.device("cpu") for tensor in tensors if tensor.numel()}
 
     def require_none(self, what: str) -> None:
-        """Raises where state that ``what`` needs waits on the host.
+        """Raise if state that ``what`` needs is on the host.
 
         Raises:
-            StateError: Something was moved and not brought back.
+            StateError: Some state was moved and not brought back.
         """
         if self._moved:
             raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
 
     def close(self) -> None:
-        """Lets go of the optimizer, the gradients and the memory for copies."""
+        """Free the references to the optimizer and the gradients, and the memory for copies."""
         self._optimizer, self._gradients, self._pool = None, (), None
 
     def _tensors(self, kind: str) -> Iterator[torch.Tensor]:
@@ -164,7 +164,7 @@ class OffloadedStates:
             yield from (gradients.shard for gradients in self._gradients if gradients.shard is not None)
 
     def _guard(self) -> None:
-        """Puts hooks where values are read without asking the engine: modules, all of them, and the optimizer's own state dict."""
+        """Put hooks at every place that reads values without calling the engine: all modules, and the optimizer's own state dict."""
         self._unguard()
         if not all(has_memory(tensor) for unit in self._units for tensor in unit.own.tensors()[:1]):
             for module in self._runtime.module.modules():

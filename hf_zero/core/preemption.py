@@ -1,4 +1,4 @@
-"""A signal that asks the ranks of an engine to end: who listens for it, and that all ranks have heard of it at the same step."""
+"""Listen for a signal that asks the ranks of an engine to end, and let all ranks notice it at the same step."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from hf_zero.system import signals
 
 @dataclass(frozen=True)
 class PreemptionSettings:
-    """What a configuration says of preemption.
+    """Settings of preemption from a configuration.
 
     Attributes:
-        number: Of the signal; 0 when none is listened for.
-        chosen: The configuration names the signal itself, so it is listened for without further question.
-        folder: Where a step saves that the ranks have agreed to end after; "" when the script or a library saves.
+        number: Number of the signal; 0 to listen for none.
+        chosen: Whether the configuration names the signal itself; then the engine always listens for it.
+        folder: Folder for the checkpoint of the step after which the ranks end; "" if the script or a library saves.
     """
 
     number: int = int(signal.SIGTERM)
@@ -26,16 +26,17 @@ class PreemptionSettings:
 
 
 class Preemption:
-    """What one engine knows of signals.
+    """State of one engine's preemption.
 
     Args:
         settings: From the configuration.
 
     Attributes:
-        settings: The same.
-        signal: Name of the signal that a rank has heard, the same on all ranks from the same step on; "" while there is none.
-        asked: A script asks for it after its steps, so it saves and ends by itself.
-        listens: The signal is listened for, alike on all ranks: one whose engine is not in the main thread hears of it through the others.
+        settings: The argument ``settings``.
+        signal: Name of the signal that a rank has received, the same on all ranks from the same step on; "" while there is none.
+        asked: Whether the script reads ``signal`` after its steps, so that it saves and ends by itself.
+        listens: Whether the ranks listen; the same on all ranks. A rank whose engine is not in the main thread learns of the signal from
+            other ranks.
     """
 
     def __init__(self, settings: PreemptionSettings) -> None:
@@ -46,19 +47,19 @@ class Preemption:
         self._stop: Callable[[bool], None] | None = None
 
     def listen(self) -> None:
-        """Notes the signal from now on, until ``stop``; local."""
+        """Record the signal from now on, until ``stop``; local."""
         self.listens = bool(self.settings.number)
         if self.listens and self._stop is None:
             self._stop = signals.listen(self.settings.number)
 
     def stop(self, deliver: bool = True) -> None:
-        """Puts the former handler back; ``deliver`` to it what was heard and came to no boundary any more."""
+        """Restore the former handler; ``deliver`` passes it a signal that was received and has not been handled at a boundary."""
         stop, self._stop, self.listens = self._stop, None, False
         if stop is not None:
             stop(deliver)
 
     def agree(self, number: int) -> None:
-        """The ranks have agreed that signal ``number`` was heard by one of them."""
+        """Record that the ranks have agreed that one of them received signal ``number``."""
         signals.answer()
         if not self.signal:
             self.signal = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""ZeRO stages 0 to 3 as rows of one table; no other file asks for the number of a stage to decide what to do."""
+"""Define ZeRO stages 0 to 3 as rows of one table; no other file decides by the number of a stage."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hf_zero.errors import ConfigError
 
 @dataclass(frozen=True)
 class StagePolicy:
-    """What a stage shards, and when its gradients are reduced.
+    """Policy of a stage: which state it shards, and when it reduces gradients.
 
     Attributes:
         stage: Its number, for messages.
@@ -33,9 +33,9 @@ class StagePolicy:
         return (self.reduces_each_micro_step or boundary) and not (in_no_sync and self.allows_deferral)
 
 
-# [Note: when stage 1 reduces] Stage 1 reduces in every backward like stages 2 and 3, because the order of summation is part of
-# the result: ranks first, micro-steps second, in all three, makes them equal bit for bit under accumulation too. As with DDP,
-# ``no_sync()`` postpones it to the boundary and saves the traffic.
+# [Note: when stage 1 reduces] Stage 1 reduces in every backward like stages 2 and 3, because the order of summation is part of the result:
+# with ranks first and micro-steps second, all three are equal bit for bit under accumulation too. As with DDP, ``no_sync()`` postpones the
+# reduction to the boundary and saves the traffic.
 _STAGES = {
     0: StagePolicy(0, optimizer_sharded=False, parameters_sharded=False, reduces_each_micro_step=False, allows_deferral=True),
     1: StagePolicy(1, optimizer_sharded=True, parameters_sharded=False, reduces_each_micro_step=True, allows_deferral=True),
@@ -50,7 +50,7 @@ def stage_policy(stage: int, parameters_in_node: bool = False) -> StagePolicy:
 
     Args:
         stage: Its number.
-        parameters_in_node: As the attribute.
+        parameters_in_node: See the attribute of ``StagePolicy``.
 
     Raises:
         ConfigError: The stage is not 0, 1, 2 or 3, or has no such row.

@@ -1,4 +1,4 @@
-"""Further optimizers of the class of a given one: clones with its attributes, ones built anew, and trials of them on small tensors."""
+"""Make further optimizers of the class of a given one: clones with its attributes, new ones, and trials of them on small tensors."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _TRIAL_NUMEL = 16
 
 
 class CollectiveError(BaseException):
-    """A collective was issued inside a trial; no ``except Exception`` of a foreign step may take it for an error of its own."""
+    """Error of a collective inside a trial; a ``BaseException``, so that no ``except Exception`` of a foreign ``step`` catches it."""
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """What a param group says, without its parameters."""
+    """Return the options of a param group, without its parameters."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}
 
 
@@ -29,7 +29,7 @@ def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state:
     """Return an optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
-    other.__dict__.pop("step", None)  # a scheduler that counts calls puts one there, bound to the original
+    other.__dict__.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
     other.param_groups = groups
     if state is not None:
         other.state = state
@@ -37,14 +37,14 @@ def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state:
 
 
 def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """A new optimizer of the same class, with the arguments ``optimizer`` was made with, as far as its defaults tell them."""
+    """Return a new optimizer of the same class, with the constructor arguments of ``optimizer`` as far as its defaults show them."""
     make: Any = type(optimizer)
     built: torch.optim.Optimizer = make(groups, **_constructor_arguments(make, optimizer.defaults))
     return built
 
 
 def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, Any]:
-    """Return the part of ``defaults`` that the constructor names; behind ``**kwargs``, what its base classes name."""
+    """Return the part of ``defaults`` that the constructor accepts; for ``**kwargs``, the names that its base classes accept."""
     names: set[str] = set()
     for ancestor in kind.__mro__:
         if "__init__" not in vars(ancestor):
@@ -60,7 +60,7 @@ def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, An
 
 
 def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
-    """A small matrix (float64, on the optimizer's device) and one gradient per step, whose halves differ in size."""
+    """Return a small matrix (float64, on the optimizer's device) and one gradient per step; the halves of each gradient differ in size."""
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cpu")
@@ -75,7 +75,7 @@ def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
 def try_steps(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> tuple[torch.optim.Optimizer, Tensor]:
-    """Steps a new optimizer of the same class over copies of ``starts``, one gradient each per step.
+    """Step a new optimizer of the same class over copies of ``starts``, with one gradient of each per step.
 
     It draws from the default random generator, which the caller restores.
 
@@ -83,16 +83,16 @@ def try_steps(
         The new optimizer and its first parameter.
 
     Raises:
-        CollectiveError: A step communicates.
+        CollectiveError: The optimizer's step communicates.
     """
     params = [torch.nn.Parameter(start.clone()) for start in starts]
     with _NoCollectives():
         built = build_anew(optimizer, [{"params": params, **copy.deepcopy(options)}])
         train = getattr(built, "train", None)
         if callable(train):
-            train()  # schedule-free optimizers refuse to step before
+            train()  # schedule-free optimizers refuse to step without it
         for step in range(TRIAL_STEPS):
-            torch.default_generator.manual_seed(step)  # for those that draw numbers
+            torch.default_generator.manual_seed(step)  # for optimizers that draw random numbers
             for param, own_grads in zip(params, grads, strict=True):
                 param.grad = own_grads[step].clone()
             built.step()
@@ -100,7 +100,7 @@ def try_steps(
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Stops collectives: a trial runs on one rank, perhaps on not all of them, and the others would not join."""
+    """Mode that stops collectives: a trial runs on one rank, perhaps not on all ranks, so the other ranks would not join."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -109,7 +109,8 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
-    """Return names of what the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by trying it on a small one.
+    """Return the names of the states that the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by a trial on
+    a small one.
 
     Returns:
         None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
@@ -119,7 +120,7 @@ def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> froz
 
 
 def row_names(optimizer: torch.optim.Optimizer, group: int) -> frozenset[str] | None:
-    """As ``state_names`` for a flat row, those alone that have a number per element."""
+    """Return the names of the states of a flat row that have one number per element; see ``state_names``."""
     tried = _tried_state(optimizer, group, 1)
     if tried is None:
         return None
@@ -128,35 +129,38 @@ def row_names(optimizer: torch.optim.Optimizer, group: int) -> frozenset[str] | 
 
 
 def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tuple[dict[str, Any], Tensor] | None:
-    """The state of a small parameter of ``ndim`` dimensions after some steps, and that parameter; None where the class cannot be tried."""
+    """Return the state of a small parameter of ``ndim`` dimensions after some steps, and that parameter; None if the class cannot be
+    tried.
+    """
     start, grads = trial_data(optimizer)
     shape = (*[1] * (ndim - 2), *TRIAL_SHAPE) if ndim >= 2 else (-1,)
     values = [value.float().view(shape) if ndim else value.float().flatten()[0] for value in (start, *grads)]
     with torch.random.fork_rng(devices=[]):
         try:
             built, param = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
-        except (Exception, CollectiveError):  # whatever a foreign constructor or step raises
+        except (Exception, CollectiveError):  # a foreign constructor or step may raise any error
             return None
     return dict(built.state.get(param, {})), param
 
 
 def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
-    """What the optimizer keeps for ``param`` before the first step; empty for nearly all, not so for Adagrad."""
+    """Return the state that the optimizer keeps for ``param`` before the first step; empty for nearly all classes, but not for Adagrad."""
     with torch.random.fork_rng(devices=[]):
         try:
             options = copy.deepcopy(options_of(optimizer.param_groups[group]))
             return dict(build_anew(optimizer, [{"params": [param], **options}]).state.get(param, {}))
-        except Exception:  # whatever a foreign constructor raises
+        except Exception:  # a foreign constructor may raise any error
             return {}
 
 
 def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-    """The states that ``optimizer`` keeps with one number per element, found by stepping a small vector; two fp32 ones where that fails.
+    """Return the states that ``optimizer`` keeps with one number per element and their dtypes, by a trial on a small vector; two fp32
+    states if it fails.
 
     Args:
-        optimizer: Never stepped, with any parameters; stays untouched.
+        optimizer: An optimizer that was never stepped, with any parameters; it is not changed.
         dtype: Type of the masters.
-        device: Where they are updated.
+        device: Device of the update.
     """
     found: dict[str, torch.dtype] = {}
     for group in optimizer.param_groups:
@@ -169,7 +173,7 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
             if optimizer.state:  # made at construction
                 trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
             trial.step()
-        except Exception:  # whatever a foreign optimizer raises on what it was not made for
+        except Exception:  # a foreign optimizer may raise any error on a tensor that it was not made for
             return {"state 1": torch.float32, "state 2": torch.float32}
         entries = state[vector].items() if vector in state else ()
         found.update({name: value.dtype for name, value in entries if isinstance(value, Tensor) and value.shape == vector.shape})

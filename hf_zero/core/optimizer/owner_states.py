@@ -1,4 +1,4 @@
-"""Parameters that one rank updates whole, and the states that it keeps for them."""
+"""Keep the parameters that one rank updates in their full shape, and their optimizer states."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class WholeParam:
-    """A parameter that this rank updates.
+    """A parameter that this rank updates in its full shape.
 
     Attributes:
         unit: Its unit.
-        slot: Where it lies there.
-        param: What the inner optimizer sees, of the full shape; it has values during a step only.
+        slot: Its place in the unit.
+        param: The tensor of full shape that the inner optimizer updates; it has values during a step only.
         writes: Whether this rank writes its state into checkpoints: at stage 0 all ranks hold it, and one of them does.
         inner: The optimizer that updates it.
     """
@@ -36,12 +36,12 @@ class WholeParam:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the inner optimizer keeps for it, live; empty before the first step."""
+        """Return the state that the inner optimizer keeps for the parameter, live; empty before the first step."""
         state: Mapping[str, Any] = self.inner.state.get(self.param, {})
         return state
 
     def install(self, state: dict[str, Any]) -> None:
-        """Replaces its state; an empty one removes it."""
+        """Replace the parameter's state; an empty ``state`` removes it."""
         if state:
             self.inner.state[self.param] = state
         else:
@@ -49,10 +49,11 @@ class WholeParam:
 
 
 class OwnerStates:
-    """``ParamStates`` of parameters with an owner: of the shape that a state has there (a row's moments, say; those of all experts).
+    """``ParamStates`` of parameters that have an owner. A state has the shape that the owner's optimizer gives it: moments of rows, or of
+    all experts.
 
     Args:
-        whole: What this rank updates, by name.
+        whole: Parameters that this rank updates, by name.
         owners: The rank that updates each parameter, by name (at stage 0, where all do, the one that saves its state).
         collectives: The axis of these ranks.
     """
@@ -61,7 +62,7 @@ class OwnerStates:
         self._whole, self._owners, self._net = whole, owners, collectives
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """As in ``ParamStates``: the owner sends it to all."""
+        """Return the complete state, which the owner sends to all ranks; see ``ParamStates.read``."""
         name = unit.layout.slots[index].name
         value = self._present(name, key)
         value = value.detach().clone() if value is not None else None
@@ -79,7 +80,9 @@ class OwnerStates:
         return flat.view(kind[0])
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``: the owner writes, and all learn whether it can. Collective at stages 1 to 3."""
+        """Set the complete state on the owner; all ranks raise if it cannot be set. Collective at stages 1 to 3. See
+        ``ParamStates.write``.
+        """
         name = unit.layout.slots[index].name
         present, owner = self._present(name, key), self._owners.get(name)
         shape = tuple(present.shape) if present is not None else None
@@ -93,12 +96,12 @@ class OwnerStates:
             present.copy_(value.detach())
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """As in ``ParamStates``: all of it, or nothing."""
+        """Return the complete state on the owner, None on other ranks; see ``ParamStates.read_own``."""
         value = self._present(unit.layout.slots[index].name, key)
         return value.reshape(-1) if value is not None else None
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``; does nothing where another rank is the owner."""
+        """Set the state on the owner; do nothing on other ranks. See ``ParamStates.write_own``."""
         name = unit.layout.slots[index].name
         present = self._present(name, key)
         if present is None:
@@ -110,14 +113,14 @@ class OwnerStates:
         present.copy_(value.detach().reshape(present.shape))
 
     def _present(self, name: str, key: str) -> torch.Tensor | None:
-        """Return the tensor that this rank keeps; None where it keeps none of that name."""
+        """Return the state tensor that this rank keeps; None if it keeps none of that name."""
         entry = self._whole.get(name)
         value = entry.state.get(key) if entry is not None else None
         return value if isinstance(value, torch.Tensor) else None
 
 
 def _travels(unit: Unit) -> bool:
-    """Return whether some ranks do not have all of the unit's parameters, which their owners update for them."""
+    """Return whether some ranks do not have all parameters of the unit, so that owners must send updates to them."""
     return unit.layout.world > 1 or unit.collectives.topology.of_experts
 
 

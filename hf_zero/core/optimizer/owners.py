@@ -1,4 +1,4 @@
-"""Choose a rank that owns each whole parameter, and move parameters between their shards and their owners, unit by unit."""
+"""Choose the rank that owns each parameter, and move complete parameters between shards and owners, unit by unit."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_zero.core.units.unit import Unit
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements of a parameter that lie in a row in the shard of one rank; there may be none.
+    """Contiguous elements of a parameter in the shard of one rank; there may be none.
 
     Attributes:
-        inside: Which they are, counted in the parameter.
-        start: Where the first of them lies in the shard.
+        inside: Range of the elements, counted from the start of the parameter.
+        start: Position of the first element in the shard.
     """
 
     inside: Range
@@ -28,14 +28,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Spread:
-    """A trained parameter as the ranks of an axis hold it between them.
+    """A trained parameter as the ranks of an axis share it.
 
     Attributes:
         unit: Position of its unit.
-        slot: Its name, group and whole shape.
-        pieces: What each rank holds, one behind the other in the order in which ``parts`` are.
-        together: So many adjacent ranks hold all of it once: 1 where every rank does.
-        parts: What it is made of where its elements do not lie in the order of the pieces: slices along a later dimension.
+        slot: Its name, group and full shape.
+        pieces: Elements that each rank holds, in the order of ``parts``.
+        together: Number of adjacent ranks that hold all elements once between them; 1 if every rank holds all.
+        parts: Slices along a later dimension, if the elements do not lie in the order of the pieces.
     """
 
     unit: int
@@ -59,31 +59,31 @@ class Owned:
 
     @property
     def unit(self) -> int:
-        """Position of its unit."""
+        """Return the position of the parameter's unit."""
         return self.spread.unit
 
     @property
     def slot(self) -> ParamSlot:
-        """Its name, group and whole shape."""
+        """Return the parameter's name, group and full shape."""
         return self.spread.slot
 
     @property
     def travels(self) -> bool:
-        """Return whether one rank updates it for others; else every rank has it and updates it."""
+        """Return whether one rank updates the parameter for others; otherwise every rank has it and updates it."""
         return self.spread.together > 1
 
     def given_by(self, rank: int) -> Piece | None:
-        """What the owner is given by ``rank``, itself perhaps, to have all of it once."""
+        """Return the piece that ``rank`` (perhaps the owner itself) gives to the owner, so that the owner gets every element once."""
         piece = self.spread.pieces[rank]
         beside = rank // self.spread.together == self.rank // self.spread.together
         return piece if beside and piece.inside.numel else None
 
 
 def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
-    """Return the trained parameters of units that ``world`` ranks divide among them, or that each of them has; by unit, and then by offset.
+    """Return the trained parameters of units, which ``world`` ranks share or each have completely; sorted by unit, then offset.
 
     Args:
-        layouts: Of the units.
+        layouts: Layouts of the units.
         world: Number of ranks.
     """
     found = []
@@ -97,12 +97,13 @@ def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
 
 
 def spread_of_experts(unit: int, layouts: Sequence[UnitLayout], parts: Sequence[Mapping[str, TpShard]], world: int) -> list[Spread]:
-    """Return the trained parameters of a unit of experts; as ``spread_of``.
+    """Return the trained parameters of a unit of experts, as ``spread_of`` does.
 
     Args:
-        unit: Its position.
-        layouts: Of the unit on each of the adjacent ranks that hold all experts between them; ranks at equal distances have the same.
-        parts: By name, which part of a parameter each of them holds.
+        unit: Position of the unit.
+        layouts: Layout of the unit on each of the adjacent ranks that hold all experts between them; ranks at equal distances have the
+            same.
+        parts: The part of each parameter that each of these ranks holds, by name.
         world: Number of ranks.
     """
     found = []
@@ -131,11 +132,11 @@ def _trained(layout: UnitLayout) -> Iterator[ParamSlot]:
 
 
 def assign_owners(spread: Sequence[Spread], world: int) -> tuple[Owned, ...]:
-    """Gives every trained parameter to one rank; the same on all ranks.
+    """Assign every trained parameter to one rank; the result is the same on all ranks.
 
     From the largest to the smallest, a parameter goes to the rank whose shard holds most of it, as long as that rank stays within an
     equal share of all elements; else to the rank with fewest so far. So no rank has more than an equal share and one parameter, and
-    what need not travel stays where it is.
+    parameters that need not travel stay on their rank.
 
     Args:
         spread: The parameters.
@@ -156,15 +157,15 @@ def assign_owners(spread: Sequence[Spread], world: int) -> tuple[Owned, ...]:
 
 
 def share_out(sizes: Sequence[int], world: int, wish: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
-    """Gives things to ranks, from the largest to the smallest; the same on all ranks.
+    """Assign items to ranks, from the largest to the smallest; the result is the same on all ranks.
 
     Args:
-        sizes: Of the things.
+        sizes: Sizes of the items.
         world: Number of ranks.
-        wish: The rank that should get a thing, by its position and what each rank has so far; None is the one with least.
+        wish: Returns the preferred rank of an item, given its position and the load of each rank; None is the rank with the least load.
 
     Returns:
-        A rank for each thing.
+        The rank of each item.
     """
     loads, ranks = [0] * world, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
@@ -175,23 +176,23 @@ def share_out(sizes: Sequence[int], world: int, wish: Callable[[int, Sequence[in
 
 
 def holders(layout: UnitLayout, wanted: Range, world: int) -> list[Range]:
-    """For each rank the part of ``wanted``, elements of the unit, that its shard holds; all is held everywhere by units of stage 0."""
+    """Return for each rank the part of ``wanted`` (elements of the unit) that its shard holds. Every rank holds all of a stage 0 unit."""
     if layout.world == 1:
         return [wanted] * world
     return [wanted.intersect(layout.shard_range(rank)) for rank in range(world)]
 
 
-Tensors = Mapping[str, torch.Tensor]  # by the parameter's name; of its whole shape
+Tensors = Mapping[str, torch.Tensor]  # by the parameter's name; in its full shape
 _Parts = list[list[tuple[str, Piece]]]  # by rank
 
 
 class TensorMoves:
-    """The exchange for one unit. Where each rank has all of its parameters, and where a shard holds all of one, nothing travels.
+    """Exchange of one unit's parameters between shards and owners. A parameter whose owner already holds all of it is not sent.
 
     Args:
         unit: The unit.
         owned: Its trained parameters and their owners.
-        collectives: The axis that parameters are divided over.
+        collectives: The axis of ranks that share the parameters.
     """
 
     def __init__(self, unit: Unit, owned: Sequence[Owned], collectives: Collectives) -> None:
@@ -201,9 +202,9 @@ class TensorMoves:
         self.own = tuple(entry for entry in owned if entry.rank == self._rank or not entry.travels)
         moving = [entry for entry in owned if entry.travels]
         self._divided = bool(moving)
-        # [Note: messages of an exchange] Between two ranks a message is the parts of the one's shard that the other owns, by
-        # offset. Both derive it from the layout and the owners alone. What several groups of ranks hold (experts, at stage 0) comes from
-        # the owner's group, and goes back to all.
+        # [Note: messages of an exchange] A message between two ranks consists of the parts of the sender's shard that the receiver owns,
+        # by offset. Both derive it from the layout and the owners alone. Parameters that several groups of ranks hold (experts, at stage
+        # 0) come from the owner's group, and go back to all.
         mine = [entry for entry in moving if entry.rank == self._rank]
         self._taken: _Parts = [[(entry.slot.name, piece) for entry in mine if (piece := entry.given_by(rank))] for rank in world]
         self._given: _Parts = [
@@ -217,14 +218,14 @@ class TensorMoves:
         return entry.spread.pieces[self._rank].inside.numel == entry.slot.numel
 
     def collect(self, flat: torch.Tensor, what: str) -> tuple[dict[str, torch.Tensor], Pending]:
-        """Brings the parameters that this rank owns together; collective.
+        """Collect the complete parameters that this rank owns; collective.
 
         Args:
-            flat: (shard_numel,): this rank's part of masters, gradients or the like; must stay untouched until the end.
+            flat: (shard_numel,): this rank's part of masters, gradients or the like; must not change until the exchange has ended.
             what: Name for labels.
 
         Returns:
-            Whole tensors, filled when the exchange has been waited for. Those that need not travel are views of ``flat``.
+            Complete tensors, filled when the exchange has been waited for. Tensors that need not travel are views of ``flat``.
         """
         rows = {entry.slot.name: self._room(entry, flat) for entry in self.own}
         whole = {entry.slot.name: _shaped(rows[entry.slot.name], entry) for entry in self.own}
@@ -249,7 +250,9 @@ class TensorMoves:
         return whole, _then(pending, place)
 
     def scatter(self, tensors: Tensors, flat: torch.Tensor, what: str) -> Pending:
-        """The way back: fills ``flat``, (shard_numel,), from the owners' whole ``tensors``; what lies in no parameter stays. Collective."""
+        """Fill ``flat``, (shard_numel,), from the owners' complete ``tensors``; elements that belong to no parameter do not change.
+        Collective.
+        """
         rows = {entry.slot.name: _row(tensors[entry.slot.name], entry) for entry in self.own}
         outgoing = self._for_peers(self._returned, flat, lambda name, piece: rows[name][_inside(piece)])
         incoming = self._from_peers(self._updated, flat)
@@ -279,26 +282,26 @@ class TensorMoves:
         return self._collectives.exchange_parts(outgoing, incoming, label)
 
     def _for_peers(self, parts_of: _Parts, flat: torch.Tensor, values: Callable[[str, Piece], torch.Tensor]) -> list[torch.Tensor]:
-        """One message per rank; nothing for this one."""
+        """Return one message for each rank; an empty one for this rank."""
         return [
             flat.new_empty(0) if rank == self._rank or not parts else torch.cat([values(name, piece) for name, piece in parts])
             for rank, parts in enumerate(parts_of)
         ]
 
     def _from_peers(self, parts_of: _Parts, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Room for one message of every other rank."""
+        """Return an empty buffer for the message of every other rank."""
         sizes = [sum(piece.inside.numel for _, piece in parts) for parts in parts_of]
         return [flat.new_empty(0 if rank == self._rank else size) for rank, size in enumerate(sizes)]
 
 
 def _held(owned: Sequence[Owned], rank: int) -> list[tuple[str, Piece]]:
-    """What ``rank`` holds of some parameters."""
+    """Return the pieces of parameters that ``rank`` holds."""
     pieces = [(entry.slot.name, entry.spread.pieces[rank]) for entry in owned]
     return [(name, piece) for name, piece in pieces if piece.inside.numel]
 
 
 def _within(flat: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """``piece`` in this rank's ``flat``."""
+    """Return the view of ``piece`` in this rank's ``flat``."""
     return flat[piece.start : piece.start + piece.inside.numel]
 
 
@@ -307,7 +310,7 @@ def _inside(piece: Piece) -> slice:
 
 
 def _shaped(row: torch.Tensor, entry: Owned) -> torch.Tensor:
-    """Return the parameter in its whole shape: ``row`` itself, or room for it where its parts lie in another order."""
+    """Return the parameter in its full shape: a view of ``row``, or a new tensor if its parts lie in another order."""
     return row.new_empty(entry.slot.shape) if entry.spread.parts else row.view(entry.slot.shape)
 
 
@@ -320,13 +323,13 @@ def _place_parts(whole: torch.Tensor, row: torch.Tensor, entry: Owned) -> None:
 
 
 def _row(whole: torch.Tensor, entry: Owned) -> torch.Tensor:
-    """(numel,) elements in the order of the pieces."""
+    """Return the (numel,) elements in the order of the pieces."""
     parts = entry.spread.parts
     return torch.cat([cut(whole, part).view(-1) for part in parts]) if parts else whole.reshape(-1)
 
 
 def _then(pending: Pending, place: Callable[[], None]) -> Pending:
-    """``pending`` with ``place`` called at its end."""
+    """Return ``pending``, extended to call ``place`` at its end."""
     finish = pending.finish
 
     def both() -> torch.Tensor | None:

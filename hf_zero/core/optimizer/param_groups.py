@@ -1,4 +1,4 @@
-"""The param groups of a torch optimizer: which parameter is in which, and at what rate each is trained."""
+"""Read the param groups of a torch optimizer: the group of each parameter, and the learning rate of each group."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_zero.errors import ConfigError
 
 
 def learning_rates(groups: Iterable[dict[str, Any]]) -> list[float]:
-    """Return the rate of each param group; nan where the optimizer sets it itself (Adafactor with ``relative_step``)."""
+    """Return the learning rate of each param group; nan if the optimizer sets it itself (Adafactor with ``relative_step``)."""
     return [math.nan if group["lr"] is None else float(group["lr"]) for group in groups]
 
 
@@ -40,5 +40,5 @@ def group_of_params(optimizer: torch.optim.Optimizer, names: dict[int, str]) -> 
 
 
 def _is_fresh(optimizer: torch.optim.Optimizer) -> bool:
-    """Return whether it was never stepped. Adagrad fills its state at construction, with step 0."""
+    """Return whether the optimizer was never stepped. Adagrad fills its state at construction, with step 0."""
     return all("step" in state and float(state["step"]) == 0 for state in optimizer.state.values())

@@ -1,4 +1,4 @@
-"""States that an optimizer keeps for single parameters, read and written whole or as far as this rank has them."""
+"""Read and write optimizer states of single parameters, complete or only this rank's part."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ from hf_zero.errors import StateError
 
 
 class ParamStates(Protocol):
-    """Access by unit, position of the parameter in it, and name of the state (``exp_avg``, ...)."""
+    """Access to a state by unit, position of the parameter in the unit, and name of the state (``exp_avg``, ...)."""
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """Return the whole state, a new tensor; None where there is none, as before the first step. Collective."""
+        """Return the complete state, a new tensor; None if there is none, as before the first step. Collective."""
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """Sets the whole state; collective.
+        """Set the complete state; collective.
 
         Raises:
             StateError: On all ranks, if there is no such state yet, or it has another shape.
         """
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """Return this rank's part, 1D; None where it has none. Local."""
+        """Return this rank's part, 1D; None if it has none. Local."""
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """Sets this rank's part. Local.
+        """Set this rank's part. Local.
 
         Raises:
             StateError: There is no such state yet, or it has another shape.
@@ -38,14 +38,14 @@ class ParamStates(Protocol):
 
 
 class SegmentStates:
-    """States that lie like the shards.
+    """States that are sharded like the masters.
 
-    A parameter's states are those of the segments with elements of it: others of its unit may rest, and have none. A rank without elements
-    of the parameter cannot tell whether there is a state, so the ranks vote.
+    The states of a parameter belong to the segments with its elements; other segments of its unit may rest, and have no states. A rank
+    without elements of the parameter cannot tell whether there is a state, so the ranks vote.
 
     Args:
-        segments: Of all units on this rank.
-        settle: Waits for updates that are under way.
+        segments: Segments of all units on this rank.
+        settle: Waits for running updates.
     """
 
     def __init__(self, segments: Segments, settle: Callable[[], None]) -> None:
@@ -53,12 +53,12 @@ class SegmentStates:
         self._settle = settle
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """As in ``ParamStates``, of the parameter's shape."""
+        """Return the complete state in the parameter's shape; see ``ParamStates.read``."""
         parts = self._parts(unit, index, key)
         return gather_param(unit, index, _flat(unit, parts or []), key) if self._is_anywhere(unit, index, key, parts) else None
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``."""
+        """Set the complete state; see ``ParamStates.write``."""
         parts = self._parts(unit, index, key)
         if not self._is_anywhere(unit, index, key, parts):
             raise no_state(key)
@@ -68,12 +68,12 @@ class SegmentStates:
             state.copy_(segment.within(flat))
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """As in ``ParamStates``."""
+        """Return this rank's part; see ``ParamStates.read_own``."""
         parts = self._parts(unit, index, key)
         return unit.shard_part(index, _flat(unit, parts)) if parts is not None else None
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
-        """As in ``ParamStates``."""
+        """Set this rank's part; see ``ParamStates.write_own``."""
         parts = self._parts(unit, index, key)
         if parts is None:
             raise no_state(key)
@@ -83,24 +83,24 @@ class SegmentStates:
             state.copy_(segment.within(flat))
 
     def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
-        """Return the segments with elements of the parameter, and their states; None where any has none, or before the first step."""
+        """Return the segments with elements of the parameter, each with its state; None if any has no state, as before the first step."""
         self._settle()
         found = [(segment, segment.state.get(key)) for segment in self._segments.of(unit)]
         having = [(segment, value) for segment, value in found if isinstance(value, torch.Tensor) and value.shape == segment.tensor.shape]
         where = unit.layout.slots[index].range.intersect(unit.owned).shift(-unit.owned.start)
         parts = [(segment, value) for segment, value in having if segment.range.intersect(where).numel]
         covered = sum(segment.range.intersect(where).numel for segment, _ in parts)
-        stepped = bool(having) or all(segment.rests for segment, _ in found)  # told by the others where it has no elements here
+        stepped = bool(having) or all(segment.rests for segment, _ in found)  # received from other ranks if this rank has no elements of it
         return parts if covered == where.numel and stepped else None
 
     def _is_anywhere(self, unit: Unit, index: int, key: str, parts: Sequence[tuple[OwnedSegment, torch.Tensor]] | None) -> bool:
-        """Return whether there is a state of the parameter, from this rank's ``parts`` of it; collective where parameters are divided."""
+        """Return whether the state exists, from this rank's ``parts`` of it; collective if parameters are sharded."""
         known = parts is not None and bool(parts or not unit.layout.slots[index].numel)
         return unit.collectives.any_rank(known, f"{unit.name}: {key}") if unit.layout.world > 1 else known
 
 
 def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:
-    """Return ``parts`` where they lie in this rank's shard, (shard_numel,), zeros elsewhere.
+    """Return ``parts`` at their positions in this rank's shard, (shard_numel,), with zeros elsewhere.
 
     The type is fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
     """
@@ -112,15 +112,15 @@ def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> tor
 
 
 def no_state(key: str) -> StateError:
-    """Return the error for a state that is not there."""
+    """Return the error for a state that does not exist."""
     return StateError(f"there is no optimizer state {key!r}; states exist after the first step")
 
 
 def write_param(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor) -> None:
-    """Writes this rank's part of the whole ``value`` of parameter ``index`` into the sharded ``flat``, (shard_numel,).
+    """Write this rank's part of the complete ``value`` of parameter ``index`` into the sharded ``flat``, (shard_numel,).
 
     Raises:
-        StateError: The parameter has another number of elements.
+        StateError: ``value`` has another number of elements than the parameter.
     """
     slot = unit.layout.slots[index]
     if value.numel() != slot.numel:
@@ -132,7 +132,7 @@ def write_param(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor)
 
 
 def gather_param(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment; a new tensor. Collective.
+    """Return the full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment, as a new tensor. Collective.
 
     ``what`` names the tensor in the label of the collective.
     """

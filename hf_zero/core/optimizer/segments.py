@@ -1,4 +1,4 @@
-"""Divide shards into segments, one per param group, and step a torch optimizer over a few of them at a time."""
+"""Divide shards into segments, one per param group, and step a torch optimizer over some of them at a time."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_zero.ops.host_optimizer import HostOptimizer
 
 @dataclass(frozen=True)
 class OwnedSegment:
-    """One param group's part of one unit's shard: what the inner optimizer sees as a parameter.
+    """One param group's part of one unit's shard; the inner optimizer treats it as a parameter.
 
     Attributes:
         unit: The unit.
@@ -28,7 +28,7 @@ class OwnedSegment:
         range: Elements, counted from the start of this rank's shard.
         tensor: View of the master, (range.numel,).
         inner: The optimizer that updates it.
-        rests: No update touches it, see [Note: what is trained].
+        rests: Whether updates skip it, see [Note: what is trained].
     """
 
     unit: Unit
@@ -40,12 +40,12 @@ class OwnedSegment:
 
     @property
     def state(self) -> Mapping[str, Any]:
-        """What the inner optimizer keeps for it, live; empty before the first step. Waits for nothing."""
+        """Return the state that the inner optimizer keeps for the segment, live; empty before the first step. Does not wait for updates."""
         state: Mapping[str, Any] = self.inner.state.get(self.tensor, {})
         return state
 
     def install(self, state: dict[str, Any]) -> None:
-        """Replaces its state; an empty one removes it."""
+        """Replace the segment's state; an empty ``state`` removes it."""
         if state:
             self.inner.state[self.tensor] = state
         else:
@@ -59,12 +59,12 @@ class OwnedSegment:
         ]
 
     def divide(self, resting: Collection[int]) -> list[OwnedSegment]:
-        """Return the segments that take its place where the parameters at the positions ``resting`` of the unit rest; local.
+        """Return the segments that replace this one if the parameters at the positions ``resting`` of the unit rest; local.
 
         Each run of parameters that rest or are trained becomes a segment with its part of the states; numbers (``step``) are copied.
         """
         start = self.unit.owned.start + self.range.start
-        runs: list[tuple[int, bool]] = []  # first element inside the segment, and whether it rests
+        runs: list[tuple[int, bool]] = []  # the first element inside the segment, and whether the run rests
         for index, slot in enumerate(self.unit.layout.slots):
             part = slot.range.intersect(self.range.shift(self.unit.owned.start))
             if slot.group == self.group and part.numel and (not runs or runs[-1][1] is not (index in resting)):
@@ -74,7 +74,7 @@ class OwnedSegment:
         return self._cut(runs)
 
     def cut_at(self, starts: Iterable[int]) -> list[OwnedSegment]:
-        """Return segments that begin at its own start and at ``starts``, element positions inside it; all rest as it does."""
+        """Return segments that begin at this one's start and at ``starts``, element positions inside it; each rests if this one does."""
         runs = [(0, self.rests), *((start, self.rests) for start in sorted(starts) if start)]
         return [self] if len(runs) == 1 else self._cut(runs)
 
@@ -91,17 +91,17 @@ class OwnedSegment:
         return pieces
 
     def within(self, flat: torch.Tensor) -> torch.Tensor:
-        """Its part of ``flat``, (shard_numel,); a view."""
+        """Return the segment's part of ``flat``, (shard_numel,); a view."""
         return flat[self.range.start : self.range.stop]
 
     def gradient(self, shard: torch.Tensor) -> torch.Tensor:
-        """Its part of its unit's gradient, (shard_numel,), in its own type."""
+        """Return the segment's part of its unit's gradient, (shard_numel,), in the gradient's dtype."""
         grad = self.within(shard)
         return grad if grad.dtype == self.tensor.dtype else grad.to(self.tensor.dtype)
 
     @property
     def low(self) -> torch.Tensor | None:
-        """Return the part of the shard that its new value is cast to; None where the master is the shard."""
+        """Return the part of the shard to which the new value is cast; None if the master is the shard."""
         return None if self.unit.master is self.unit.shard else self.within(self.unit.shard)
 
 
@@ -115,7 +115,7 @@ class Segments(list[OwnedSegment]):
             self._of.setdefault(id(segment.unit), []).append(segment)
 
     def of(self, unit: Unit) -> list[OwnedSegment]:
-        """Those inside ``unit``."""
+        """Return the segments inside ``unit``."""
         return self._of.get(id(unit), [])
 
     def trained_of(self, unit: Unit) -> list[OwnedSegment]:
@@ -132,7 +132,7 @@ def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[
     """Return the segments of this rank's shards.
 
     Args:
-        inner: Updates them.
+        inner: The optimizer that updates the segments.
         units: Trained units.
         cuts: The ranges of a unit's shard that are updated at a time; no segment reaches across their bounds.
 
@@ -140,7 +140,7 @@ def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[
         StateError: A unit has no master.
     """
     return Segments(
-        # A Parameter without requires_grad: some optimizers look at the type; the view shares the master's memory.
+        # A Parameter without requires_grad, because some optimizers check the class; the view shares the master's memory.
         OwnedSegment(unit, segment.group, part, nn.Parameter(master_of(unit)[part.start : part.stop], requires_grad=False), inner)
         for unit in units
         for segment in unit.layout.segments(unit.rank)
@@ -153,7 +153,7 @@ def master_of(unit: Unit) -> torch.Tensor:
     """Return the unit's master, (shard_numel,).
 
     Raises:
-        StateError: It has none: nothing of it is trained.
+        StateError: The unit has no master, because none of its parameters is trained.
     """
     if unit.master is None:
         raise StateError(f"unit {unit.name} is not trained: it has no master")
@@ -161,7 +161,7 @@ def master_of(unit: Unit) -> torch.Tensor:
 
 
 class SubGroupStepper:
-    """One step of ``optimizer``, taken sub-group by sub-group.
+    """Steps ``optimizer`` once, sub-group by sub-group.
 
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
     state dict, whose groups hold the sub-group's segments and the values that the groups had when the step began. So a counter that an
@@ -170,13 +170,13 @@ class SubGroupStepper:
 
     Args:
         optimizer: The inner optimizer.
-        accumulation_dtype: Type in which gradients are multiplied.
+        accumulation_dtype: Dtype in which gradients are multiplied by the factor.
         threads: The most threads that a native pass uses; None is torch's number.
 
     Attributes:
-        optimizer: As given.
-        values: What the groups said at construction.
-        threads: As given.
+        optimizer: The argument ``optimizer``.
+        values: Options of the groups at construction.
+        threads: The argument ``threads``.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, accumulation_dtype: torch.dtype, threads: int | None = None) -> None:
@@ -194,13 +194,13 @@ class SubGroupStepper:
         factor: float = 1.0,
         lows: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
-        """Updates ``segments``.
+        """Update ``segments``.
 
         Args:
-            segments: Of one sub-group.
-            grads: A gradient of each, of the type it arrived in; may be overwritten.
-            factor: What gradients are multiplied with first.
-            lows: For each where its new value goes as well, in another type; None for nowhere.
+            segments: Segments of one sub-group.
+            grads: The gradient of each segment, in the dtype in which it arrived; may be overwritten.
+            factor: Factor by which gradients are multiplied first.
+            lows: For each segment, a tensor of another dtype that also gets its new value; None if there is none.
         """
         groups = [{**values, "params": []} for values in self.values]
         for segment in segments:
@@ -215,7 +215,9 @@ class SubGroupStepper:
         self._after = groups
 
     def _step(self, other: torch.optim.Optimizer, segments: Sequence[OwnedSegment], grads: Sequence[torch.Tensor], factor: float) -> None:
-        """A torch optimizer: gradients brought to the accumulation type, scaled there, then cast to the master's, as without offload."""
+        """Step a torch optimizer: gradients are cast to the accumulation dtype, multiplied, then cast to the master's dtype, as without
+        offload.
+        """
         for segment, grad in zip(segments, grads, strict=True):
             wide = grad.to(torch.promote_types(self._accumulation_dtype, segment.tensor.dtype))
             segment.tensor.grad = (wide.mul_(factor) if factor != 1.0 else wide).to(segment.tensor.dtype)
@@ -226,7 +228,7 @@ class SubGroupStepper:
                 segment.tensor.grad = None
 
     def finish(self) -> None:
-        """Gives the optimizer's groups the values that its own step has changed."""
+        """Copy the options that the clones' steps have changed into the optimizer's groups."""
         for group, before, after in zip(self.optimizer.param_groups, self.values, self._after, strict=False):
             group.update({key: value for key, value in _values(after).items() if value is not before.get(key)})
 
@@ -239,7 +241,7 @@ def update_with_lows(
     factor: float,
     threads: int,
 ) -> None:
-    """``optimizer.update`` that writes to ``lows`` of any type: 16-bit ones in the same pass, others after it."""
+    """Call ``optimizer.update`` and write to ``lows`` of any dtype: 16-bit ones in the same pass, others after it."""
     fused = [low if low is not None and low.dtype in LOW_TYPES else None for low in lows]
     optimizer.update(params, grads, fused, factor, threads)
     _copy_to(params, [None if done is not None else low for done, low in zip(fused, lows, strict=True)])

@@ -1,4 +1,4 @@
-"""The optimizer users hold: steps the inner torch optimizer over this rank's segments of the masters."""
+"""Define the optimizer that users hold: it steps the inner torch optimizer over this rank's segments of the masters."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from hf_zero.errors import StateError
 
 
 class RankMemory(Protocol):
-    """What a rank keeps from step to step beside masters and optimizer states."""
+    """Tensors that a rank keeps from step to step besides masters and optimizer states."""
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Vectors of this rank: kind -> name -> (n,)."""
+        """Return the vectors of this rank: kind -> name -> (n,)."""
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restores what ``rank_states`` returned."""
+        """Restore what ``rank_states`` returned."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """A torch optimizer over flat master shards.
+    """Torch optimizer over flat master shards.
 
     The inner optimizer is the user's own object (or the one the config asked for): its ``param_groups`` stay live, so a
     learning rate changed by hand or by any scheduler takes effect at the next step. Only what the groups contain is replaced:
@@ -36,21 +36,21 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Attributes:
         inner: The torch optimizer that does the arithmetic.
         units: Trainable units.
-        segments: What ``inner`` updates, in order.
-        state_store: Where masters and moments live.
-        memory: What its gradients' way over the network keeps; None where that is nothing.
+        segments: Segments that ``inner`` updates, in order.
+        state_store: Store of masters and moments.
+        memory: Tensors that the gradient exchange keeps from step to step; None if there are none.
         overflow: Whether the last step was skipped for a gradient that is not finite.
-        cut_segments: Parameters of one segment's range may count their steps differently; alike on all ranks.
+        cut_segments: Whether parameters in one segment's range may have different step counts; the same on all ranks.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
 
     Args:
         inner: Any torch optimizer whose update of an element depends on that element alone.
         units: Trainable units.
-        state_store: As above; None is the training device.
+        state_store: Store of masters and moments; None keeps them on the training device.
     """
 
     def __init__(self, inner: torch.optim.Optimizer, units: Sequence[Unit], state_store: StateStore | None = None) -> None:
-        # Not super().__init__: groups and state are the inner optimizer's own, and must stay the same objects.
+        # Not super().__init__: groups and state belong to the inner optimizer, and must stay the same objects.
         self.inner = inner
         self._optimizer_step_pre_hooks = OrderedDict()
         self._optimizer_step_post_hooks = OrderedDict()
@@ -70,12 +70,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
-        if inner.state:  # made at construction, for the parameters that the segments replace
+        if inner.state:  # state made at construction, for the parameters that the segments replace
             inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
             self.state_store.adopt_states()
 
     def _lay_out(self) -> list[list[torch.Tensor]]:
-        """Makes ``segments``; returns what each group of the inner optimizer holds in place of the model's parameters."""
+        """Create ``segments``; return the tensors that each group of the inner optimizer holds in place of the model's parameters."""
         self.segments = lay_out(self.inner, self.units, self.state_store.ranges)
         groups = range(len(self.inner.param_groups))
         return [[segment.tensor for segment in self.segments if segment.group == index] for index in groups]
@@ -83,7 +83,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
     def updated_tensors(self) -> set[int]:
-        """Return the ids of what the inner optimizer holds in place of the model's parameters."""
+        """Return the ids of the tensors that the inner optimizer holds in place of the model's parameters."""
         return {id(segment.tensor) for segment in self.segments}
 
     def can_rest(self, unit: Unit) -> bool:
@@ -91,7 +91,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.state_store.divides(unit)
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
-        """Let the parameters at these positions, by id of their unit, rest, and train all others; local."""
+        """Exclude the parameters at these positions, by id of their unit, from updates, and train all others; local."""
         self.state_store.settle()
         self._replace(piece for segment in self.segments for piece in segment.divide(resting.get(id(segment.unit), ())))
         self.cut_segments |= any(resting.values())
@@ -123,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Sets what its own ``step`` and ``zero_grad`` call."""
+        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call."""
         self._step, self._clear = step, clear
 
     def dismiss(self) -> None:
@@ -136,18 +136,18 @@ class ShardedOptimizer(torch.optim.Optimizer):
             group["params"] = []
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """One update of masters and shards with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim).
+        """Update masters and shards once with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim).
 
-        ``updated`` is called with each unit, in order, when its shard has its new value; all else is local.
+        ``updated`` is called with each unit, in order, when its shard has its new value; the rest is local.
         """
         self.state_store.update(shards, factor, updated)
-        # What torch's schedulers look at before they warn that they were stepped before the optimizer. A script's scheduler holds the
-        # inner optimizer, whose own `step` is not always what updates.
+        # torch's schedulers look at this before they warn that they were stepped before the optimizer. A script's scheduler holds the
+        # inner optimizer, whose own `step` is not always the method that updates.
         inner: Any = self.inner
         self._opt_called = inner._opt_called = True
 
     def begin_step(self) -> None:
-        """Calls the script's hooks of before a step, when it is known that there is one: its gradients are finite, and complete.
+        """Call the script's pre-step hooks, once a step is certain: its gradients are finite, and complete.
 
         Raises:
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
@@ -157,12 +157,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 raise RuntimeError(f"a step pre-hook returned other arguments for step(): return None, {hook!r} did not")
 
     def end_step(self) -> None:
-        """Calls the script's hooks of after a step, when all parameters have their new values."""
+        """Call the script's post-step hooks, when all parameters have their new values."""
         for hook in (*self._optimizer_step_post_hooks.values(),):
             hook(self, (self,), {})
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Finishes the reduction, clips and updates, as the engine's ``step`` does; for callers that step the optimizer.
+        """Finish the reduction, clip and update, as the engine's ``step`` does; for callers that step the optimizer.
 
         Raises:
             StateError: The engine was destroyed.
@@ -174,7 +174,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drops ``param.grad`` of the model; gradients accumulated for the coming step are kept."""
+        """Drop ``param.grad`` of the model; gradients accumulated for the coming step are kept."""
         if self._clear is not None:
             self._clear()
 
@@ -199,7 +199,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.defaults
 
     def state_dict(self) -> dict[str, Any]:  # type: ignore[override]
-        """Return this rank's part of the state; checkpoints are written by ``save_checkpoint``, which any number of ranks can read."""
+        """Return this rank's part of the state. To save a run use ``save_checkpoint``, which any number of ranks can read."""
         for before in (*self._optimizer_state_dict_pre_hooks.values(),):
             before(self)
         state = self._own_state_dict()
@@ -213,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.inner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:  # type: ignore[override]
-        """Restores what ``state_dict`` of the same rank and world size returned."""
+        """Restore a ``state_dict`` of the same rank and world size."""
         state = dict(state_dict)
         for before in (*self._optimizer_load_state_dict_pre_hooks.values(),):
             changed = before(self, state)
@@ -248,19 +248,19 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def param_states(self) -> ParamStates:
-        """Reads and writes the states of single parameters."""
+        """Return the access to the states of single parameters."""
         return SegmentStates(self.segments, self.state_store.settle)
 
     def offloaded(self) -> Mapping[str, int]:
-        """Return bytes of this rank's offloaded masters and states by the tier they rest on: ``host``, ``nvme``."""
+        """Return the bytes of this rank's offloaded masters and states by tier: ``host``, ``nvme``."""
         return self.state_store.tiers(lambda unit: [value for segment in self.segments.of(unit) for _, value in segment.elementwise()])
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Vectors that differ from rank to rank without being shards, for checkpoints: kind -> unit -> (n,). ``memory`` has them."""
+        """Return the vectors of ``memory``, which differ from rank to rank without being shards, for checkpoints: kind -> unit -> (n,)."""
         return self.memory.rank_states() if self.memory is not None else {}
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restores what ``rank_states`` returned; an optimizer that has none ignores those of another."""
+        """Restore what ``rank_states`` returned; an optimizer without such vectors ignores those of another."""
         if self.memory is not None:
             self.memory.load_rank_states(states)
 

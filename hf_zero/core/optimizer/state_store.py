@@ -1,4 +1,4 @@
-"""Where masters and moments live, and how an update reaches them: all on the training device, unless offload puts them elsewhere."""
+"""Store masters and moments, and run updates on them: all on the training device, unless offload puts them elsewhere."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from hf_zero.memory import host_memory
 from hf_zero.native.passes import LOW_TYPES
 from hf_zero.ops.host_optimizer import HostOptimizer
 
-# Elements of gradients that are cast to the masters' type at a time, a segment at least: 128 MiB in fp32.
+# Number of gradient elements that are cast to the masters' dtype at a time, at least one segment: 128 MiB in fp32.
 _CAST_NUMEL = 1 << 25
 
 
 class StateStore:
-    """The training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
+    """Store on the training device: every segment is there, and one step of the inner optimizer updates all. Offload has a subclass.
 
-    ``ranges`` is asked first; ``bind`` then gives it what it updates, until ``close``.
+    ``ranges`` is called first; ``bind`` then sets the segments that it updates, until ``close``.
 
     Attributes:
         threads: The most threads of a native pass over host memory; None is torch's number.
         inner: The torch optimizer that does the arithmetic.
         units: Trained units, in order.
-        segments: Their segments.
+        segments: Segments of the units.
         in_files: Ids of the units whose masters and states rest in files.
     """
 
@@ -38,7 +38,7 @@ class StateStore:
     segments: Segments
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
-        """Return the parts of ``unit``'s shard that are updated at a time; segments do not reach across their bounds."""
+        """Return the ranges of ``unit``'s shard that are updated at a time; no segment crosses their bounds."""
         return [Range(0, unit.layout.shard_numel)]
 
     def divides(self, unit: Unit) -> bool:
@@ -46,17 +46,17 @@ class StateStore:
         return True
 
     def bind(self, inner: torch.optim.Optimizer, units: Sequence[Unit], segments: Segments) -> None:
-        """Says what is updated; again after segments were cut or units added."""
+        """Set the segments that are updated; called again after segments were cut or units added."""
         self.inner, self.units, self.segments = inner, units, segments
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """Updates masters and shards; local but for what ``updated`` does.
+        """Update masters and shards; local except for ``updated``.
 
         Args:
             grads: This rank's gradients, (shard_numel,) per unit that does not rest; may be overwritten.
-            factor: 0-dim; what the gradients are multiplied with first.
+            factor: 0-dim factor by which the gradients are multiplied first.
             updated: Called with each of these units in order, the same on every rank, when its shard has its new value. The update of a
-                sharded unit may still be under way then.
+                sharded unit may still be running then.
         """
         by_unit = {id(unit): grad for unit, grad in zip(trained_of(self.units), grads, strict=True)}
         fresh = not self.inner.state
@@ -70,7 +70,7 @@ class StateStore:
             updated(unit)
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
-        """One step of the inner optimizer itself, or, where gradients need a copy in the masters' type, several over runs of segments."""
+        """Step the inner optimizer itself once, or several times over runs of segments if gradients need a copy in the masters' dtype."""
         writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
@@ -95,13 +95,15 @@ class StateStore:
     def _update_runs(
         self, runs: Sequence[Sequence[OwnedSegment]], by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, writes_shards: bool
     ) -> None:
-        """Run by run, so that there is a second copy of the gradients of one run only; those that no pass scales are scaled already."""
+        """Update run by run, so that a second copy exists for the gradients of one run only; gradients that no native pass scales are
+        scaled already.
+        """
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
-        scale = float(factor) if writes_shards else 1.0  # a pass runs on the host, where reading the factor is free
+        scale = float(factor) if writes_shards else 1.0  # a native pass runs on the host, where reading the factor costs nothing
         for run in runs:
             grads = [segment.gradient(by_unit[id(segment.unit)]) for segment in run]
             stepper.step(run, grads, scale, [segment.low for segment in run] if writes_shards else None)
-            del grads  # else they last until those of the next run are made
+            del grads  # otherwise these copies would live until the copies of the next run exist
         stepper.finish()
         if writes_shards:
             for unit in trained_of(self.units):
@@ -110,7 +112,7 @@ class StateStore:
             publish(trained_of(self.units))
 
     def _update_in_turn(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """Unit by unit, so that one is all-gathered while the next is updated."""
+        """Update unit by unit, so that one unit is all-gathered while the next is updated."""
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
         writes_shards = self._writes_shards()
         for unit in trained_of(self.units):
@@ -123,8 +125,8 @@ class StateStore:
         stepper.finish()
 
     def _writes_shards(self) -> bool:
-        """Return whether native passes unscale, update and write the 16-bit shards at once."""
-        # A shard that rests elsewhere has a master of its own in fp32 training too, which no pass writes.
+        """Return whether native passes unscale, update and write the 16-bit shards in one pass."""
+        # A shard that rests on another tier has a master of its own in fp32 training too, which no pass writes.
         return (
             isinstance(self.inner, HostOptimizer)
             and self._on_host()
@@ -132,54 +134,58 @@ class StateStore:
         )
 
     def _pays_in_turn(self) -> bool:
-        """Whether the all-gather of updated parameters needs the host, and can overlap with updates; else one launch for all is faster."""
+        """Return whether the all-gather of updated parameters needs the host and can overlap with updates; otherwise one launch for all is
+        faster.
+        """
         gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
         return gathers and not self._has_hooks() and self._on_host()
 
     def _has_hooks(self) -> bool:
-        """Return whether hooks of the inner optimizer expect one step of all."""
+        """Return whether the inner optimizer has hooks, which expect one step of all segments."""
         return bool(self.inner._optimizer_step_pre_hooks or self.inner._optimizer_step_post_hooks)
 
     def _on_host(self) -> bool:
         return all(unit.collectives.topology.device.type == "cpu" for unit in self.units[:1])
 
     def move_to_huge_pages(self) -> None:
-        """Moments, which the inner optimizer made in its first step, go to huge pages."""
+        """Move the moments, which the inner optimizer made in its first step, to huge pages."""
         for state in self.inner.state.values():
             for name, value in state.items():
                 if isinstance(value, torch.Tensor):
                     state[name] = host_memory.moved(value)
 
     def expect(self, scale: float | None) -> None:
-        """A backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows it."""
+        """Note that a backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows
+        it.
+        """
 
     def halt(self) -> None:
-        """All gradients of the step are reduced; their norm comes next."""
+        """Note that all gradients of the step are reduced; their norm comes next."""
 
     def settle(self) -> None:
-        """Waits for updates that are still under way, of all units."""
+        """Wait for running updates of all units."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros for the state ``name`` of a segment, of its shape, where such states rest."""
+        """Return zeros of the segment's shape for its state ``name``, on the tier of such states."""
         return torch.zeros_like(segment.tensor, dtype=dtype)
 
     def adopt_states(self) -> None:
-        """Moves states that were put into the inner optimizer from outside (``load_state_dict``) to where they rest."""
+        """Move states that were put into the inner optimizer from outside (``load_state_dict``) to their tier."""
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
-        """Return bytes of this rank's offloaded state by the tier it rests on: ``host``, ``nvme``. ``kept``: the states of a unit."""
+        """Return the bytes of this rank's offloaded state by tier: ``host``, ``nvme``. ``kept``: the states of a unit."""
         return {}
 
     def close(self) -> None:
-        """Frees files and buffers, and forgets what ``bind`` gave."""
+        """Free files and buffers, and forget the arguments of ``bind``."""
         self.units, self.segments = (), Segments()
 
 
 def cast_runs(segments: Sequence[OwnedSegment], by_unit: Mapping[int, torch.Tensor]) -> list[list[OwnedSegment]]:
-    """Return ``segments`` in order, cut into runs whose gradients are cast at a time; one run where they fit or nothing is cast.
+    """Cut ``segments``, in order, into runs whose gradients are cast at a time; one run if they fit or nothing is cast.
 
     Args:
-        segments: What is updated.
+        segments: Segments that are updated.
         by_unit: The gradient of each unit, (shard_numel,), by the unit's id.
     """
     runs: list[list[OwnedSegment]] = [[]]
@@ -195,10 +201,11 @@ def cast_runs(segments: Sequence[OwnedSegment], by_unit: Mapping[int, torch.Tens
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiplies in place, if there is anything; a factor of 1 that can be read for nothing costs nothing."""
+    """Multiply ``grads`` in place, if there are any; skip a factor of 1 if it can be read without waiting."""
     if not grads:
         return
-    # On a CPU reading the factor is free and most steps need none; on a device it would stall, so one that lies there is not looked at.
+    # On a CPU reading the factor costs nothing and most steps need no multiplication; on a device reading would stall, so a factor there
+    # is not read.
     if factor.device.type == "cpu":
         value = float(factor)
         if value != 1.0:

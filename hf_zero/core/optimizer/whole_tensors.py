@@ -1,4 +1,4 @@
-"""The optimizer users hold when the inner one needs whole tensors: each parameter is updated by one rank, in its own shape."""
+"""Define the optimizer that users hold when the inner one needs complete tensors: one rank updates each parameter, in its full shape."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.observe import span
 
-_IN_FLIGHT = 3  # exchanges; bounds the memory of messages
+_IN_FLIGHT = 3  # exchanges at a time; bounds the memory of messages
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
-    """``ShardedOptimizer`` for an optimizer that looks at whole tensors (their norm, rows, shape).
+    """``ShardedOptimizer`` for an optimizer that looks at complete tensors (their norm, rows, shape).
 
     [Note: whole tensors] Masters stay sharded as always, so everything that reads or writes them is the same. Every trained parameter
     has one owner (``owners.py``), which keeps its optimizer state. In a step, master and reduced gradient of each parameter travel
@@ -40,9 +40,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
     Args:
         inner: Any torch optimizer whose update of a parameter depends on that parameter alone.
         units: Trainable units.
-        collectives: The axis they are divided over.
-        state_store: Where masters live.
-        experts: The ranks of it that hold all experts between them; None where each has all.
+        collectives: The axis of ranks that share the units.
+        state_store: Store of the masters.
+        experts: Ranks of the axis that hold all experts between them; None if each rank has all experts.
     """
 
     def __init__(
@@ -63,7 +63,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
         super().__init__(inner, units, state_store)
 
     def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
-        """Give the parameters of ``units`` owners; returns those that this rank updates. Collective where experts are divided."""
+        """Assign owners to the parameters of ``units``; return the parameters that this rank updates. Collective if experts are shared
+        out.
+        """
         net = self._collectives
         owned = assign_owners(_spread(units, net, self._experts), net.world)
         self._owners |= {entry.slot.name: entry.rank for entry in owned}
@@ -91,7 +93,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return True
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
-        """As ``ShardedOptimizer.rest``."""
+        """Exclude parameters from updates; see ``ShardedOptimizer.rest``."""
         super().rest(resting)
         self._resting = {unit.layout.slots[index].name for unit in self.units for index in resting.get(id(unit), ())}
 
@@ -99,7 +101,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Do nothing: each parameter counts its own steps."""
 
     def extend(self, units: Sequence[Unit]) -> None:
-        """As ``ShardedOptimizer.extend``."""
+        """Train further units; see ``ShardedOptimizer.extend``."""
         self.state_store.settle()
         self.units += units
         has_state = bool(self.inner.state)
@@ -114,11 +116,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self.state_store.bind(self.inner, self.units, self.segments)
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """One update of masters and shards; collective at stages 1 to 3.
+        """Update masters and shards once; collective at stages 1 to 3.
 
         Args:
             shards: This rank's reduced gradients, (shard_numel,) per unit that does not rest; overwritten.
-            factor: 0-dim; what they are multiplied with first.
+            factor: 0-dim factor by which the gradients are multiplied first.
             updated: Called with each unit, in order, when its shard has its new value.
         """
         if any(shard.device != factor.device for shard in shards):  # gradients that offload keeps on the host
@@ -136,7 +138,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return [move for move in self._exchanges if not move.unit.rests]
 
     def _collect(self, grads: Sequence[torch.Tensor]) -> None:
-        """Gives the parameters of this rank their values and gradients."""
+        """Fill the parameters that this rank owns with their values and gradients."""
         under_way: deque[Pending] = deque()
         arriving: list[tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]] = []
         for move, grad in zip(self._moves(), grads, strict=True):
@@ -155,7 +157,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
                 param.grad = gradients[name].to(param.device, param.dtype) if name not in self._resting else None
 
     def _scatter(self, updated: Callable[[Unit], None]) -> None:
-        """Brings the new values back to the shards and publishes them."""
+        """Send the new values back to the shards and call ``updated``."""
         under_way: deque[tuple[Unit, Pending]] = deque()
 
         def take() -> None:
@@ -178,11 +180,11 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
     @property
     def param_states(self) -> OwnerStates:
-        """Reads and writes the states of single parameters."""
+        """Return the access to the states of single parameters."""
         return OwnerStates(self._by_name, self._owners, self._collectives)
 
     def offloaded(self) -> Mapping[str, int]:
-        """Return bytes of offloaded masters, and of the tensors that this rank keeps for the parameters of offloaded units that it owns."""
+        """Return the bytes of offloaded masters, and of the tensors that this rank keeps for parameters it owns of offloaded units."""
         return self.state_store.tiers(
             lambda unit: [
                 value
@@ -194,7 +196,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         )
 
     def dismiss(self) -> None:
-        """Frees states and parameters."""
+        """Free states and parameters."""
         super().dismiss()
         self.whole, self._exchanges, self._by_name = [], [], {}
 
@@ -203,7 +205,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
 
 def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collectives | None) -> list[Spread]:
-    """Return the trained parameters, by unit; of experts those of all ranks. Collective over ``experts``."""
+    """Return the trained parameters, by unit; for experts those of all ranks. Collective over ``experts``."""
     dense = {entry.slot.name: entry for entry in spread_of([unit.layout for unit in units], collectives.world)}
     shared = [index for index, unit in enumerate(units) if unit.collectives.topology.of_experts]
     own = [(units[index].layout, _parts(units[index])) for index in shared]
@@ -224,6 +226,8 @@ def _parts(unit: Unit) -> dict[str, TpShard]:
 
 
 def _rest(unit: Unit, slot: ParamSlot) -> torch.Tensor:
-    """What stands for a parameter between steps: one zero under its full shape, which takes no memory and cannot be written to."""
+    """Return the placeholder of a parameter between steps: one zero expanded to its full shape, which takes no memory and cannot be
+    written to.
+    """
     master = master_of(unit)
     return torch.zeros((), dtype=master.dtype, device=master.device).expand(slot.shape)

@@ -1,4 +1,4 @@
-"""Backwards of one engine's module: makes each block whole before its backward, and sends gradients off as they arrive."""
+"""Run the backwards of one engine's module: unshard each block before its backward, and send gradients off as they arrive."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from hf_zero.observe import logger, note, span
 
 
 class BackwardPhase:
-    """What hooks of outputs and gradients do, from the first gradient to the end of a backward.
+    """Actions of the hooks on outputs and gradients, from the first gradient to the end of a backward.
 
     Attributes:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         reducer: Gradients on their way; None without optimizer.
         begun: Whether a backward has begun and not ended.
-        mixed: In the one that runs, forwards of some micro-batches follow backwards of others (schedules of pipelines).
+        mixed: In the running backward, forwards of some micro-batches follow backwards of others (schedules of pipelines).
         micro_steps: Backwards so far that hand gradients to parameters.
-        on_user_backward: Called when one of them begins that the engine did not start.
-        on_broken_off: Called when one of them has broken off with an error, and its gradients are gone.
-        outputs: What forwards have returned, by which their backwards are noticed.
+        on_user_backward: Called when a micro-step begins that the engine did not start.
+        on_broken_off: Called when a micro-step has failed with an error, and its gradients are lost.
+        outputs: Outputs of forwards, whose gradients show that a backward has begun.
 
     Args:
-        root: Block of what belongs to no other block.
+        root: Block of the modules that belong to no other block.
         blocks: The other blocks, in the model's order.
-        schedule: As the attribute.
-        reducer: As the attribute.
-        stack: Blocks whose forward runs now; none does once a backward has begun.
+        schedule: See the attribute.
+        reducer: See the attribute.
+        stack: Blocks whose forward is running; emptied when a backward begins.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class BackwardPhase:
         self._blocks = (root, *blocks)
         self._stack = stack
         self._count = 0  # backwards so far
-        self._collects = False  # whether the backward that runs hands gradients to parameters
-        self._looked = False  # whether the backward that runs has looked ahead
+        self._collects = False  # whether the running backward gives parameters gradients
+        self._looked = False  # whether the running backward has looked ahead
         self.outputs = WatchedOutputs(root)
         self._part_hook = _hook_of_parts(ref(self))
         self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
 
     def attach(self) -> None:
-        """Puts hooks on the parameters that are trained; ``detach`` takes them out."""
+        """Put hooks on the trained parameters; ``detach`` removes them."""
         for entry in self.reducer.gradients if self.reducer is not None else ():
             self.attach_to(entry)
 
@@ -71,18 +71,18 @@ class BackwardPhase:
         for index, param in enumerate(entry.unit.params):
             if param is not None:
                 requires = param.requires_grad
-                param.requires_grad_(True)  # torch takes hooks of no other; a parameter that was frozen behind its gradient may train again
+                param.requires_grad_(True)  # torch takes hooks of no other; a parameter frozen behind its gradient may train again
                 self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
                 param.requires_grad_(requires)
 
     def let_go(self, unit: Unit, index: int) -> None:
-        """Takes the hook of one parameter out: another engine trains it."""
+        """Remove the hook of one parameter, because another engine trains it."""
         handle = self._handles.pop((id(unit), index), None)
         if handle is not None:
             handle.remove()
 
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
-        """The hook of a parameter.
+        """Return the hook of a parameter.
 
         [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector does not look. A hook that held
         its engine, and so the parameter that it is on, would keep a model for good that nobody has any more.
@@ -105,13 +105,13 @@ class BackwardPhase:
         return collect
 
     def detach(self) -> None:
-        """Takes the hooks of parameters out."""
+        """Remove the hooks of parameters."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
 
     def stop_training(self) -> None:
-        """Lets go of all gradients."""
+        """Drop all gradients and hooks."""
         self.detach()
         if self.reducer is not None:
             self.reducer.clear()
@@ -127,17 +127,17 @@ class BackwardPhase:
     # -- from forward to backward -------------------------------------------------------------------------------------
 
     def watch(self, block: Block, output: Any) -> None:
-        """Arranges for ``block`` to be whole when its backward begins: when the first gradient of an output is known."""
+        """Unshard ``block`` when its backward begins: when the first gradient of one of its outputs is known."""
         # A backward that the user starts must be noticed before checkpointing recomputes a block in it.
         wanted = self.schedule is not None or (block is self._root and self.reducer is not None)
         if wanted and torch.is_grad_enabled():
             self.outputs.left(block, output, self._fired)
 
     def watch_part(self, output: Any) -> None:
-        """Arranges for a backward to be noticed that comes to ``output`` of a module inside a block, and to no output of a block before.
+        """Notice a backward that reaches ``output`` of a module inside a block before it reaches any output of a block.
 
         The loss of such a backward is made of what a hook or an attribute has kept. The blocks that it reaches are then found as others
-        of which nothing tells, [Note: what tells of a backward].
+        that have no watched output, [Note: what tells of a backward].
         """
         if self.schedule is None or self.begun or not torch.is_grad_enabled():
             return
@@ -151,7 +151,7 @@ class BackwardPhase:
             self._look_ahead()
 
     def _fired(self, forward: WatchedForward) -> None:
-        """A gradient of an output of ``forward`` is known."""
+        """Handle the first gradient of an output of ``forward``."""
         if not self.begun:
             self._notice()
         self._look_ahead()
@@ -161,21 +161,21 @@ class BackwardPhase:
                 self._pre_backward(forward.block)
 
     def expect(self, loss: torch.Tensor) -> None:
-        """The backward of ``loss`` is about to run."""
+        """Prepare for the backward of ``loss``, which is about to run."""
         if self.schedule is not None and loss.requires_grad:
             loss.register_hook(outside_compile(lambda _: self._look_ahead()))
 
     def _look_ahead(self) -> None:
-        """Finds out, when the backward that runs has begun, of which blocks it will tell; collective."""
+        """Find out which blocks the backward that has just begun will report; collective."""
         if self.schedule is not None and self.begun and not (self._looked or self.mixed):
             self._looked = True
             self.schedule.foretold(self.outputs.foretell(self._blocks))
 
     def begin(self, mixed: bool = False) -> None:
-        """Begins a micro-step that the engine has started.
+        """Begin a micro-step that the engine has started.
 
         Args:
-            mixed: It is of several micro-batches, whose forwards and backwards take turns; nothing is resharded in it.
+            mixed: The micro-step has several micro-batches, whose forwards and backwards alternate; nothing is resharded in it.
         """
         self._collect()
         if not self.begun:
@@ -235,7 +235,7 @@ class BackwardPhase:
                 self.advance(block)
 
     def recompute(self, block: Block) -> None:
-        """A forward inside backward: activation checkpointing.
+        """Handle a forward inside backward: activation checkpointing.
 
         [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward follows the recomputation at
         once. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
@@ -247,7 +247,7 @@ class BackwardPhase:
         block.recomputed()
 
     def advance(self, block: Block) -> None:
-        """Backward comes to ``block``: makes it whole, and sends gradients of those it has passed off; collective."""
+        """Unshard ``block``, which backward has reached, and send off the gradients of the blocks it has passed; collective."""
         if self.schedule is None:
             return
         passed = self.schedule.backward(block)
@@ -257,10 +257,10 @@ class BackwardPhase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """Ends a backward: joins what other ranks unsharded and reduced; collective. Does nothing outside a backward.
+        """End a backward and join the unshards and reductions of other ranks; collective. Does nothing outside a backward.
 
         Raises:
-            StateError: It broke off with an error on another rank; nothing of it is left here either.
+            StateError: The backward failed on another rank; its gradients are discarded on this rank too.
         """
         if not self.begun:
             return
@@ -274,7 +274,7 @@ class BackwardPhase:
         self._finish()
 
     def _join(self, error: str) -> str:
-        """Issues what is left of this backward on any rank; collective. Returns the errors with which it broke off elsewhere."""
+        """Issue the unshards and reductions that are left of this backward on any rank; collective. Returns the errors of other ranks."""
         with span("end_backward"), outside_transforms():
             SharedBackward.close_all()
             if self.schedule is not None:
@@ -282,7 +282,7 @@ class BackwardPhase:
             return self.reducer.flush(error) if self.reducer is not None else ""
 
     def break_off(self, error: BaseException | None = None) -> None:
-        """The backward that runs broke off with ``error``, None if unknown: forgets it. Collective.
+        """Discard the running backward, which failed with ``error`` (None if unknown). Collective.
 
         [Note: a backward that breaks off on one rank] The others go on with theirs, and wait for this rank in each collective of it. So it
         takes part in what is left, with zeros, and the vote on late gradients tells all ranks that there was an error. An
@@ -291,12 +291,12 @@ class BackwardPhase:
         if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
             try:
                 self._join(repr(error) if error is not None else "an error that the script has caught")
-            except Exception as further:  # the one that comes first is told; the device may have no memory left, or be broken
+            except Exception as further:  # the error of the first rank is reported; the device may have no memory left, or be broken
                 logger.warning("after a backward that broke off this rank could not join the others: %r", further)
         self.abort()
 
     def close(self) -> None:
-        """Issues what is left of this backward's unshards and reductions; collective. See [Note: engines in one backward]."""
+        """Issue the unshards and reductions that are left of this backward; collective. See [Note: engines in one backward]."""
         if self.begun:
             if self.schedule is not None:
                 self.schedule.finish_pass()
@@ -304,7 +304,7 @@ class BackwardPhase:
                 self.reducer.send_all()
 
     def abort(self) -> None:
-        """Forgets a forward or backward that broke off with an error; local."""
+        """Discard a forward or backward that failed with an error; local."""
         if self.schedule is not None:
             self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
@@ -324,7 +324,7 @@ class BackwardPhase:
 
 
 def _hook_of_parts(weak: ref[BackwardPhase]) -> Callable[[torch.Tensor], None]:
-    """The hook of all outputs of modules inside blocks; [Note: hooks of autograd hold nothing]."""
+    """Return the hook for all outputs of modules inside blocks; [Note: hooks of autograd hold nothing]."""
 
     def fired(_grad: torch.Tensor) -> None:
         phase = weak()
@@ -342,7 +342,7 @@ def _hook_of_parts(weak: ref[BackwardPhase]) -> Callable[[torch.Tensor], None]:
 
 
 def begin_inside(phase: BackwardPhase, parts: int) -> None:
-    """Inside the backward that runs others begin, ``parts`` of them, which its graph does not show: they give parameters gradients."""
+    """Start ``parts`` nested backwards that the current graph does not show; they give parameters gradients."""
     if not phase._collects:
         phase._begin_collecting()
     if not phase.begun:
@@ -365,13 +365,13 @@ class SharedBackward:
 
     @classmethod
     def begin(cls, engine: BackwardPhase) -> None:
-        """``engine`` takes part in the backward that runs."""
+        """Register ``engine`` in the running backward."""
         if engine not in cls._begun:
             cls._begun.append(engine)
 
     @classmethod
     def reach(cls, engine: BackwardPhase) -> None:
-        """Backward comes to ``engine``'s module; collective, if it has been in another's before."""
+        """Note that backward has reached ``engine``'s module; collective, if it has been in another engine's module before."""
         if cls._reached and cls._reached[-1] is engine:
             return
         for other in cls._reached:
@@ -383,13 +383,13 @@ class SharedBackward:
 
     @classmethod
     def close_all(cls) -> None:
-        """Backward is over: closes those it has reached, in that order, then the others; collective."""
+        """Close the engines at the end of a backward: those that it has reached, in that order, then the others; collective."""
         for engine in (*cls._reached, *(other for other in cls._begun if other not in cls._reached)):
             engine.close()
 
     @classmethod
     def leave(cls, engine: BackwardPhase) -> None:
-        """``engine`` has ended its part; local."""
+        """Note that ``engine`` has ended its part; local."""
         for known in (cls._begun, cls._reached):
             if engine in known:
                 known.remove(engine)

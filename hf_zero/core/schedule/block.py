@@ -1,4 +1,4 @@
-"""A module, the units that must be whole while it runs, and what is still to come of it."""
+"""Define a block: a module, the units that must be unsharded while it runs, and counts of its pending executions."""
 
 from __future__ import annotations
 
@@ -15,24 +15,24 @@ from hf_zero.observe import logger
 
 @dataclass(eq=False)
 class Block:
-    """A module and its units, with the counts that say whether they are still needed. Only the methods here change the counts.
+    """A module and its units, with the counts that decide whether the units are still needed. Only the methods here change the counts.
 
     Attributes:
         name: Dotted name of the module.
         module: The module.
         units: One per dtype and kind (trainable, frozen).
         read_in_backward: Whether backward reads the parameters' values.
-        gradients: Of the trainable units; empty where nothing is trained.
-        kept: Stays unsharded from this forward to its backward; the schedule's choice.
-        ran: Has run in the present unshard pass, which sets it.
-        open: Forwards of the module running now.
-        pending: Forwards whose backward is still to come.
+        gradients: Gradients of the trainable units; empty if nothing is trained.
+        kept: Whether it stays unsharded from this forward to its backward; the schedule decides.
+        ran: Whether it has run in the present unshard pass, which sets it.
+        open: Number of forwards of the module that are running.
+        pending: Number of forwards whose backward is still to come.
         checkpointed: Forwards without gradient inside a training forward: a recomputation is still to come.
         read_elsewhere: Other modules read its parameters too: it stays unsharded until the phase ends.
-        read_by_root: The root's own forward reads its parameters, and nothing says when the root's backward will.
+        read_by_root: The root's own forward reads its parameters, and no hook announces when the root's backward will.
         externals: Other blocks whose parameters this module reads.
-        silent: A forward with gradients has returned nothing that tells of its backward: what autograd saved keeps its memory,
-            [Note: what tells of a backward].
+        silent: A forward with gradients has returned no tensor whose gradient announces its backward: tensors that autograd saved keep
+            their memory, [Note: what tells of a backward].
         first_node: Number of the first node of the graph that the forward running now can have made.
     """
 
@@ -55,11 +55,11 @@ class Block:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def entered(self, recomputed_later: bool, first_node: int = 0) -> None:
-        """A forward of the module begins.
+        """Count a forward of the module that begins.
 
         Args:
-            recomputed_later: It is one without gradient that backward will run again.
-            first_node: Number that the next node of the graph gets.
+            recomputed_later: The forward runs without gradient, and backward will run it again.
+            first_node: Number of the next node of the graph.
         """
         if not self.open:
             self.first_node = first_node
@@ -71,35 +71,35 @@ class Block:
                     gradients.piecemeal = True
 
     def left(self) -> None:
-        """A forward of the module ends."""
+        """Count a forward of the module that ends."""
         self.open = max(0, self.open - 1)
 
     def broken_off(self) -> None:
-        """No forward of the module runs any more, also where one has not ended."""
+        """Note that no forward of the module runs any more, even if one has not ended."""
         self.open = 0
 
     def watched(self) -> None:
-        """A backward of a forward that ends now is to come."""
+        """Count a forward that ends and whose backward is to come."""
         self.pending += 1
 
     def unwatched(self) -> None:
-        """A forward ends that autograd has recorded, and nothing tells when its backward comes."""
+        """Note that a forward ends that autograd has recorded, but no hook announces its backward."""
         self.silent = True
 
     def backward_began(self) -> None:
-        """The first gradient of an output is there."""
+        """Count a backward: the first gradient of an output is known."""
         self.pending = max(0, self.pending - 1)
 
     def never_comes(self) -> None:
-        """No gradient of an output will be known in the backward that runs."""
+        """Note that no gradient of an output will be known in the running backward."""
         self.pending = 0
 
     def recomputed(self) -> None:
-        """Backward has run a forward again."""
+        """Note that backward has run a forward again."""
         self.checkpointed = max(0, self.checkpointed - 1)
 
     def reset(self) -> None:
-        """The iteration is over: nothing runs, and nothing is to come."""
+        """Reset the counts at the end of an iteration: nothing runs, and no backward is to come."""
         self.open = self.pending = self.checkpointed = 0
         if self.silent:
             self.silent = False
@@ -107,7 +107,7 @@ class Block:
                 unit.let_go_of_left()
 
     def read_by(self, reader: Block, root: Block) -> None:
-        """``reader``'s module, which does not own them, reads parameters of this block: both are unsharded together from now on."""
+        """Note that ``reader``'s module reads parameters that this block owns: both are unsharded together from now on."""
         self.read_elsewhere = True
         self.read_by_root |= reader is root
         if self not in reader.externals and reader is not self:
@@ -118,16 +118,16 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        """Return elements that unsharding it allocates."""
+        """Return the number of elements that unsharding the block allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
 
     def forget_size(self) -> None:
-        """Count ``numel`` again: its units are others."""
+        """Compute ``numel`` again at the next call, because the units have changed."""
         self.__dict__.pop("numel", None)
 
     @property
     def sharded(self) -> bool:
-        """Return whether a unit is neither unsharded nor on its way."""
+        """Return whether a unit is neither unsharded nor being unsharded."""
         for unit in self.units:  # noqa: SIM110 - asked for each block several times a step; any() takes three times as long
             if unit.state is UnitState.SHARDED:
                 return True
@@ -135,7 +135,7 @@ class Block:
 
     @property
     def unsharding(self) -> bool:
-        """Return whether an unshard of it is under way."""
+        """Return whether an unshard of the block is running."""
         for unit in self.units:  # noqa: SIM110
             if unit.state is UnitState.UNSHARDING:
                 return True
@@ -143,7 +143,7 @@ class Block:
 
     @property
     def unsharded(self) -> bool:
-        """Return whether all units are whole now."""
+        """Return whether all units are unsharded now."""
         for unit in self.units:  # noqa: SIM110
             if unit.state is not UnitState.UNSHARDED:
                 return False
@@ -151,7 +151,9 @@ class Block:
 
     @property
     def saved_outside(self) -> bool:
-        """Whether functions outside of its module's forward may have saved its parameters, [Note: parameters that a function saved]."""
+        """Return whether functions outside of the module's forward may have saved its parameters, [Note: parameters that a function
+        saved].
+        """
         return self.read_by_root or any(unit.lent for unit in self.units)
 
     @property
@@ -160,17 +162,18 @@ class Block:
         return all(unit.pinned or not unit.reshards for unit in self.units)
 
     def start_unshard(self) -> None:
-        """Starts the all-gathers; collective."""
+        """Start the all-gathers; collective."""
         for unit in self.units:
             unit.start_unshard()
 
     def unshard(self) -> None:
-        """Makes all units whole; collective unless they are."""
+        """Unshard all units; collective unless they are unsharded."""
         for unit in self.units:
             unit.unshard()
 
     def reshard(self, until_backward: bool = False) -> None:
-        """Drops all units that nobody pins. What autograd saved for the root keeps its memory; else it is filled again in backward.
+        """Drop the whole buffers of all units that are not pinned. Tensors that autograd saved for the root keep their memory; other
+        buffers are filled again in backward.
 
         Args:
             until_backward: A forward with gradients ends, see [Note: parameters that a function saved].
@@ -181,18 +184,18 @@ class Block:
                 unit.show_placeholders()
 
     def forget_left(self) -> None:
-        """Lets go of what resharding has left for the root's backward."""
+        """Free the memory that resharding has kept for the root's backward."""
         for unit in self.units:
             unit.whole.forget_left()
 
     def updated(self) -> None:
-        """The values are to change: what is to come of older ones is void."""
+        """Prepare for an update of the values: pending backwards of older values are void."""
         self.reset()
         self.forget_left()
         for unit in self.units:
             unit.lent = False
 
     def show_placeholders(self) -> None:
-        """Gives sharded parameters their shapes, without values."""
+        """Point sharded parameters at placeholders, which have their shapes but no values."""
         for unit in self.units:
             unit.show_placeholders()

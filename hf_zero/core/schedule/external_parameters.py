@@ -1,4 +1,4 @@
-"""Parameters that a module reads and another one owns, declared by hand."""
+"""Declare parameters that a module reads and another module owns."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _declared: WeakKeyDictionary[nn.Module, list[nn.Parameter]] = WeakKeyDictionary(
 
 
 def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Says that ``module``'s forward reads ``parameter``, which another module owns; before or after ``initialize``.
+    """Declare that ``module``'s forward reads ``parameter``, which another module owns; before or after ``initialize``.
 
     Raises:
         StateError: ``parameter`` is not an ``nn.Parameter``.
@@ -26,11 +26,11 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
-    """Takes back ``register_external_parameter``; does nothing if it was never said."""
+    """Undo ``register_external_parameter``; do nothing if it was never called."""
     known = _declared.get(module, [])
     known[:] = [other for other in known if other is not parameter]
 
 
 def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters declared external to ``module`` itself."""
+    """Return the parameters that are declared external to ``module`` itself."""
     yield from _declared.get(module, ())

@@ -1,4 +1,4 @@
-"""Forwards of one engine's module: makes each block whole before it runs."""
+"""Run the forwards of one engine's module: unshard each block before it runs."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from hf_zero.observe import span
 
 
 class ForwardPhase:
-    """What forward hooks do outside backward.
+    """Actions of the forward hooks outside backward.
 
     Attributes:
-        count: Forwards begun so far: of the whole module, or of a block by itself.
-        failed: Forwards of the whole module for training that raised, without those that were run again.
+        count: Forwards begun so far: of the complete module, or of a block by itself.
+        failed: Training forwards of the complete module that raised, without those that were run again.
         stack: Blocks whose forward runs now, outermost first.
 
     Args:
-        root: Block of what belongs to no other block.
+        root: Block of the modules that belong to no other block.
         schedule: Unshards and reshards; None when nothing is ever resharded.
     """
 
@@ -29,11 +29,11 @@ class ForwardPhase:
         self.stack: list[Block] = []
         self._root = root
         self._schedule = schedule
-        self._raised = False  # the last forward of the whole module, noticed by its own hook
-        self._training = False  # the forward of the whole module began with gradients on
+        self._raised = False  # the last forward of the complete module, recorded by its own hook
+        self._training = False  # whether the forward of the complete module began with gradients on
 
     def enter(self, block: Block) -> None:
-        """A forward of ``block``'s module begins; collective where parameters are sharded."""
+        """Handle a forward of ``block``'s module that begins; collective if parameters are sharded."""
         root = self._root
         with span("pre_forward", block.name):
             if not root.open:
@@ -50,18 +50,18 @@ class ForwardPhase:
             self.stack.append(block)
 
     def unshard(self, block: Block) -> None:
-        """Makes ``block`` and what it reads elsewhere whole; collective."""
+        """Unshard ``block`` and the parameters of other blocks that it reads; collective."""
         if self._schedule is None:
             return
         if self._root.open:
             self._schedule.forward(block)
-        else:  # a part of the model called by itself: no pass, the caller decides what runs
+        else:  # a part of the model called by itself: there is no pass, the caller decides which modules run
             block.unshard()
             for external in block.externals:
                 external.unshard()
 
     def leave(self, block: Block, raised: bool) -> None:
-        """A forward of ``block``'s module ends, if need be with an error; collective at the end of the whole module's."""
+        """Handle a forward of ``block``'s module that ends, perhaps with an error; collective at the end of the complete module."""
         if self.stack and self.stack[-1] is block:
             self.stack.pop()
         block.left()
@@ -76,7 +76,7 @@ class ForwardPhase:
                     self._schedule.end_forward()
 
     def read_behind(self, block: Block) -> None:
-        """Makes ``block`` whole for code that reads it between forward and backward; collective."""
+        """Unshard ``block`` for code that reads it between forward and backward; collective."""
         if self._schedule is not None:
             self._schedule.read_behind(block)
 
@@ -87,22 +87,22 @@ class ForwardPhase:
             self._schedule.break_off(inside)
 
     def raised(self, trains: bool) -> None:
-        """A call of the whole module raised, maybe when its forward was over: a hook behind this one's; local.
+        """Record that a call of the complete module raised, perhaps after its forward was over: in a later hook than this one; local.
 
         Args:
-            trains: It was one for training.
+            trains: The call was for training.
         """
         if not self._raised:
             self._break_off(trains, inside=False)
         self._raised = False
 
     def settle(self) -> None:
-        """A forward that raised on this rank is not run again: lets the others end theirs; collective then."""
+        """Let other ranks end a forward that raised on this rank and is not run again; collective in this case."""
         if self._schedule is not None:
             self._schedule.settle()
 
     def join(self) -> None:
-        """Takes part in a forward that other ranks run and this one does not: its unshards, no computation; collective."""
+        """Take part in a forward that other ranks run and this one does not: its unshards, without computation; collective."""
         self.settle()
         if self._schedule is not None:
             self._schedule.begin_forward(training=False)

@@ -54,11 +54,11 @@ class GatheredParameters:
     ) -> None:
         self._wanted = positions_of(params) if enabled else {}
         self._loose = _loose_of(params) if enabled else []
-        self._loose_sums: list[int] = []  # checksums of these at entry, where no rank's values will be broadcast
+        self._loose_sums: list[int] = []  # checksums of these at entry, if no rank's values will be broadcast
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
-        self._sums: dict[Unit, dict[int, int]] = {}  # checksums at entry of parameters that were whole
+        self._sums: dict[Unit, dict[int, int]] = {}  # checksums at entry of parameters that were unsharded already
         if enabled and fwd_module is not None and params is not None:
             for param in [params] if isinstance(params, torch.Tensor) else list(params):
                 if isinstance(param, nn.Parameter) and find_unit(param) is not None:
@@ -84,7 +84,7 @@ class GatheredParameters:
 
     @property
     def gathered(self) -> list[Unit]:
-        """Return the units that are pinned, while the context is entered."""
+        """Return the units that are pinned while the context is entered."""
         return [unit for unit, _ in self._entered]
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -109,10 +109,10 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _settle(self, failed: bool) -> StateError | None:
-        """Carry changes over that all ranks have made alike; collective for what this context has made whole.
+        """Carry over changes that all ranks have made alike; collective for units that this context has unsharded.
 
         Returns:
-            The error to raise, on all ranks that have none, where changes differ or a rank has left the block with an exception.
+            The error to raise on every rank without an exception, if changes differ or a rank has left the block with an exception.
         """
         for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
             if (checksum := _checksum(loose.data)) != before:
@@ -137,7 +137,7 @@ class GatheredParameters:
 
 
 def _keep(unit: Unit, indices: Iterable[int]) -> None:
-    """Carry what was written to these parameters into shard and master; local."""
+    """Carry writes to these parameters into shard and master; local."""
     if unit.state is UnitState.UNSHARDED:
         adopt_writes(unit)
         return
@@ -149,7 +149,7 @@ def _keep(unit: Unit, indices: Iterable[int]) -> None:
 
 
 def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: bool) -> StateError | None:
-    """Compare parameters over the ranks that hold the same ones; collective. Returns the error for values that differ."""
+    """Compare parameters over the ranks that hold the same ones; collective. Return the error for values that differ."""
     network = units[0].collectives.data
     if network.world == 1:
         return None
@@ -174,7 +174,7 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a number that two tensors with other bits, or with the same ones in another order, hardly share.
+    """Return a checksum: tensors with other bits, or with the same elements in another order, very probably have another one.
 
     On a device it is ``sum(mixed(bits[i] * (2 * i + 1)))`` modulo 2^64: each element enters with its place, and a mix of the high bits into
     the low ones, as in the finalizer of SplitMix64, keeps changes of two elements from cancelling.
@@ -183,21 +183,21 @@ def _checksum(tensor: torch.Tensor) -> int:
     if not values.numel():
         return 0
     if values.device.type == "cpu":
-        # Not through ``numpy()``, which takes the right to free its memory from a buffer for good.
+        # Not through ``numpy()``: afterwards torch could never resize the buffer's storage.
         rows = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
         return zlib.crc32(crc32_chunks(memoryview(rows), _CHUNK_BYTES).tobytes())
     return _sum_of_places(values)
 
 
 def _sum_of_places(values: torch.Tensor) -> int:
-    """As ``_checksum`` on a device; ``values`` is flat, and pieces of it are widened to 64 bits one after the other."""
+    """Return ``_checksum`` on a device; ``values`` is flat, and is widened to 64 bits piece by piece."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
     bits = values.view(whole)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE].to(torch.int64)
         places = torch.arange(start, start + len(piece), dtype=torch.int64, device=values.device)
-        # Without the odd constant all elements of 0 would be alike wherever they lie.
+        # Without the odd constant elements that are 0 would count the same at every position.
         piece = (piece + _ODD) * (2 * places + 1)
         piece = (piece ^ (piece >> 30)) * _ODD
         total += (piece ^ (piece >> 27)).sum(dtype=torch.int64)
@@ -222,7 +222,7 @@ def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> lis
 
 
 def positions_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> dict[Unit, list[int]]:
-    """Return the units that hold any of ``params``, in order of first appearance, and the positions of those in them, each once."""
+    """Return the units that hold any of ``params``, in order of first appearance, with the positions of these parameters, each once."""
     found: dict[Unit, dict[int, None]] = {}
     for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
         owner = find_unit(param) if isinstance(param, torch.Tensor) else None

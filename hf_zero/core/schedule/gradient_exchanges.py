@@ -22,11 +22,11 @@ from hf_zero.native.quantize import can_quantize
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """How what codes lose is kept (Xie et al., "LoCo", arXiv:2407.04480).
+    """Settings of the errors that codes leave and later messages correct (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
         keep: Weight of the old error when a new one is mixed in, from 0 to 1.
-        reset_steps: Errors start from zero again after so many optimizer steps.
+        reset_steps: Number of optimizer steps after which errors are set to zero.
     """
 
     keep: float
@@ -34,14 +34,14 @@ class ErrorFeedback:
 
 
 GRADIENT_ERROR = "loco_error"
-# No unit is called so.
+# Key of the step count; no unit has this name.
 _STEPS = "(steps)"
 _PARTS = "(parts)"
 _SECOND_HOP = " (second hop)"
 
 
 class QuantizedExchange(GradientExchange):
-    """Reduces codes of 4 bits to the owner of each shard, in one hop, or inside nodes and then, coded anew, over them.
+    """Reduces codes of 4 bits to the owner of each shard, in one hop, or inside nodes and then, encoded anew, over nodes.
 
     [Note: errors of gradients] An error is what a rank's own codes of one unit have lost, in the scale of the loss at that time; the codes
     of the second hop have errors of their own. When the loss scale changes, so do the errors. A step that is skipped drops them all,
@@ -50,7 +50,7 @@ class QuantizedExchange(GradientExchange):
     Args:
         collectives: Network of the reductions.
         policy: Element types and factors.
-        feedback: How errors are kept; None keeps none.
+        feedback: Settings of kept errors; None keeps no errors.
         hops: Networks of the two hops over the ranks of ``collectives``; None is one hop.
     """
 
@@ -60,8 +60,8 @@ class QuantizedExchange(GradientExchange):
         super().__init__(collectives, policy)
         self.feedback = feedback
         self.hops = hops
-        self._errors: dict[str, tuple[KeptError, int]] = {}  # by unit and hop, with the elements of a part
-        self._loaded: dict[str, torch.Tensor] = {}  # errors of a checkpoint, until they are needed
+        self._errors: dict[str, tuple[KeptError, int]] = {}  # by unit and hop, with the number of elements of a part
+        self._loaded: dict[str, torch.Tensor] = {}  # errors from a checkpoint, until they are needed
         self._steps = 0
 
     def start(self, message: torch.Tensor, unit: str) -> Pending:
@@ -82,7 +82,9 @@ class QuantizedExchange(GradientExchange):
         return reduce_scatter_codes(self.hops.across, partial, self.policy.accumulation_dtype, unit, error)
 
     def _error(self, message: torch.Tensor, name: str, parts: int) -> KeptError | None:
-        """What the codes of one hop have lost of a unit, for a message in so many parts."""
+        """Return the error that the codes of one hop have left for a unit, for a message in this number of parts; None if errors are not
+        kept.
+        """
         if self.feedback is None:
             return None
         if name not in self._errors:
@@ -108,18 +110,20 @@ class QuantizedExchange(GradientExchange):
     # -- checkpoints ------------------------------------------------------------------------------------------------------
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's errors as their codes, (parts * message_bytes,) uint8 per unit and hop, the parts, and the optimizer steps so far."""
+        """Return this rank's errors as codes, (parts * message_bytes,) uint8 per unit and hop, the number of parts, and the optimizer
+        steps so far.
+        """
         if self.feedback is None:
             return {}
         errors = self._loaded | {name: error.messages.view(-1) for name, (error, _) in self._errors.items()}
         return {GRADIENT_ERROR: {**errors, _STEPS: torch.tensor([self._steps]), _PARTS: self._parts()}}
 
     def _parts(self) -> torch.Tensor:
-        """Into how many parts the messages of each hop are divided."""
+        """Return the number of parts into which the messages of each hop are divided."""
         return torch.tensor([self.collectives.world, self.hops.across.world if self.hops is not None else 1])
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restores what ``rank_states`` returned for this rank; errors of other parts, or that are not there, start from zero."""
+        """Restore what ``rank_states`` returned for this rank; errors that are missing or have another number of parts start from zero."""
         saved = dict(states.get(GRADIENT_ERROR, {}))
         steps, parts = saved.pop(_STEPS, None), saved.pop(_PARTS, None)
         self._steps = int(steps) if steps is not None else 0
@@ -128,7 +132,7 @@ class QuantizedExchange(GradientExchange):
 
 
 class NodeExchange(GradientExchange):
-    """Reduces to the owner of each shard in two hops: of each element one sum leaves a node, in the type of the message.
+    """Reduces to the owner of each shard in two hops; one sum per element leaves a node, in the dtype of the message.
 
     So in 16 bit the sum of a node is rounded once before it crosses, as that of a shard group is.
 
@@ -163,9 +167,9 @@ class ReplicatedGradients(UnitGradients):
 
     Args:
         unit: The unit.
-        exchange: How gradients become one inside the shard group.
-        pool: Of flat buffers.
-        place: Where sums are kept.
+        exchange: Sums gradients inside the shard group.
+        pool: Pool of flat buffers.
+        place: Store of the sums.
         replicas: The network of the ranks that hold this shard.
     """
 
@@ -175,7 +179,7 @@ class ReplicatedGradients(UnitGradients):
         super().__init__(unit, exchange, pool, place)
         self._replicas = replicas
         self._partial = False  # ``shard`` is a sum over the shard group alone, without ``post_scale``
-        self._waiting: torch.Tensor | None = None  # what goes to the replicas next, in the type in which it goes
+        self._waiting: torch.Tensor | None = None  # the message to the replicas, in the dtype in which it is sent
         self._replicating: Pending | None = None
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
@@ -190,14 +194,14 @@ class ReplicatedGradients(UnitGradients):
         self._waiting = received.to(self._policy.message_dtype or travelled)
 
     def _fetch_partial(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum over the shard group so far, which is forgotten here."""
+        """Return the sum over the shard group so far, and drop it from this object."""
         if self.shard is None:
             raise StateError(f"unit {self.unit.name}: no sum to send to the replicas")
         total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, dtype), None, False
         return total
 
     def _make_partial(self) -> None:
-        """Makes a sum over all ranks one to which micro-steps can be added: one replica keeps it, the others have none of it."""
+        """Turn a sum over all ranks into one to which micro-steps can be added: one replica keeps it, the others start from none."""
         if self.shard is None or self._partial:
             return
         if self._replicas.rank > 0:
@@ -214,7 +218,7 @@ class ReplicatedGradients(UnitGradients):
         return True
 
     def finish_reduce(self) -> None:
-        """As ``UnitGradients.finish_reduce``, for the part that is in flight."""
+        """Finish the part of the reduction that is in flight; see ``UnitGradients.finish_reduce``."""
         super().finish_reduce()
         if self._replicating is not None and self._waiting is not None:
             self._replicating.wait()
@@ -222,7 +226,7 @@ class ReplicatedGradients(UnitGradients):
             super()._take(received, received.dtype)
 
     def reduced(self) -> torch.Tensor:
-        """As ``UnitGradients.reduced``; collective where no boundary has brought the sum to the replicas."""
+        """Return the reduced gradient; see ``UnitGradients.reduced``. Collective if no boundary has sent the sum to the replicas."""
         self.finish_reduce()
         if self._partial:
             wide = self._policy.accumulation_dtype
@@ -231,7 +235,9 @@ class ReplicatedGradients(UnitGradients):
         return super().reduced()
 
     def held(self) -> torch.Tensor | None:
-        """As ``UnitGradients.held``; collective in the middle of an accumulation, where the sum is a copy."""
+        """Return the reduced gradient or None; see ``UnitGradients.held``. Collective in the middle of an accumulation, where the sum is a
+        copy.
+        """
         held = super().held()
         if held is None or not self._partial:
             return held

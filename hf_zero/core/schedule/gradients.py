@@ -1,4 +1,4 @@
-"""Gradients of one unit: collected from autograd into a flat buffer, reduced over ranks, accumulated over micro-steps."""
+"""Collect the gradients of one unit from autograd into a flat buffer, reduce them over ranks, and accumulate them over micro-steps."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from hf_zero.memory import host_memory
 
 @dataclass(frozen=True)
 class GradientPolicy:
-    """How gradients travel and where they are summed.
+    """Dtypes, factors and sharding of gradients on the network and in sums.
 
     Attributes:
-        message_dtype: Type on the network; None is the type of what is sent: the parameters' for one micro-step's gradients,
+        message_dtype: Dtype on the network; None is the dtype of the message: the parameters' for one micro-step's gradients,
             the accumulation type for sums of several and at stage 0.
         accumulation_dtype: Type of the sums over ranks and micro-steps.
         pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
@@ -36,13 +36,14 @@ class GradientPolicy:
 
 
 class GradientExchange:
-    """How a unit's gradients become one over all ranks. An optimizer that communicates itself derives its own.
+    """Sum of a unit's gradients over all ranks. An optimizer that communicates itself derives its own class.
 
     Attributes:
         collectives: Network of the reductions.
         policy: Element types and factors.
-        keeps_whole: Nothing is reduced: each rank keeps its own gradients, whole, for the optimizer. Changes only between optimizer steps.
-        completes: The backward that runs completes an optimizer step; the reducer says.
+        keeps_whole: Nothing is reduced: each rank keeps its own gradients, unsharded, for the optimizer. Changes only between optimizer
+            steps.
+        completes: Whether the running backward completes an optimizer step; set by the reducer.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy) -> None:
@@ -53,38 +54,40 @@ class GradientExchange:
 
     @property
     def scale(self) -> float:
-        """What gradients are multiplied with as they are copied into the flat buffer."""
+        """Return the factor by which gradients are multiplied as they are copied into the flat buffer."""
         return self.policy.pre_scale
 
     def start(self, message: torch.Tensor, unit: str) -> Pending:
-        """Sends ``message`` (padded_numel,) of a unit off; collective.
+        """Start the reduction of ``message`` (padded_numel,) of a unit; collective.
 
-        The sum is the result of what is returned, (shard_numel,) where gradients are sharded; without a result ``message`` has become it.
+        The result of the returned object is the sum, (shard_numel,) if gradients are sharded; if it has no result, ``message`` holds the
+        sum.
         """
         if self.policy.sharded and self.collectives.world > 1:
             return self.collectives.reduce_scatter(message, self.policy.accumulation_dtype, unit)
         return self.collectives.all_reduce(message, unit)
 
     def crosses(self, dtype: torch.dtype) -> bool:
-        """Whether what ``start`` gives for messages of ``dtype`` is a sum over this node alone, which ``cross`` takes to the other ones."""
+        """Return whether ``start`` sums messages of ``dtype`` over this node only, so that ``cross`` must continue over the other nodes."""
         return False
 
     def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
-        """Sends the ``partial`` sum off that ``start`` gave; collective, with the sum over all ranks, (shard_numel,), as its result.
+        """Start the sum over nodes of the ``partial`` sum from ``start``; collective. Its result is the sum over all ranks,
+        (shard_numel,).
 
         Args:
             partial: The sums over this node.
-            travelled: Type of the message that ``start`` sent.
+            travelled: Dtype of the message that ``start`` sent.
             unit: Name for labels.
         """
         raise StateError(f"unit {unit}: its reduction has one part")
 
     def stepped(self, skipped: bool, growth: float) -> None:
-        """An optimizer step is over, alike on all ranks; for exchanges that keep something from one step to the next.
+        """Note that an optimizer step is over, alike on all ranks; for exchanges that keep state from one step to the next.
 
         Args:
-            skipped: Its gradients were dropped.
-            growth: The loss scale from now on, divided by the one until now.
+            skipped: The step was skipped and its gradients were dropped.
+            growth: The new loss scale divided by the old one.
         """
 
 
@@ -100,34 +103,36 @@ class BufferPool:
         return free.pop() if free else host_memory.passing(numel, dtype, device)
 
     def give(self, buffer: torch.Tensor) -> None:
-        """Takes back a buffer that nobody reads any more."""
+        """Take back a buffer that nothing reads any more."""
         self._free.setdefault((buffer.numel(), buffer.dtype), []).append(buffer)
 
     def clear(self) -> None:
-        """Frees what is unused."""
+        """Free the buffers that are not in use."""
         self._free.clear()
 
     def tensors(self) -> list[torch.Tensor]:
-        """What is unused now."""
+        """Return the buffers that are not in use."""
         return [buffer for free in self._free.values() for buffer in free]
 
 
-# Gets the unit, its gradient so far, and what waits until that can be read, from any thread.
+# Called from any thread with the unit, its gradient so far, and a function that waits until the gradient can be read.
 Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
 
 
 class GradientPlace:
-    """Where reduced gradients are summed over micro-steps: here, where they arrive. Offload sums them for the host.
+    """Sum of reduced gradients over micro-steps, kept on the device where they arrive. Offload has a subclass that sums on the host.
 
     Args:
-        listener: Told of each new sum.
+        listener: Called with each new sum.
     """
 
     def __init__(self, listener: Listener | None = None) -> None:
         self.listener = listener
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype`` or, for the first, what it arrived in."""
+        """Return the sum of ``total`` and ``received``, both (shard_numel,), in ``dtype``; without a ``total``, in the dtype of
+        ``received``.
+        """
         return received.to(dtype) if total is None else total.add_(received)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
@@ -135,14 +140,15 @@ class GradientPlace:
         return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
 
     def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """``total`` in ``dtype`` where the device can add to it; it may be ``total`` itself."""
+        """Return ``total`` in ``dtype`` on the device, ready for additions; it may be ``total`` itself."""
         return total.to(dtype)
 
     def settle(self, unit: Unit) -> None:
-        """Waits until the sum can be read; from any thread."""
+        """Wait until the sum can be read; from any thread."""
 
 
-# Gradients that are kept until they are copied together take at most so many bytes per unit. A host copies while they are in its cache.
+# Gradients that are kept until they are copied together take at most this number of bytes per unit. A host copies them while they are in
+# its cache.
 _KEPT_ON_HOST = 1 << 18
 _KEPT_ON_DEVICE = 1 << 25
 
@@ -163,13 +169,13 @@ class UnitGradients:
 
     Attributes:
         unit: The unit.
-        exchange: How gradients become one over ranks.
-        place: Where sums are kept.
-        pool: Of flat buffers.
+        exchange: Sums gradients over ranks.
+        place: Store of the sums.
+        pool: Pool of flat buffers.
         shard: The sum over ranks and micro-steps, (shard_numel,); None before the first reduction.
-        passed: This backward has passed the unit's block; the reducer says.
-        piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; the block says.
-        was_late: Gradients once came when the unit had been sent; the reducer says.
+        passed: Whether this backward has passed the unit's block; set by the reducer.
+        piecemeal: In this backward the block runs several times, and its gradients arrive in pieces; set by the block.
+        was_late: Whether gradients once came after the unit had been sent; set by the reducer.
         in_place: Parameters whose further gradients of this backward need no hook.
         places: Shape, strides and first element of each parameter inside the unit.
     """
@@ -186,20 +192,20 @@ class UnitGradients:
         self._policy = exchange.policy
         self._device = exchange.collectives.topology.device
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
-        self._written = [False] * len(unit.layout.slots)  # what `_flat` holds, over all micro-steps since the last reduction
+        self._written = [False] * len(unit.layout.slots)  # whether `_flat` holds the sum of all micro-steps since the last reduction
         self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if self._device.type == "cpu" else _KEPT_ON_DEVICE
-        self._factor = 1.0  # of what is kept
-        self._several = False  # each parameter gets several in this backward
+        self._factor = 1.0  # number of elements in the kept gradients
+        self._several = False  # each parameter gets several gradients in this backward
         self.in_place = InPlace(unit.params)
         self.places = [_place(slot) for slot in unit.layout.slots]
         self._arrived: set[int] = set()  # positions of the parameters that had a gradient in this backward
-        self._aside: torch.Tensor | None = None  # what came too late, (padded_numel,) in the accumulation type; see `set_aside`
-        self._sent: torch.Tensor | None = None  # what the reduction in flight reads; back to the pool when it ends
+        self._aside: torch.Tensor | None = None  # gradients that came too late, (padded_numel,) in the accumulation type; see `set_aside`
+        self._sent: torch.Tensor | None = None  # the tensor that the reduction in flight reads; back to the pool when it ends
         self._pending: Pending | None = None
-        self._halfway: tuple[torch.Tensor, torch.dtype] | None = None  # a sum over the node that waits for its turn to cross, and its type
+        self._halfway: tuple[torch.Tensor, torch.dtype] | None = None  # a sum over the node that waits for its turn to cross, and its dtype
         self._crossing: Pending | None = None
         self._spare: torch.Tensor | None = None  # the last local gradient's memory, for the next one
 
@@ -215,12 +221,13 @@ class UnitGradients:
 
     @property
     def done(self) -> bool:
-        """Return whether nothing more is expected in this backward, so that it may be sent off when its turn comes."""
-        # What was late once came when backward had passed its block, or after all parameters had a gradient: only the end tells.
+        """Return whether no more gradients are expected in this backward, so that the unit may be sent when its turn comes."""
+        # A unit that was late once got gradients after backward had passed its block, or after all parameters had one: it waits for the
+        # end.
         return not (self.piecemeal or self.was_late) and (self.passed or len(self._arrived) >= len(self._written))
 
     def unused(self) -> list[str]:
-        """Return names of the parameters that require a gradient and had none on this rank since the last step."""
+        """Return the names of the parameters that require a gradient and had none on this rank since the last step."""
         owners = zip(self.unit.params, self.unit.layout.slots, self._used, strict=True)
         wanted = ((slot, used) for param, slot, used in owners if param is not None and param.requires_grad and slot.numel)
         return [slot.name for slot, used in wanted if not used]
@@ -230,23 +237,23 @@ class UnitGradients:
         return self._used[index]
 
     def begin_backward(self) -> None:
-        """A new backward: no gradient has arrived yet."""
-        self._write_kept()  # of a unit that the last one did not complete
+        """Begin a new backward: no gradient has arrived yet."""
+        self._write_kept()  # the last backward did not complete the unit
         self.in_place.end()
         self._arrived.clear()
         self.passed = self.piecemeal = False
 
     def collect(self, index: int, deferred: bool, factor: float = 1.0, several: bool = False) -> None:
-        """Takes the gradient of parameter ``index`` from autograd.
+        """Take the gradient of parameter ``index`` from autograd.
 
         Args:
             index: Position in the unit.
             deferred: The reduction comes in a later micro-step, so sum in the accumulation type meanwhile.
-            factor: Multiplied with the gradient; the same in all of a backward.
-            several: Each parameter gets several in this backward, and the unit is not sent before its end.
+            factor: Factor of the gradient; the same throughout a backward.
+            several: Each parameter gets several gradients in this backward, and the unit is not sent before its end.
 
         Raises:
-            StateError: It is the gradient of an empty tensor: a function took the parameter while it was divided.
+            StateError: It is the gradient of an empty tensor: a function read the parameter while it was sharded.
         """
         if index in self.in_place.indices:
             return
@@ -258,7 +265,7 @@ class UnitGradients:
         self.accept(index, grad, deferred, factor, several)
 
     def accept(self, index: int, grad: torch.Tensor, deferred: bool, factor: float = 1.0, several: bool = False) -> None:
-        """Take ``grad``, of the whole shape, as a gradient of parameter ``index``; else as ``collect``."""
+        """Take ``grad``, of the full shape, as a gradient of parameter ``index``; the other arguments are those of ``collect``."""
         if not grad.numel():
             _refuse_empty(self.unit.layout.slots[index])
         if grad.is_sparse:
@@ -267,13 +274,13 @@ class UnitGradients:
             self.finish_reduce()
         if self._flat is None:
             self._allocate(deferred)
-        if index in self._kept:  # a second one of this backward
+        if index in self._kept:  # the parameter's second gradient of this backward
             self._write_kept()
         self._factor, self._several = factor, several
         self._used[index] = True
         self._arrived.add(index)
         nbytes = grad.nbytes
-        if nbytes >= self._most_kept or index in self.in_place.indices:  # what comes next is added to it at once
+        if nbytes >= self._most_kept or index in self.in_place.indices:  # later gradients are added to it at once
             self._write({index: grad})
             return
         self._kept[index] = grad
@@ -282,13 +289,13 @@ class UnitGradients:
             self._write_kept()
 
     def _write_kept(self) -> None:
-        """Copies what is kept into the flat buffer; see [Note: kept gradients]."""
+        """Copy the kept gradients into the flat buffer; see [Note: kept gradients]."""
         if self._kept:
             kept, self._kept, self._kept_bytes = self._kept, {}, 0
             self._write(kept)
 
     def _write(self, grads: Mapping[int, torch.Tensor]) -> None:
-        """Brings gradients, by position, into the flat buffer, scaled; those of parameters that it holds already are added."""
+        """Scale gradients, by position, and write them to the flat buffer; if it holds one of the same parameter already, add to it."""
         flat = self._flat
         if flat is None:
             raise StateError(f"unit {self.unit.name}: gradients without a buffer")
@@ -299,7 +306,7 @@ class UnitGradients:
         places: dict[int, torch.Tensor] = {}
         for index, grad in grads.items():
             shape, stride, offset = self.places[index]
-            places[index] = target = flat.as_strided(shape, stride, start + offset)  # half of what slicing and a view cost
+            places[index] = target = flat.as_strided(shape, stride, start + offset)  # this costs half as much as slicing and a view
             (added if self._written[index] else copied).append((target, grad))
             self._written[index] = True
         if added:
@@ -320,7 +327,7 @@ class UnitGradients:
             layout = self.unit.layout
             keep_wide = deferred or not self._policy.sharded
             dtype = self._policy.accumulation_dtype if keep_wide else (self._policy.message_dtype or layout.dtype)
-            # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, everything else is overwritten.
+            # Empty, not zeroed: gaps and missing parameters are zeroed in start_reduce, all other elements are overwritten.
             spare, self._spare = self._spare, None
             if spare is None or spare.dtype != dtype:
                 spare = self.pool.take(layout.padded_numel, dtype, self._device)
@@ -328,7 +335,7 @@ class UnitGradients:
         return self._flat
 
     def _zero_unwritten(self, flat: torch.Tensor) -> None:
-        """Zeroes what no gradient was written to: parameters unused on this rank, gaps, padding."""
+        """Zero the elements to which no gradient was written: parameters unused on this rank, gaps, padding."""
         for start, stop in self.unit.layout.gaps:
             flat[start:stop].zero_()
         if not all(self._written):
@@ -337,14 +344,14 @@ class UnitGradients:
                     flat[slot.range.start : slot.range.stop].zero_()
 
     def start_reduce(self) -> Pending:
-        """Sends this rank's gradients off, zeros where it has none; collective."""
+        """Start the reduction of this rank's gradients, with zeros where it has none; collective."""
         if self._pending is not None:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self._allocate(deferred=False)
         self._write_kept()
         self.in_place.end()
         self._zero_unwritten(flat)
-        # What was summed over micro-steps in the accumulation type travels in it too, unless the configuration names another.
+        # Sums over micro-steps in the accumulation dtype are sent in this dtype, unless the configuration names another one.
         wanted = self._policy.message_dtype or flat.dtype
         message = flat if flat.dtype == wanted else flat.to(wanted)
         self._pending = self.exchange.start(message, self.unit.name)
@@ -355,11 +362,11 @@ class UnitGradients:
 
     @property
     def late(self) -> bool:
-        """Return whether gradients of this rank have come when the unit had been sent."""
+        """Return whether gradients of this rank came after the unit had been sent."""
         return self._aside is not None
 
     def set_aside(self) -> None:
-        """Keeps what has come too late apart, until the ranks have agreed to reduce it: more may come in further micro-steps."""
+        """Set late gradients aside until the ranks have agreed to reduce them; further micro-steps may add more."""
         if not self.has_local or self._flat is None:
             return
         self._write_kept()
@@ -371,7 +378,7 @@ class UnitGradients:
         self._aside = wide if self._aside is None else self._aside.add_(wide)
 
     def start_reduce_late(self) -> Pending:
-        """Sends off what was set aside, zeros where this rank has nothing; collective."""
+        """Start the reduction of the gradients that were set aside, with zeros where this rank has none; collective."""
         self._flat, self._aside = self._aside, None
         if self._flat is not None:
             self._written = [True] * len(self._written)
@@ -379,7 +386,7 @@ class UnitGradients:
         return self.start_reduce()
 
     def finish_reduce(self) -> None:
-        """Waits for the part of a reduction that is in flight, if any, and adds the result of the last part to ``shard``."""
+        """Wait for the part of a reduction that is in flight, if any, and add the result of the last part to ``shard``."""
         if self._crossing is not None and self._halfway is not None:
             (_, travelled), total = self._halfway, self._crossing.received()
             self._halfway = self._crossing = None
@@ -398,14 +405,14 @@ class UnitGradients:
             self._take(received, sent.dtype)
 
     def start_next_part(self) -> bool:
-        """Sends off what the last part of the reduction has left to be sent, if anything; collective.
+        """Start the next part of the reduction, if there is one; collective.
 
         [Note: parts of a reduction] A sum over a node goes on to the other nodes, one over a shard group to its replicas. Each part starts
         when the reducer takes the unit from the queue of the part before: a place in the order of reductions ([Note: one order]) that
         depends on nothing else. So every part has one order, on a group of its own, and overlaps with backward.
 
         Returns:
-            Whether something was sent: ``finish_reduce`` ends this part too.
+            Whether a part was started; ``finish_reduce`` ends it too.
         """
         if self._halfway is None or self._crossing is not None:
             return False
@@ -413,11 +420,11 @@ class UnitGradients:
         return True
 
     def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
-        """Adds a sum over ranks to ``shard``.
+        """Add a sum over ranks to ``shard``.
 
         Args:
             received: The sum, (shard_numel,), without ``post_scale``.
-            travelled: Its type on the network.
+            travelled: Its dtype on the network.
         """
         if self._policy.post_scale != 1.0:
             received.mul_(self._policy.post_scale)
@@ -428,7 +435,7 @@ class UnitGradients:
     def reduced(self) -> torch.Tensor:
         """Return the reduced gradient of this rank's shard, (shard_numel,); zeros if no backward reached the unit.
 
-        Where nothing is reduced, this rank's own of the whole unit, (padded_numel,).
+        If the exchange does not reduce, this is the rank's own gradient of the complete unit, (padded_numel,).
         """
         if self.exchange.keeps_whole:
             return self.own_whole()
@@ -438,7 +445,7 @@ class UnitGradients:
         return held
 
     def own_whole(self) -> torch.Tensor:
-        """Return this rank's gradients that are not reduced, of the whole unit, (padded_numel,); zeros where it has none."""
+        """Return this rank's own gradients, not reduced, of the complete unit, (padded_numel,); zeros where it has none."""
         self.finish_reduce()
         flat = self._allocate(deferred=True)
         self._write_kept()
@@ -446,23 +453,23 @@ class UnitGradients:
         return flat
 
     def held(self) -> torch.Tensor | None:
-        """As ``reduced``, ready to be read; None if no backward reached the unit."""
+        """Return ``reduced()``, ready to be read; None if no backward reached the unit."""
         self.finish_reduce()
         if self.shard is not None:
             self.place.settle(self.unit)
         return self.shard
 
     def writable(self) -> torch.Tensor:
-        """As ``reduced``, in the accumulation type, for callers that change it."""
+        """Return ``reduced()`` in the accumulation dtype, for callers that change it."""
         self.shard = self.reduced().to(self._policy.accumulation_dtype)
         return self.shard
 
     def clear(self) -> None:
-        """Forgets everything accumulated, after a step or to discard a broken one."""
+        """Discard all accumulated gradients, after a step or after a backward that failed."""
         self.held()
         if self.exchange.keeps_whole:
             self._spare = self._flat
-        elif self._several and self._device.type == "cpu":  # else the sum may be the host's, of a device's gradients
+        elif self._several and self._device.type == "cpu":  # otherwise the sum may be the host's, of gradients on a device
             self._spare = memory_to_keep(self.shard, self.unit.layout.padded_numel)
         self.shard = self._flat = self._halfway = self._aside = None
         self._kept, self._kept_bytes = {}, 0
@@ -474,13 +481,13 @@ class UnitGradients:
 
 
 def tensors_of(gradients: UnitGradients) -> list[torch.Tensor]:
-    """What holds gradients of a unit now, on their way included; waits for nothing."""
+    """Return the tensors that hold gradients of a unit now, those in flight included; does not wait."""
     held = [gradients._halfway[0] if gradients._halfway is not None else None, *gradients._kept.values(), *vars(gradients).values()]
     return [value for value in held if isinstance(value, torch.Tensor)]
 
 
 def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
-    """Shape, strides and first element of a parameter inside its unit."""
+    """Return the shape, strides and first element of a parameter inside its unit."""
     return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset
 
 

@@ -1,4 +1,4 @@
-"""A sharded parameter that code behind the forward has looked up: its shape at once, its values when something computes with it."""
+"""Look up sharded parameters outside of a forward: code gets the shape at once, and the values when it computes with them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 from hf_zero.core.units.sharded_parameter import ShardedParameter
 from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 
-# Looks that need no values, by the name of torch's function.
+# Functions that need no values, by name.
 _LOOKS = frozenset(
     (
         *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__", "__hash__", "__dir__"),
@@ -35,17 +35,17 @@ _VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))  # attribute
 
 
 class LateParameter(ShardedParameter):
-    """A parameter that shows a placeholder, until something computes with it.
+    """A parameter that shows a placeholder until some code computes with it.
 
     [Note: late values] ``model.head.weight`` in a loss behind the forward wants values, and ``model.head.weight.dtype`` in a log wants
-    none; a gather for a log on one rank would meet whatever the other ranks gather next. The lookup is the same, so the parameter is given
-    its shape and this class there, both without communication, and torch tells of the first operation on it. Whatever points
+    none; a gather for a log on one rank would collide with the next gather of the other ranks. The lookup is the same, so the parameter
+    is given its shape and this class there, both without communication, and torch tells of the first operation on it. Whatever points
     the parameter elsewhere, a gather or a reshard, takes the class away.
     """
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Unshards first, unless ``func`` only looks."""
+        """Unshard first, unless ``func`` needs no values."""
         if not _only_looks(func):
             for leaf in tree_leaves((args, kwargs)):
                 if isinstance(leaf, LateParameter):
@@ -55,11 +55,11 @@ class LateParameter(ShardedParameter):
 
 
 def lend(param: nn.Parameter, bring: Callable[[nn.Parameter], None]) -> None:
-    """Shows ``param``, which is sharded, and all of its unit as placeholders; local.
+    """Show ``param``, which is sharded, and all parameters of its unit as placeholders; local.
 
     Args:
         param: The parameter.
-        bring: Called with a parameter of the unit when something computes with it; makes it whole.
+        bring: Called with a parameter of the unit when code computes with it; unshards the parameter.
     """
     owner = find_unit(param)
     if owner is None:

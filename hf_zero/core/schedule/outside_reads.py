@@ -1,4 +1,4 @@
-"""Parameters reached by other ways than their block's forward: submodules called alone, reads by modules that do not own them."""
+"""Unshard parameters that are read outside of their block's forward: by submodules called alone, or by modules that do not own them."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.observe import note
 
-RAISED = object()  # stands for what a forward that raised has returned
+RAISED = object()  # takes the place of the output of a forward that raised
 
 
 def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
-    """Calls ``before`` and ``after`` around forwards of ``module``, ``after`` with what it returned or with ``RAISED``.
+    """Call ``before`` and ``after`` around forwards of ``module``; ``after`` gets the output, or ``RAISED``.
 
     A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
     """
-    around: BaseException | None = None  # what the caller of the forward is handling
+    around: BaseException | None = None  # the exception that the caller of the forward is handling
 
     def pre(called: nn.Module, *_: Any) -> None:
         nonlocal around
@@ -47,7 +47,7 @@ def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[
 
     def post(called: nn.Module, _args: Any, output: Any) -> None:
         nonlocal around
-        if called is module:  # torch says None of a forward that raised, and of one that returned it
+        if called is module:  # torch passes None for a forward that raised, and for one that returned None
             raised = output is None and sys.exc_info()[1] is not around
             around = None
             after(RAISED if raised else output)
@@ -59,7 +59,8 @@ def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's own parameters by name; calls back when a sharded one is read, and asks what to show of a tensor-parallel shard.
+    """A module's own parameters by name; it calls back when a sharded parameter is read, and asks which tensor to show for a
+    tensor-parallel shard.
 
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
@@ -76,7 +77,7 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        # As `is_sharded`, in one look: every read of a parameter in a forward passes here.
+        # Same as `is_sharded`, but with one lookup: every read of a parameter in a forward passes here.
         owner = None if param is None else getattr(param, OWNER, None)
         if owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone:
             self._on_sharded(param)
@@ -92,14 +93,14 @@ class GuardedParameters(dict[str, Any]):
 
 
 class OutsideReads:
-    """Hooks on the modules that are no block, and guards on their parameters.
+    """Hooks on the modules that are not blocks, and guards on their parameters.
 
     Args:
         module: The user's module.
-        root: Block of what belongs to no other block.
-        blocks: The others.
-        forward: Makes whole what a forward reads.
-        backward: Makes whole what a recomputation reads.
+        root: Block of the modules that belong to no other block.
+        blocks: The other blocks.
+        forward: Unshards what a forward reads.
+        backward: Unshards what a recomputation reads.
     """
 
     def __init__(self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase) -> None:
@@ -109,15 +110,15 @@ class OutsideReads:
         self._forward = forward
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
-        self._wholes: Wholes = {}  # of tensor-parallel shards, while a forward runs
+        self._wholes: Wholes = {}  # complete tensors of tensor-parallel shards, while a forward runs
         self._handles: list[RemovableHandle] = []
 
     def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
-        """Hooks every module with parameters of its own, guards all parameters, and resolves what was declared external.
+        """Hook every module with parameters of its own, guard all parameters, and resolve declared external parameters.
 
         Args:
             enter: Called when a part of a block is called by itself, outside the block's forward.
-            leave: Called when that ends, with what it returned, or ``RAISED``.
+            leave: Called when this part's forward ends, with its output, or ``RAISED``.
         """
         hooked = {id(block.module) for block in (self._root, *self._blocks.values())}
         guarded = [module for module in self._module.modules() if module._parameters]
@@ -127,7 +128,7 @@ class OutsideReads:
                 continue
             owners = [find_unit(param) for param in module._parameters.values() if param is not None]
             if all(owner is not None and owner[0].pinned for owner in owners):
-                continue  # whole for good: one rank may call it alone, as is done to save a prompt's embedding
+                continue  # always unsharded: one rank may call it alone, as is done to save a prompt's embedding
             blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
             for block in {id(block): block for block in blocks}.values():
                 self._hook(module, block, enter, leave)
@@ -136,13 +137,15 @@ class OutsideReads:
         self._resolve_declared()
 
     def guard_parts(self) -> None:
-        """Where nothing is sharded: guards parameters of which reads outside of their module's forward show more than is here."""
+        """Guard tensor-parallel shards where nothing is sharded by ZeRO: reads outside of their module's forward get
+        the complete tensor.
+        """
         for module in self._module.modules():
             if whole_reader_of(module) is not None:
                 self._guard(module)
 
     def forget_wholes(self) -> None:
-        """The forward of the whole module has ended."""
+        """Drop the complete tensors after the forward of the complete module has ended."""
         self._wholes.clear()
 
     def _guard(self, module: nn.Module) -> None:
@@ -151,7 +154,7 @@ class OutsideReads:
         replace_parameters(module, GuardedParameters(dict(module._parameters.items()), self._on_sharded_read, show))
 
     def detach(self) -> None:
-        """Takes hooks and guards out."""
+        """Remove hooks and guards."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -160,7 +163,7 @@ class OutsideReads:
                 replace_parameters(module, dict(module._parameters.items()))
 
     def _hook(self, module: nn.Module, block: Block, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
-        by_itself: list[bool] = []  # for each forward that runs, whether no forward of its block does
+        by_itself: list[bool] = []  # for each running forward, whether no forward of its block runs
 
         def before() -> None:
             outside = not block.open and not self._backward.begun
@@ -188,7 +191,7 @@ class OutsideReads:
             self._read(block)
 
     def _bring(self, param: nn.Parameter) -> None:
-        """Code behind the forward computes with ``param``, or code in a later forward or backward that has kept it; collective."""
+        """Unshard ``param`` for code outside of its forward, or in a later forward or backward, that computes with it; collective."""
         block = self._block_of(param)
         if block is None:
             return
@@ -204,20 +207,22 @@ class OutsideReads:
         return not (self._forward.stack or self._backward.begun)
 
     def _wants_values(self) -> bool:
-        """Return whether who reads a parameter now computes with it: in a forward, in its loss behind it, or in backward."""
+        """Return whether the reader of a parameter computes with it now: in a forward, in its loss after it, or in backward."""
         if self._forward.stack or (self._backward.begun and in_backward()):
             return True
         return not self._backward.begun and self._backward.awaited and torch.is_grad_enabled()
 
     def _shown(self, reader: WholeReader, name: str, param: nn.Parameter) -> torch.Tensor:
-        """The tensor-parallel shard ``param``, or the whole where somebody computes with it outside of its module; collective then."""
+        """Return the tensor-parallel shard ``param``, or the complete tensor if code outside of its module computes with it; then
+        collective.
+        """
         if is_sharded(param) or not self._wants_values():
             return param
         whole = reader(name, param, self._wholes if self._forward.stack else {})
         return param if whole is None else whole
 
     def _read(self, block: Block) -> None:
-        """Makes ``block``, which other modules read, whole, and remembers who reads it; collective."""
+        """Unshard ``block``, which another module reads, and record the reader; collective."""
         note("external", block.name)
         block.read_by(self._forward.stack[-1] if self._forward.stack else self._root, self._root)
         with outside_transforms():

@@ -1,4 +1,4 @@
-"""The order in which gradients are reduced: fixed by the units, never by data."""
+"""Reduce gradients in an order that the units fix, and data never changes."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _STAYS = nullcontext()
 
 
 class HomeStream:
-    """The stream that was current when a backward began; nothing where training runs in host memory.
+    """The stream that was current when a backward began; none if training runs in host memory.
 
     [Note: one stream for gradients] autograd runs the backward of an operation on the stream of its forward, so a block that computes on
     several streams hands in gradients on several. They share one flat buffer, small ones are copied into it later than they
     arrive, and buffers go from unit to unit. So all of that happens on one stream, which waits for the stream of each gradient that came on
-    another; the memory of that gradient is not given away before (``record_stream``: rare enough here for its price).
+    another; the memory of that gradient is not reused before (``record_stream`` is expensive, but this case is rare).
 
     Args:
         device: Where gradients are computed.
@@ -35,18 +35,18 @@ class HomeStream:
         self._stream: Any = None
 
     def begin(self) -> None:
-        """A backward begins on the current stream, unless one runs already."""
+        """Begin a backward on the current stream, unless a backward is running already."""
         if self._module is not None and self._stream is None:
             self._stream = self._module.current_stream(self._device)
 
     def end(self) -> None:
-        """It has ended: what follows on the current stream waits for what was done here."""
+        """End the backward: work that follows on the current stream waits for the work on this one."""
         stream, self._stream = self._stream, None
         if stream is not None and (current := self._module.current_stream(self._device)) != stream:
             current.wait_stream(stream)
 
     def entered(self, grad: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """Return a context in which the current stream is this one. It waits for ``grad``, if one is given that comes on another stream."""
+        """Return a context in which this stream is the current one. It waits for ``grad``, if that was computed on another stream."""
         if self._stream is None or (current := self._module.current_stream(self._device)) == self._stream:
             return _STAYS
         if grad is not None:
@@ -57,14 +57,15 @@ class HomeStream:
         return entered
 
 
-# Reductions in flight at once. Two keep one on the wire while the next fills; more only hold more flat buffers alive.
+# Number of reductions in flight. Two keep one on the network while the next buffer fills; more would only keep more flat buffers
+# allocated.
 _IN_FLIGHT = 2
 _HOST = torch.device("cpu")
-AT_THE_END = sys.maxsize  # position of what is sent when backward is over
+AT_THE_END = sys.maxsize  # position of units that are sent when backward is over
 
 
 class BackwardOrder:
-    """Which reductions go before which unshard.
+    """The order of reductions and unshards in a backward.
 
     [Note: one order] Ranks that skip blocks would issue unshards and reductions in orders of their own if each went when it could: the rank
     that computes a block reduces it between two unshards, the rank that skipped it at the end. On nccl the two wait for each other, because
@@ -81,16 +82,16 @@ class BackwardOrder:
     Args:
         sizes: Elements that the unshard at each position of the order allocates; 0 where nothing is unsharded.
         positions: For each reduction, in the order in which they are sent, the position whose backward completes it, rising;
-            ``len(sizes)`` for what is sent at the end.
+            ``len(sizes)`` for reductions at the end.
         reach: Elements that may be unsharded ahead of use; at least one block unless 0.
     """
 
     def __init__(self, sizes: Sequence[int], positions: Sequence[int], reach: int) -> None:
         self.issued = 0
         self._before = [0] * len(sizes)
-        self._opens = [0] * len(positions)  # number of issued positions from which on each reduction may be sent
+        self._opens = [0] * len(positions)  # for each reduction, the number of issued positions from which on it may be sent
         unshards = [position for position, size in enumerate(sizes) if size]
-        first, ahead = 0, 0  # of what prefetching reaches from one block: the first unshard, and the elements up to the present one
+        first, ahead = 0, 0  # the first unshard that prefetching reaches from here, and the elements up to this one
         for index, position in enumerate(unshards):
             ahead += sizes[position]
             while first < index and ahead > reach:
@@ -125,18 +126,18 @@ class Reducer:
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
-        exchange: How they become one over ranks.
-        shown: Those that scripts see.
-        layouts: How often the units were others than before.
-        pieces: Each parameter gets several gradients in the backward that runs: they are summed up, and units are sent when it ends.
+        exchange: Sums gradients over ranks.
+        shown: Gradients that scripts see in ``param.grad``.
+        layouts: Number of times that the set of units has changed.
+        pieces: Each parameter gets several gradients in the running backward: they are summed up, and units are sent when it ends.
         added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
 
     Args:
-        gradients: As the attribute.
-        exchange: As the attribute.
+        gradients: See the attribute.
+        exchange: See the attribute.
         overlap: Reductions run while backward goes on.
-        agree: Collective; for each flag, whether it is True on any rank.
-        tell: Collective; the texts of all ranks.
+        agree: Collective function; returns for each flag whether it is True on any rank.
+        tell: Collective function; returns the texts of all ranks.
         device: Where gradients are computed.
     """
 
@@ -152,7 +153,7 @@ class Reducer:
         self.gradients = list(gradients)
         self.exchange = exchange
         self.shown = ShownGradients(self.gradients)
-        self._reduces = True  # whether the backward that runs sends anything
+        self._reduces = True  # whether the running backward reduces anything
         self._factor = 1.0
         self.layouts = 0
         self.pieces = False
@@ -163,9 +164,9 @@ class Reducer:
         self._tell = tell
         self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
-        self._order: BackwardOrder | None = None  # of this backward's reductions and unshards; None where it unshards nothing
+        self._order: BackwardOrder | None = None  # order of this backward's reductions and unshards; None if it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
-        # By the part that is in flight: over the axis or a node, over nodes, over replicas of the shards.
+        # Units by the part of their reduction that is in flight: over the axis or a node, over nodes, over replicas of the shards.
         self._flying: tuple[deque[UnitGradients], ...] = (deque(), deque(), deque())
         self._sort()
 
@@ -179,25 +180,25 @@ class Reducer:
     # -- one backward -------------------------------------------------------------------------------------------------
 
     def begin(self, reduces: bool, factor: float = 1.0, completes: bool = True) -> None:
-        """A backward begins, or the one that runs turns out to be a micro-step.
+        """Begin a backward, or note that the running one turns out to be a micro-step.
 
         Args:
-            reduces: Its gradients are reduced in it; otherwise summed up where they are, until a backward that reduces.
-            factor: What they are multiplied with.
-            completes: They complete an optimizer step.
+            reduces: The backward reduces its gradients; otherwise each rank sums them up until a backward that reduces.
+            factor: Factor of the gradients.
+            completes: The gradients complete an optimizer step.
         """
         self._home.begin()
         self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
         _tell([self.exchange, *(entry.exchange for entry in self.gradients)], completes)
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
-        """The backward unshards: its unshards and reductions get one order, the same on every rank.
+        """Give the unshards and reductions of a backward that unshards one order, the same on every rank.
 
         Args:
-            positions: By id of each entry of ``gradients`` the position of backward's order whose block completes it; those without are
-                sent at the end.
-            sizes: Elements unsharded at each position of backward's order; 0 where nothing is.
-            reach: Elements that may be unsharded ahead.
+            positions: By id of each entry of ``gradients`` the position of backward's order whose block completes it; entries without one
+                are sent at the end.
+            sizes: Number of elements unsharded at each position of backward's order; may be 0.
+            reach: Number of elements that may be unsharded ahead of use.
         """
         if positions is not self._positions:
             self._positions = positions
@@ -206,50 +207,50 @@ class Reducer:
         self._order = BackwardOrder(sizes, completed, reach) if any(sizes) else None
 
     def collect(self, entry: UnitGradients, index: int) -> None:
-        """Takes the gradient of parameter ``index`` of a unit; sends off what has become complete."""
+        """Take the gradient of parameter ``index`` of a unit, and send units that have become complete."""
         entry.piecemeal |= self.pieces
         param = entry.unit.params[index]
         with self._home.entered(None if param is None else param.grad):
-            # The gradient of a unit that rested until now stays here until the step.
+            # The gradient of a unit that has rested until now stays on this rank until the step.
             entry.collect(index, not self._reduces or self.pieces or entry.unit.rests, self._factor, several=self.pieces)
         if self._reduces and entry.complete:
             self.proceed()
 
     def close(self, passed: Sequence[UnitGradients]) -> None:
-        """Backward has moved on: nothing more comes for these units in this backward, they may go off as they are."""
+        """Note that backward has passed these units: no more gradients come for them in this backward, so they may be sent."""
         for entry in passed:
             entry.passed = True
         self.proceed()
 
     def proceed(self) -> None:
-        """Sends off what is done and whose turn it is."""
+        """Send the units that are done and whose turn has come."""
         while self._reduces and self._sent < len(self._queue) and self._queue[self._sent].done:
             if self._order is not None and not self._order.allows(self._sent):
                 return
             self._send_up_to(self._sent + 1)
 
     def send_before_unshard(self, position: int) -> None:
-        """The unshard at ``position`` comes now: sends off what goes before it, complete or not."""
+        """Send the units that go before the unshard at ``position``, complete or not, because this unshard is issued now."""
         if self._order is not None:
             self._send_up_to(self._order.before(position))
 
     def is_ready_for_unshard(self, position: int) -> bool:
-        """Return whether nothing would be sent off incomplete if the unshard at ``position`` came now."""
+        """Return whether no unit would be sent incomplete if the unshard at ``position`` were issued now."""
         if self._order is None or not self._reduces:
             return True
         return all(entry.done for entry in self._queue[self._sent : self._order.before(position)])
 
     def issued_up_to(self, count: int) -> None:
-        """The unshards of the first ``count`` positions are issued."""
+        """Note that the unshards of the first ``count`` positions are issued."""
         if self._order is not None:
             self._order.issued = max(self._order.issued, count)
 
     def send_all(self) -> None:
-        """Sends off what is left; what comes later is late."""
+        """Send all units that are left; gradients that arrive later are late."""
         self._send_up_to(len(self._queue))
 
     def _send_up_to(self, count: int) -> None:
-        """Sends off the first ``count`` of the queue, complete or not, if this backward reduces."""
+        """Send the first ``count`` units of the queue, complete or not, if this backward reduces."""
         if not self._reduces or self._sent >= count:
             return
         with self._home.entered():
@@ -274,13 +275,13 @@ class Reducer:
                     self._flying[part + 1].append(entry)
 
     def flush(self, error: str = "") -> str:
-        """Ends a backward: sends what is left, in order; collective if it reduces.
+        """End a backward: send the units that are left, in order; collective if it reduces.
 
         Args:
-            error: With which it broke off on this rank.
+            error: The error with which the backward failed on this rank.
 
         Returns:
-            Errors of other ranks, where the ranks have voted.
+            Errors of other ranks, if the ranks have voted.
         """
         self.send_all()
         with self._home.entered():
@@ -296,10 +297,10 @@ class Reducer:
         return errors
 
     def complete(self, defers: bool) -> None:
-        """Reduce what earlier backwards have left on this rank, where no backward completes the optimizer step; collective.
+        """Reduce gradients that earlier backwards have left on this rank, if no backward completes the optimizer step; collective.
 
         Args:
-            defers: Backwards may have reduced nothing; else only what arrived behind its place in the order is left.
+            defers: Backwards may have reduced nothing; otherwise only late gradients are left.
         """
         if not defers:
             self.reduce_late()
@@ -311,18 +312,18 @@ class Reducer:
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
     def train(self, gradients: Sequence[UnitGradients]) -> None:
-        """Reduce the units of ``gradients``, in the model's order, from now on, but those that rest; local."""
+        """Reduce the units of ``gradients``, in the model's order, from now on, except for units that rest; local."""
         self.gradients[:] = gradients
         self.layouts += 1
         self._positions = {}
         self._sort()
 
     def take_waiting(self, entries: Sequence[UnitGradients], waiting: Mapping[int, torch.Tensor]) -> None:
-        """Reduce what this rank has of units that the backwards of this step have not reduced; collective.
+        """Reduce this rank's gradients of units that the backwards of this step have not reduced; collective.
 
         Args:
-            entries: Their gradients, in the model's order.
-            waiting: Gradients of this rank that are still whole, by id of the parameter.
+            entries: The gradients of these units, in the model's order.
+            waiting: Gradients of this rank that are still unsharded, by id of the parameter.
         """
         for entry in entries:
             for index, param in enumerate(entry.unit.params):
@@ -334,21 +335,21 @@ class Reducer:
         self._finish()
 
     def _send_late(self, error: str) -> str:
-        """Reduces once more what arrived behind its place in the order, on any rank.
+        """Reduce late gradients of any rank once more, after their position in the order.
 
         [Note: late gradients] Which they are depends on a rank's data (a layer that is recomputed in pieces, as many as there are), so the
         ranks vote: at the end of each backward that unshards, which is long, else with the one that completes an optimizer step. Until
         then they wait in the type of sums over micro-steps. A unit that was late once is sent when backward is over from then on.
 
         Returns:
-            The errors with which the backward broke off on other ranks.
+            The errors with which the backward failed on other ranks.
         """
         for entry in self._queue:
             entry.set_aside()
         return self.reduce_late(error) if self._order is not None or self.exchange.completes else ""
 
     def reduce_late(self, error: str = "") -> str:
-        """Reduces what was set aside on any rank; collective. Arguments and result as of ``flush``."""
+        """Reduce gradients that were set aside on any rank; collective. The argument and the result are those of ``flush``."""
         broken, *answers = self._agree([bool(error), *(entry.late for entry in self._queue)])
         if broken:
             return "; ".join(text for text in self._tell(error) if text)
@@ -364,7 +365,7 @@ class Reducer:
         return ""
 
     def clear(self) -> None:
-        """Forgets all gradients."""
+        """Discard all gradients."""
         self._home.end()
         self.added_to.clear()
         self.shown.end()
@@ -381,6 +382,6 @@ class Reducer:
 
 
 def _tell(exchanges: Iterable[GradientExchange], completes: bool) -> None:
-    """Says of the backward that runs whether it completes an optimizer step; gradients of experts have an exchange of their own."""
+    """Tell the exchanges whether the running backward completes an optimizer step; gradients of experts have an exchange of their own."""
     for exchange in exchanges:
         exchange.completes = completes

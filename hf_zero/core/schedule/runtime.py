@@ -1,4 +1,4 @@
-"""The hooks of one engine on one module, and what the engine itself says between them."""
+"""Put the hooks of one engine on one module, and act on calls of the engine between them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 
-_ATTRIBUTE = "_hf_zero_runtime"  # of a module with hooks
+_ATTRIBUTE = "_hf_zero_runtime"  # attribute of a module with hooks
 
 
 class Handle(Protocol):
-    """What can be taken away from a module."""
+    """Object that can be removed from a module, such as a hook handle."""
 
     def remove(self) -> None:
-        """Takes it away."""
+        """Remove it from the module."""
 
 
 class Runtime:
@@ -35,19 +35,19 @@ class Runtime:
 
     Attributes:
         module: The user's module.
-        root: Block of what belongs to no other block.
+        root: Block of the modules that belong to no other block.
         blocks: The other blocks, in the model's order.
         schedule: Unshards and reshards; None when nothing is ever resharded.
-        forward: What happens outside backward.
-        backward: What happens in it.
+        forward: Actions of the hooks outside backward.
+        backward: Actions of the hooks in backward.
 
     Args:
-        module: As the attribute.
-        root: As the attribute.
-        blocks: As the attribute.
-        schedule: As the attribute.
+        module: See the attribute.
+        root: See the attribute.
+        blocks: See the attribute.
+        schedule: See the attribute.
         reducer: Gradients on their way; None without optimizer.
-        root_alone: Only forwards of the whole module need hooks: nothing is resharded, and no block runs without gradient first.
+        root_alone: Only forwards of the complete module need hooks: nothing is resharded, and no block runs without gradient first.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Runtime:
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._handles: list[Handle] = []
-        self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that other units have taken over
+        self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
         self._hooked = (root,) if root_alone else (root, *blocks)
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
@@ -76,9 +76,9 @@ class Runtime:
     # -- hooks --------------------------------------------------------------------------------------------------------
 
     def attach(self) -> None:
-        """Puts the hooks on the module; ``detach`` takes them out."""
+        """Put the hooks on the module; ``detach`` removes them."""
         before: Runtime | None = self.module.__dict__.pop(_ATTRIBUTE, None)
-        if before is not None and before.module is self.module:  # else this module is a deep copy of its
+        if before is not None and before.module is self.module:  # otherwise this module is a deep copy of the engine's module
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
@@ -93,7 +93,7 @@ class Runtime:
             entry.unit.trained_by = ref(self)
 
     def let_go(self, unit: Unit, index: int) -> None:
-        """A parameter that this engine trains moves to another unit: its gradients are another engine's."""
+        """Stop training a parameter that moves to another unit: another engine takes its gradients."""
         param = unit.params[index]
         if param is not None:
             self.backward.let_go(unit, index)
@@ -101,7 +101,9 @@ class Runtime:
 
     @property
     def lost(self) -> str:
-        """Return names of the parameters that this engine was made to train and another one has taken, the first few; empty without any."""
+        """Return the names of the first few parameters that this engine was made to train and another engine has taken; empty if there are
+        none.
+        """
         if not self._moved:
             return ""
         own = {id(unit) for block in (self.root, *self.blocks) for unit in block.units}
@@ -115,7 +117,7 @@ class Runtime:
         return self.attached and self.backward.reducer is not None
 
     def detach(self) -> None:
-        """Takes all hooks out. Sharded parameters stay sharded until another engine takes the module."""
+        """Remove all hooks. Sharded parameters stay sharded until another engine takes the module."""
         for handle in self._handles:
             handle.remove()
         self._handles = []
@@ -125,28 +127,28 @@ class Runtime:
             del self.module.__dict__[_ATTRIBUTE]
 
     def keep(self, handle: Handle) -> None:
-        """Takes ``handle`` away together with the hooks."""
+        """Keep ``handle``, which ``detach`` removes together with the hooks."""
         self._handles.append(handle)
 
     @property
     def attached(self) -> bool:
-        """Return whether the module still obeys this runtime; another engine on the same module takes it over."""
+        """Return whether this runtime's hooks are on the module; another engine on the same module replaces them."""
         return bool(self._handles)
 
     def enter(self, block: Block) -> None:
-        """A forward of ``block``'s module begins; collective where parameters are sharded."""
+        """Handle a forward of ``block``'s module that begins; collective if parameters are sharded."""
         if self.backward.begun and not self.backward.mixed:
             if in_backward():
                 self.backward.recompute(block)
                 return
             self.backward.break_off()
-        if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may come of it
+        if self.backward.reducer is not None and torch.is_grad_enabled():  # a backward may follow
             self.backward.reducer.shown.end()
         self.backward.outputs.follow()
         self.forward.enter(block)
 
     def leave(self, block: Block, output: Any) -> None:
-        """A forward of ``block``'s module ends, with ``output`` ``RAISED`` if it failed."""
+        """Handle a forward of ``block``'s module that ends; ``output`` is ``RAISED`` if it failed."""
         if not self.backward.begun or self.backward.mixed:
             raised = output is RAISED
             if not (raised or self.backward.begun):
@@ -155,7 +157,7 @@ class Runtime:
         if block is self.root and not block.open:
             self._outside_reads.forget_wholes()
 
-    # -- what the engine asks and says --------------------------------------------------------------------------------
+    # -- interface for the engine -------------------------------------------------------------------------------------
 
     def units(self) -> list[Unit]:
         """Return all units, block by block in the model's order."""
@@ -163,32 +165,32 @@ class Runtime:
 
     @property
     def idle(self) -> bool:
-        """Return whether no forward or backward runs, and no backward can come of the forwards so far."""
+        """Return whether no forward or backward runs, and no backward of the forwards so far can follow."""
         return not (self.forward.stack or self.backward.begun or self.backward.awaited)
 
     @property
     def forwards(self) -> int:
-        """Forwards begun so far: of the whole module, or of a block by itself, outside backward."""
+        """Return the number of forwards begun so far: of the complete module, or of a block by itself, outside backward."""
         return self.forward.count
 
     @property
     def micro_steps(self) -> int:
-        """Micro-steps begun so far, those included whose forward raised."""
+        """Return the number of micro-steps begun so far, including micro-steps whose forward raised."""
         return self.backward.micro_steps + self.forward.failed
 
     def forget_broken(self) -> None:
-        """Ends a backward that the script started and that broke off with an error, of which nothing told the engine; collective then."""
+        """End a backward that the script started and that failed without notice to the engine; collective then."""
         if self.backward.begun and not self.backward.mixed and not in_backward():
             self.backward.break_off()
 
     def require_forward(self, what: str) -> None:
-        """Raises where the last forward raised on this rank, and others wait for it; collective then.
+        """Raise if the last forward raised on this rank and other ranks wait for it; collective then.
 
         Args:
-            what: Is called instead of running it again.
+            what: Name of the function that the script has called instead of running the forward again.
 
         Raises:
-            StateError: On every rank, each where it is.
+            StateError: On every rank, each at its present call.
         """
         if self.schedule is not None and self.schedule.give_up():
             raise StateError(
@@ -197,12 +199,12 @@ class Runtime:
             )
 
     def reshard_for_update(self) -> None:
-        """Before an update: what is unsharded becomes stale, so it is resharded; local."""
+        """Reshard before an update, because unsharded values become stale; local."""
         if self.schedule is not None:
             self.schedule.begin_update()
 
     def stop_training(self) -> None:
-        """Lets go of all gradients; keeps the hooks that unshard, where there are any."""
+        """Drop all gradients; keep the hooks that unshard, if there are any."""
         self.backward.stop_training()
         if self.schedule is None:
             self.detach()

@@ -1,4 +1,4 @@
-"""When blocks are unsharded and resharded at stage 3: unshard passes in one fixed order, the same on every rank whatever its data."""
+"""Unshard and reshard blocks at stage 3: unshard passes have one fixed order, the same on every rank whatever its data."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _INSIDE = 2  # position of a flag in the vote at the end of a pass: the rank's f
 
 
 class UnshardSchedule:
-    """Unshard passes over the blocks: up in forward, down in backward.
+    """Unshard passes over the blocks: in the model's order in forward, in the reverse order in backward.
 
     [Note: unshard passes] A pass has a position in the order. Asking for block j unshards all blocks from the position to j that are
     sharded, those that this rank skipped included, and moves the position behind j; the end of the phase joins the rest. Each block's
@@ -27,9 +27,9 @@ class UnshardSchedule:
     join its unshards and vote again. Where every block stays unsharded until backward nobody can need one, and nobody votes.
 
     Args:
-        root: Block of what belongs to no other block; unsharded throughout.
-        blocks: The others, in the model's order.
-        limits: How much may be unsharded.
+        root: Block of the modules that belong to no other block; unsharded throughout.
+        blocks: The other blocks, in the model's order.
+        limits: Limits on unsharded elements.
         collectives: The ranks that must agree.
     """
 
@@ -39,24 +39,24 @@ class UnshardSchedule:
         self.order = list(blocks)  # in the order of forward; the root, needed throughout, is not part of a pass
         self.limits = limits
         self._collectives = collectives
-        self._learned = False  # whether `order` is what forward was seen to do; until then nothing skipped is resharded
+        self._learned = False  # whether `order` was observed in a forward; until then skipped blocks are not resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._positions: dict[int, int] | None = None  # see `_place_reductions`; None until it is known
-        self._placed = 0  # the layout of the reducer's units that they are of
+        self._placed = 0  # the value of the reducer's `layouts` for which they were computed
         self._votes = False  # whether passes of this phase end with a vote
-        self._updating = False  # updates of the last step may still go on
+        self._updating = False  # updates of the last step may still be running
         self._pass = UnshardPass((), 0, limits)
-        self._reducer: Reducer | None = None  # in backward
+        self._reducer: Reducer | None = None  # whether the phase is backward
         self._foretold: dict[int, Foretold] = {}  # by id of the block
-        self._training = False  # the forward that runs began with gradients on
-        self._broke = False  # the last forward of the whole module raised, and other ranks may be in it
-        self._repeats = False  # the error came when its pass was over
-        self._reads = False  # a forward with gradients is over that left blocks sharded, [Note: reads behind the forward]
+        self._training = False  # the running forward began with gradients on
+        self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
+        self._repeats = False  # the error came after its pass was over
+        self._reads = False  # a forward with gradients that left blocks sharded is over, [Note: reads behind the forward]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        """Starts the pass of a forward of the whole model and unshards the root; collective.
+        """Start the pass of a forward of the complete model and unshard the root; collective.
 
         [Note: a forward that is run again] A forward that raised on one rank, and was caught, has left its pass where it was, and the other
         ranks wait there or for the vote at the end of theirs. The next forward of the rank is another pass of the same forward. Where the
@@ -82,7 +82,7 @@ class UnshardSchedule:
             self._pass.prefetch()
 
     def forward(self, block: Block) -> None:
-        """Makes ``block`` and what it reads elsewhere whole inside a forward of the whole model; collective."""
+        """Unshard ``block`` and the parameters of other blocks that it reads inside a forward of the complete model; collective."""
         self._forward(block)
         for external in block.externals:
             self._forward(external)
@@ -92,20 +92,20 @@ class UnshardSchedule:
             self._observed.setdefault(block.name)
         self._request(block)
         skipped = [other for other in self._pass.passed(block) if not (other.ran or other.open or other.kept or other.read_elsewhere)]
-        # What this rank skipped may still come (another order): it stays whole until the end of forward while there is room.
+        # Blocks that this rank skipped may still run (another order): they stay unsharded until the end of forward while the limits allow.
         if skipped and self._learned and self._pass.live > self.limits.max_live_parameters:
             for other in skipped:
                 self._pass.reshard(other)
 
     def after_forward(self, block: Block) -> None:
-        """Reshards ``block`` after its forward unless it is needed again soon."""
+        """Reshard ``block`` after its forward unless it is needed again soon."""
         if not (block.open or block.kept or block.read_elsewhere):
             self._pass.reshard(block)
         if self._updating:
             self._pass.prefetch()
 
     def end_forward(self) -> None:
-        """Joins the unshards of the blocks this rank skipped; reshards what is not kept; collective."""
+        """Join the unshards of the blocks that this rank skipped, and reshard blocks that are not kept; collective."""
         self._pass.finish()
         while self._votes and self._vote(again=False):
             self._reshard_between_passes()
@@ -119,17 +119,17 @@ class UnshardSchedule:
                 block.reshard(until_backward=self.root.kept)
         if not self.root.kept:
             self.root.reshard()
-        self._updating = False  # every unit was unsharded since
+        self._updating = False  # every unit was unsharded since then
         if not self._learned:
             self._learn(self._collectives.broadcast_object(list(self._observed), 0, "order of blocks"))
 
     def break_off(self, inside: bool = True) -> None:
-        """A forward of the whole model raised, ``inside`` of its pass or when that was over on this rank; local."""
+        """Note that a forward of the complete model raised, ``inside`` its pass or after the pass was over on this rank; local."""
         self._broke |= inside
         self._repeats |= not inside
 
     def settle(self) -> None:
-        """Ends a forward that raised as if this rank had skipped what was left of it; collective then."""
+        """End a forward that raised as if this rank had skipped the rest of it; collective then."""
         if self._broke:
             self._broke = False
             self.end_forward()
@@ -137,7 +137,7 @@ class UnshardSchedule:
     def give_up(self) -> bool:
         """Return whether the last forward raised here and was not run again, while other ranks are in it; collective where it raised.
 
-        No rank comes out of its forward then.
+        In this case no rank returns from its forward.
         """
         if not self._broke:
             return False
@@ -146,14 +146,16 @@ class UnshardSchedule:
         return self._votes and self._collectives.any_of([False, True, False], "another round")[_INSIDE]
 
     def begin_update(self) -> None:
-        """A step changes the shards: what is unsharded becomes stale, so it is resharded; local."""
+        """Reshard before a step changes the shards, because unsharded values become stale; local."""
         for block in self._all:
             block.updated()
         self.reshard_all()
         self._updating = self.limits.updates_overlap
 
     def _choose_kept(self, training: bool) -> None:
-        """[Note: reuse distance] Elements used between a block's forward and its backward: twice all that runs behind it."""
+        """[Note: reuse distance] Number of elements used between a block's forward and its backward: twice the elements of all later
+        blocks.
+        """
         self.root.kept = training
         behind, live = 0, self.root.numel
         for block in reversed(self.order):
@@ -163,7 +165,7 @@ class UnshardSchedule:
             behind += block.numel
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Takes the order in which rank 0 saw the blocks run; unseen ones keep their place behind their predecessor."""
+        """Adopt the order in which rank 0 saw the blocks run; blocks that did not run keep their place after their predecessor."""
         rank = {name: index for index, name in enumerate(names)}
         place, last = {}, -1
         for block in self.order:
@@ -175,7 +177,7 @@ class UnshardSchedule:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def begin_backward(self, reducer: Reducer | None) -> None:
-        """Starts the pass of a backward and unshards the root; collective.
+        """Start the pass of a backward and unshard the root; collective.
 
         [Note: parameters that a function saved] What autograd saved of a parameter shares the whole buffer's memory; a function that
         saved the parameter itself sees what the parameter shows when backward runs it. Where such a function reads a head outside of the
@@ -186,7 +188,7 @@ class UnshardSchedule:
         Args:
             reducer: Sends gradients off in the order that this pass gives, see [Note: one order].
         """
-        self.settle()  # the loss is made of something else than a forward that raised
+        self.settle()  # the loss does not depend on the forward that raised
         self._serve_reads()
         order = [block for block in reversed(self.order) if block.read_in_backward]
         self._reducer = reducer
@@ -206,7 +208,7 @@ class UnshardSchedule:
             external.show_placeholders()
 
     def _place_reductions(self) -> dict[int, int]:
-        """By id of each block's gradients the position in backward's order at which they are complete; the root's are missing."""
+        """Return, by id of each block's gradients, the position in backward's order at which they are complete; the root's are missing."""
         positions, position = {}, -1
         for block in reversed(self.order):
             position += block.read_in_backward
@@ -214,23 +216,23 @@ class UnshardSchedule:
         return positions
 
     def foretold(self, found: Sequence[Foretold]) -> None:
-        """Takes the blocks of which the backward that has begun tells nothing in time, [Note: what tells of a backward]; collective."""
+        """Record the blocks whose backward the running backward does not announce in time, [Note: what tells of a backward]; collective."""
         self._foretold = {id(entry.block): entry for entry in found}
         self._request_silent(0)
 
     def _request_silent(self, start: int) -> None:
-        """Makes blocks from position ``start`` on whole, up to the first of which a gradient of an output tells in time."""
+        """Unshard blocks from position ``start`` on, up to the first whose output gradients announce its backward in time."""
         for block in self._pass.order[start:] if self._foretold else ():
             entry = self._foretold.pop(id(block), None)
             if entry is not None:
                 self._request(block)
                 if not entry.comes:
                     block.never_comes()
-            if block.pending or block.checkpointed:  # it tells
+            if block.pending or block.checkpointed:  # this block's outputs announce it
                 return
 
     def backward(self, block: Block) -> list[Block]:
-        """Makes ``block`` and what it reads elsewhere whole inside backward; collective. Reshards what is done, and returns it."""
+        """Unshard ``block`` and what it reads elsewhere inside backward, reshard blocks that are done, and return these; collective."""
         self._request(block)
         for external in block.externals:
             self._request(external)
@@ -247,16 +249,16 @@ class UnshardSchedule:
         return done
 
     def finish_pass(self) -> None:
-        """Joins the unshards that are left of this pass, and reshards what nobody waits for; collective."""
+        """Join the remaining unshards of this pass, and reshard blocks that no pending execution needs; collective."""
         self._pass.finish()
 
     def end_backward(self) -> None:
-        """Joins the unshards that are left and reshards everything; collective."""
+        """Join the remaining unshards and reshard everything; collective."""
         self._pass.finish()
         self.reshard_all()
 
     def reshard_all(self) -> None:
-        """Reshards every block and forgets what was to come; local."""
+        """Reshard every block and discard pending executions; local."""
         for block in self._all:
             block.kept = False
             block.reshard()
@@ -294,7 +296,7 @@ class UnshardSchedule:
             self._pass.prefetch()
 
     def _again(self) -> None:
-        """Ends the pass and begins another; what runs now is unsharded again first."""
+        """End the pass and begin another, which first unshards the blocks that are running."""
         self._pass.finish()
         running = [block for block in self.order if block.open]
         if self._votes:
@@ -306,13 +308,13 @@ class UnshardSchedule:
             self._pass.unshard(block)
 
     def _reshard_between_passes(self) -> None:
-        """Brings every rank to the same state before another pass."""
+        """Bring every rank to the same state before another pass."""
         for block in self.order:
             if not block.kept:
                 block.reshard()
 
     def _vote(self, again: bool) -> bool:
-        """Return whether any rank needs another pass, by whether this one does; collective.
+        """Return whether any rank needs another pass; ``again`` is whether this rank does. Collective.
 
         Raises:
             StateError: A rank has given its forward up.
@@ -328,7 +330,7 @@ class UnshardSchedule:
     # -- reads behind the forward -------------------------------------------------------------------------------------
 
     def read_behind(self, block: Block) -> None:
-        """Makes ``block`` whole for code between forward and backward; collective.
+        """Unshard ``block`` for code between forward and backward; collective.
 
         [Note: reads behind the forward] A loss may read parameters, on all ranks or on one (a log). So the ranks vote until nobody wants
         any: whoever reads one votes for its block, and who begins a backward, or another forward, for none. All unshard what was voted for.
@@ -340,7 +342,7 @@ class UnshardSchedule:
             self._serve(self._wanted(self._all.index(block) + 1))
 
     def _serve_reads(self, own: int = 0) -> None:
-        """This rank goes on, with another forward or without: does what others still want; collective."""
+        """Vote until no rank wants another read, before this rank continues (with another forward or without); collective."""
         while self._reads:
             wanted = self._wanted(own)
             if wanted == own:
@@ -349,7 +351,7 @@ class UnshardSchedule:
             self._serve(wanted)
 
     def _wanted(self, number: int) -> int:
-        """Of what all ranks want the last: nothing, the block at a position behind 0, or one more forward; collective."""
+        """Return the largest request of all ranks: none (0), the block at a position, or one more forward; collective."""
         return int(self._collectives.largest_of([number], "behind the forward")[0])
 
     def _serve(self, number: int) -> None:

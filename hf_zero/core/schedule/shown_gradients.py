@@ -1,4 +1,4 @@
-"""Reduced gradients where scripts look for them: ``param.grad``, between the backward that completes an optimizer step and the step."""
+"""Show reduced gradients in ``param.grad`` between the backward that completes an optimizer step and the step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient 
 class ShownGradients:
     """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
 
-    [Note: shown gradients] They are the ones that the step takes, the mean over ranks, with the loss scale: what is written to them in
+    [Note: shown gradients] They are the gradients that the step uses, the mean over ranks, with the loss scale: what is written to them in
     place counts, on this rank, and one set to None counts as zero. Autograd must never add to them, so they go before the next backward,
     which the forward before it tells in time. They are not shown where they lie on another device, nor where a step has begun on a copy.
 
@@ -29,7 +29,7 @@ class ShownGradients:
         self._views: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id of the parameter
 
     def begin(self) -> None:
-        """Shows what is reduced; local."""
+        """Show the reduced gradients; local."""
         for entry in self._gradients:
             total = entry.shard
             if total is not None and not entry.exchange.policy.sharded and entry.place.listener is None:
@@ -38,7 +38,7 @@ class ShownGradients:
     def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
         start = total.storage_offset()
         for param, (shape, stride, offset) in zip(entry.unit.params, entry.places, strict=True):
-            if param is None or param.grad is not None or param.device != total.device:  # one that a script has assigned stays
+            if param is None or param.grad is not None or param.device != total.device:  # a gradient that a script has assigned stays
                 continue
             if param.dtype != total.dtype:
                 if not _HAS_GRAD_DTYPE:
@@ -48,23 +48,23 @@ class ShownGradients:
             self._views[id(param)] = param, view
 
     def end(self) -> None:
-        """Shows none any more; what a script has put in their place stays. Local."""
+        """Stop showing gradients in ``param.grad``; keep gradients that the script assigned. Local."""
         for param, view in self._views.values():
             if param.grad is view:
                 param.grad = None
             if _HAS_GRAD_DTYPE and param.grad is None and param.grad_dtype is None:
-                param.grad_dtype = param.dtype  # autograd casts to it again
+                param.grad_dtype = param.dtype  # autograd casts to this dtype again
         self._views.clear()
 
     def has(self, param: torch.Tensor) -> bool:
-        """Return whether ``param.grad`` is one that is shown."""
+        """Return whether ``param.grad`` is a shown gradient."""
         return id(param) in self._views and self._views[id(param)][1] is param.grad
 
     def require_hidden(self, param: torch.Tensor, name: str) -> None:
-        """Raises where autograd has added to the gradient that ``param``, called ``name``, shows.
+        """Raise if autograd has added to the shown gradient of ``param``; ``name`` is the parameter's name.
 
         Raises:
-            StateError: It has.
+            StateError: Autograd has added to it.
         """
         if self.has(param):
             raise StateError(
@@ -73,16 +73,18 @@ class ShownGradients:
             )
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Zeroes the gradients that a script has set to None, of ``params`` or all; local."""
+        """Zero the reduced gradients of parameters whose shown gradient a script has set to None; of ``params``, or of all. Local."""
         shown = self._views.values() if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
         for param, view in shown:
             if param.grad is None:
                 view.zero_()
 
     def is_written(self, param: torch.Tensor) -> bool:
-        """Whether a script has given ``param`` a gradient of its own, which the coming step takes instead of what is reduced; local."""
+        """Return whether a script has given ``param`` a gradient of its own, which the coming step uses instead of the
+        reduced one; local.
+        """
         return param.grad is not None and not self.has(param)
 
     def forget_written(self, param: torch.Tensor) -> None:
-        """Shows what is reduced again, or nothing, in place of what a script has made of ``param.grad``; local."""
+        """Replace what a script has assigned to ``param.grad`` by the shown gradient, or by None; local."""
         param.grad = self._views[id(param)][1] if id(param) in self._views else None

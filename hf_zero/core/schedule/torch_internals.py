@@ -1,4 +1,4 @@
-"""What the hooks need of torch that has no public name; each in one place, and ``tests/core/test_torch_internals.py`` looks at each."""
+"""Wrap the parts of torch without public name that the hooks need; ``tests/core/test_torch_internals.py`` checks each of them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_zero.core.units.memory_uses import ordinary_tensors
 
 
 def transforming() -> bool:
-    """Return whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) runs now."""
+    """Return whether a transform of torch.func (``grad``, ``jacrev``, ``vmap``, ...) is running."""
     return torch._C._functorch.peek_interpreter_stack() is not None
 
 
 def outside_transforms() -> AbstractContextManager[None]:
-    """A context in which tensors are plain ones: inside a transform every new tensor is a wrapper without memory of its own."""
+    """Return a context in which new tensors are plain ones: inside a transform every new tensor is a wrapper without memory of its own."""
     return torch._C._DisableFuncTorch() if transforming() else nullcontext()
 
 
@@ -30,20 +30,20 @@ def outside_transforms() -> AbstractContextManager[None]:
 
 
 def in_backward() -> bool:
-    """Return whether this thread runs a node of a backward now."""
+    """Return whether this thread is running a node of a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
 def call_after_backward(function: Callable[[], None]) -> None:
-    """Calls ``function`` when the backward that runs has run all its nodes; from inside one of them."""
+    """Call ``function`` when the running backward has run all its nodes; must be called from inside a node."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
 def reaches(params: Iterable[torch.Tensor]) -> bool:
-    """Return whether the backward that runs adds to ``param.grad`` of any of ``params``; for hooks of tensors in the graph.
+    """Return whether the running backward adds to ``param.grad`` of any of ``params``; call it from hooks of tensors in the graph.
 
-    It does not in ``torch.autograd.grad``, whatever that asks for, nor in a transform of torch.func, nor where the graph has none
-    of them. Parameters inside a module under reentrant checkpointing are not part of the graph yet.
+    The result is False in ``torch.autograd.grad``, in transforms of torch.func, and if the graph has none
+    of the parameters. Parameters inside a module under reentrant checkpointing are not part of the graph yet.
     """
     return not transforming() and any(_accumulates(param) for param in params if param.requires_grad)
 
@@ -53,7 +53,7 @@ def _accumulates(param: torch.Tensor) -> bool:
 
 
 def will_run(node: Any) -> bool:
-    """Return whether the backward that runs comes to ``node`` of the graph, or has been there; for hooks of tensors in the graph."""
+    """Return whether the running backward will run, or has run, ``node`` of the graph; call it from hooks of tensors in the graph."""
     try:
         return bool(torch._C._will_engine_execute_node(node))
     except RuntimeError:  # torch.autograd.grad with respect to it: the gradient goes to the caller
@@ -61,7 +61,7 @@ def will_run(node: Any) -> bool:
 
 
 def next_node() -> int:
-    """Return the number that this thread's next node of a graph gets. Numbers rise, and backward runs nodes with higher ones first."""
+    """Return the number of the next graph node of this thread. Numbers rise, and backward runs nodes with higher numbers first."""
     return int(torch._C._autograd._get_sequence_nr())  # type: ignore[attr-defined]
 
 
@@ -72,12 +72,12 @@ def number_of(node: Any) -> int:
 
 # -- torch.compile ------------------------------------------------------------------------------------------------------
 
-# What torch.compile does with frames of this thread now: None is nothing. Some versions of torch do not tell.
+# Callback of torch.compile for frames of this thread; None if nothing compiles. Some versions of torch do not provide it.
 _compiling: Callable[[], Any] | None = getattr(torch._C._dynamo.eval_frame, "get_eval_frame_callback", None)
 
 
 def outside_compile(function: Callable[..., Any], module: nn.Module | None = None) -> Callable[..., Any]:
-    """Keeps torch.compile, torch.func and inference mode out of a hook, without importing torch.compile's machinery where nobody uses it.
+    """Keep torch.compile, torch.func and inference mode out of a hook, without importing torch.compile's machinery before it is used.
 
     Args:
         function: The hook.
@@ -87,7 +87,7 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 
     def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal wrapped
-        # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and where nothing compiles, nothing.
+        # Any fused optimizer imports the machinery. Its wrapper costs more than most hooks, and has no effect while nothing compiles.
         run = function
         if "torch._dynamo.eval_frame" in sys.modules and (_compiling is None or _compiling() is not None):
             run = wrapped = wrapped or torch.compiler.disable(function)
@@ -100,7 +100,7 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
     if module is not None:
         setattr(call, HOOKED_MODULE, module)
-    # torch.compile of a module that is entered through hooks would compile ``call`` as a frame of its own, once for all closures.
+    # torch.compile of a module that is entered through hooks would compile ``call`` as one frame for all closures.
     frames = torch._C._dynamo.eval_frame
     frames.set_code_exec_strategy(call.__code__, frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT))
     return call
@@ -110,5 +110,5 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 
 
 def replace_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
-    """Makes ``parameters`` the dict in which ``module`` looks its own parameters up by name."""
+    """Set ``parameters`` as the dict in which ``module`` looks up its own parameters by name."""
     module.__dict__["_parameters"] = parameters

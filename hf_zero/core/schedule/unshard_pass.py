@@ -1,4 +1,4 @@
-"""One unshard pass: the unshards of all blocks in one fixed order, each at most once."""
+"""Run one unshard pass: the unshards of all blocks in one fixed order, each at most once."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from hf_zero.core.schedule.reducer import Reducer
 
 @dataclass(frozen=True)
 class UnshardLimits:
-    """How much may be unsharded, in elements; the names are those of the configuration without ``stage3_``.
+    """Limits on unsharded elements; the names are the configuration's names without ``stage3_``.
 
     Attributes:
         prefetch_bucket_size: Unsharded ahead of use; at least one block unless 0.
-        max_live_parameters: Unsharded at once, for what is not strictly needed now.
+        max_live_parameters: Unsharded at the same time; blocks that are needed now are unsharded regardless.
         max_reuse_distance: A block stays unsharded from forward to backward if fewer elements are used in between.
-        updates_overlap: Updates may go on after a step, in the first forward. An unshard waits for its unit's; so what is prefetched there
-            is asked for behind what is needed now.
+        updates_overlap: Updates may go on after a step, in the first forward. An unshard waits for its unit's update; so a prefetch there
+            is issued after the blocks that are needed now.
     """
 
     prefetch_bucket_size: int = 50_000_000
@@ -35,12 +35,12 @@ class UnshardPass:
         live: Elements unsharded now, as far as the schedule has unsharded and resharded them in this pass.
 
     Args:
-        order: As the attribute.
+        order: See the attribute.
         live: Elements unsharded when the pass begins.
-        limits: How much may be unsharded.
-        reducer: Of a backward's pass: reductions that have their place between the unshards, see [Note: one order].
-        border: Position from which on nothing is unsharded unless a rank asks for it, see [Note: below what trains]; None is no such.
-        agree: Whether any rank asks, by whether this one does; collective.
+        limits: Limits on unsharded elements.
+        reducer: For a backward's pass: sends the reductions between the unshards, see [Note: one order].
+        border: Position from which on nothing is unsharded unless a rank asks for it, see [Note: below what trains]; None is no border.
+        agree: Collective function; returns whether its argument is True on any rank.
     """
 
     def __init__(
@@ -58,23 +58,23 @@ class UnshardPass:
         self._reducer = reducer
         self._index = {id(block): index for index, block in enumerate(order)}
         self._position = 0
-        self._looked_at = 0  # position up to which passed blocks were looked at for resharding
+        self._looked_at = 0  # position up to which passed blocks were checked for resharding
         self._border = border
         self._agree = agree
-        self._under_way: list[Block] = []  # blocks whose unshards may be under way
+        self._under_way: list[Block] = []  # blocks whose unshards may be running
         for block in order:
             block.ran = False
 
     def index_of(self, block: Block) -> int | None:
-        """Return where ``block`` stands in the order; None for the root, and in backward for blocks whose values it does not read."""
+        """Return the position of ``block`` in the order; None for the root, and in backward for blocks whose values it does not read."""
         return self._index.get(id(block))
 
     def has_lost(self, block: Block) -> bool:
-        """Return whether the pass is behind ``block`` and it was resharded since: only another pass can unshard it."""
+        """Return whether ``block`` was resharded after the pass went by it: only another pass can unshard it."""
         return self._index[id(block)] < self._position and block.sharded
 
     def advance(self, block: Block) -> None:
-        """Issues the unshards up to and including ``block``'s, those of blocks that this rank skips among them; collective."""
+        """Issue the unshards up to and including that of ``block``, also of blocks that this rank skips; collective."""
         self._advance(self._index[id(block)])
 
     def _advance(self, last: int) -> None:
@@ -94,27 +94,27 @@ class UnshardPass:
             reducer.issued_up_to(self._position)
 
     def _crosses(self, wanted: bool) -> bool:
-        """Return whether the pass goes on behind its border, for this rank or another; collective."""
-        if self._reducer is not None:  # what goes before the unshard there goes before the vote: every rank waits for others in one order
+        """Return whether the pass continues beyond its border, for this rank or another; collective."""
+        if self._reducer is not None:  # reductions before this unshard go before the vote: every rank waits for others in one order
             self._reducer.send_before_unshard(self._position)
         self._border = None
         return self._agree(wanted)
 
     def unshard(self, block: Block) -> None:
-        """Makes ``block`` whole, wherever it stands in the order; collective."""
+        """Unshard ``block``, whatever its position in the order; collective."""
         if block.sharded:
             self.live += block.numel
         block.unshard()
 
     def reshard(self, block: Block) -> None:
-        """Drops what nobody pins of ``block``."""
+        """Drop the whole buffers of ``block`` that are not pinned."""
         if not block.sharded:
             block.reshard()
             if block.sharded:
                 self.live -= block.numel
 
     def passed(self, block: Block) -> Sequence[Block]:
-        """Blocks that stand before ``block`` and were not yet looked at since the pass last reached this far."""
+        """Return the blocks before ``block`` that were not yet checked since the pass last came to this position."""
         index = self._index.get(id(block))
         if index is None:
             return ()
@@ -123,7 +123,7 @@ class UnshardPass:
         return self.order[start:index]
 
     def prefetch(self) -> None:
-        """Issues the next unshards while there is room and none is under way."""
+        """Issue the next unshards while the limits allow and none is running."""
         room = self._limits.prefetch_bucket_size
         if self._position >= len(self.order) or room <= 0:
             return
@@ -137,13 +137,13 @@ class UnshardPass:
                     return
                 if first and self._under_way:
                     return
-                # Prefetching sends nothing off incomplete.
+                # A prefetch sends no unit incomplete.
                 if self._reducer is not None and not self._reducer.is_ready_for_unshard(self._position):
                     return
             self._advance(self._position)
 
     def finish(self) -> None:
-        """Joins the unshards that are left, and reshards what nobody waits for; collective."""
+        """Join the remaining unshards, and reshard blocks that no pending execution needs; collective."""
         while self._position < len(self.order):
             if self._position == self._border and not self._crosses(wanted=False):
                 self._position = len(self.order)

@@ -1,4 +1,4 @@
-"""What tells of a block's backward: the tensors that its forward returned, and what is known of them when backward begins."""
+"""Watch the tensors that blocks return: their gradients announce the backward of a block."""
 
 from __future__ import annotations
 
@@ -16,20 +16,22 @@ from hf_zero.core.schedule.torch_internals import next_node, number_of, outside_
 
 @dataclasses.dataclass
 class _Forward:
-    """One forward of a block whose outputs are watched; hooks hold it, so it holds no block ([Note: hooks of autograd hold nothing])."""
+    """One forward of a block whose outputs are watched; hooks hold this object, so it holds no block ([Note: hooks of autograd hold
+    nothing]).
+    """
 
     block: ref[Block]
-    node: Any  # of the output that was made last
-    is_last: bool  # no node of the forward was made after it
+    node: Any  # number of the output that was made last
+    is_last: bool  # whether no node of the forward was made after it
 
 
 @dataclasses.dataclass(frozen=True)
 class Foretold:
-    """What a backward will tell of one block that it reaches.
+    """Prediction of how a backward announces one block that it reaches.
 
     Attributes:
         block: The block.
-        comes: A gradient of one of its outputs will be known, though functions inside of it may run earlier; else none will.
+        comes: Whether a gradient of one of its outputs will be known, though functions inside the block may run earlier.
     """
 
     block: Block
@@ -40,10 +42,10 @@ class WatchedForward:
     """The hook of one forward's outputs.
 
     Attributes:
-        block: Whose forward; None when nobody has the model any more, [Note: hooks of autograd hold nothing].
+        block: Block of the forward; None when the model no longer exists, [Note: hooks of autograd hold nothing].
         below: The forward watched before; its node lies below, so nothing keeps itself alive.
         is_last: No node of the forward was made after those of the outputs.
-        backward: The last backward that it told of: with retain_graph there are several. The caller's.
+        backward: Number of the last backward that it announced (with retain_graph there are several); set by the caller.
     """
 
     def __init__(self, block: Block, below: _Forward | None, is_last: bool, fired: Callable[[WatchedForward], None]) -> None:
@@ -55,7 +57,7 @@ class WatchedForward:
 
     @property
     def block(self) -> Block | None:
-        """As the attribute."""
+        """Return the block of the forward; None when the model no longer exists."""
         return self._block()
 
     def __call__(self, _grad: torch.Tensor) -> None:
@@ -65,7 +67,7 @@ class WatchedForward:
 
 
 class WatchedOutputs:
-    """Hooks on what blocks return, and which of them the backward that runs will call.
+    """Hooks on the outputs of blocks, and the prediction which of the hooks the running backward will call.
 
     [Note: what tells of a backward] Nothing in autograd says that a block's backward begins, so hooks on the tensors that its forward
     returned do: backward runs the nodes of a graph in the reverse of the order in which they were made, so the first gradient of an
@@ -90,7 +92,7 @@ class WatchedOutputs:
     def __init__(self, root: Block) -> None:
         self._root = root
         self._hooks: WeakSet[WatchedForward] = WeakSet()  # they live as long as the graph
-        self._last: _Forward | None = None  # the one watched last, in the forward of the whole module that runs
+        self._last: _Forward | None = None  # the forward watched last, inside the running forward of the complete module
         self._last_output: Callable[[], torch.Tensor | None] = lambda: None
         self._last_hook: Callable[[torch.Tensor], None] | None = None
 
@@ -98,7 +100,7 @@ class WatchedOutputs:
         return bool(self._hooks)
 
     def clear(self) -> None:
-        """The iteration is over."""
+        """Clear all watched outputs at the end of an iteration."""
         self._hooks.clear()
         self._forget_last()
 
@@ -107,7 +109,7 @@ class WatchedOutputs:
         self._last_output = lambda: None
 
     def left(self, block: Block, output: Any, fired: Callable[[WatchedForward], None]) -> None:
-        """A forward of ``block`` that autograd may have recorded ends with ``output``.
+        """Watch the ``output`` of a forward of ``block`` that autograd may have recorded.
 
         Args:
             block: The block.
@@ -135,16 +137,17 @@ class WatchedOutputs:
             self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), hook
 
     def follow(self) -> None:
-        """Puts the hook on the output of the last block again, if the caller has changed it in place meanwhile."""
+        """Move the hook to the new node of the last block's output, if the caller has changed the output in place."""
         output, last, hook = self._last_output(), self._last, self._last_hook
         if output is not None and last is not None and hook is not None and output.grad_fn is not last.node and output.grad_fn is not None:
             output.register_hook(hook)
             last.node = output.grad_fn
 
     def foretell(self, blocks: Iterable[Block]) -> list[Foretold]:
-        """Of which ``blocks`` the backward that runs tells nothing, or not before anything of them may run; called inside it.
+        """Return the ``blocks`` that the running backward does not announce, or not before a function inside them may run; called inside
+        it.
 
-        Those that it does not reach are told so.
+        Blocks that it does not reach are notified.
         """
         alive: dict[int, list[WatchedForward]] = {}
         nodes: dict[int, list[_Forward]] = {}
@@ -167,7 +170,7 @@ class WatchedOutputs:
 
 
 def _is_reached(block: Block) -> bool:
-    """Return whether the backward that runs may come to ``block``; of one whose parameters are frozen nobody can tell."""
+    """Return whether the running backward may reach ``block``; True for a block whose parameters are frozen, because it is unknown."""
     trained = [param for entry in block.gradients for param in entry.unit.params if param is not None]
     return not trained or bool(block.checkpointed) or reaches(trained)
 
@@ -193,11 +196,11 @@ def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, _depth + 1)
 
 
-_DEEPEST = 3  # objects inside each other that are looked into
+_DEEPEST = 3  # objects inside each other that are searched
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """What an object of a class of somebody's own keeps, in its dict or in slots."""
+    """Yield the attributes of an object of a user's class, from its dict and its slots."""
     yield from getattr(value, "__dict__", {}).values()
     for kind in type(value).__mro__:
         slots = kind.__dict__.get("__slots__", ())

@@ -1,4 +1,4 @@
-"""Which backward is the last of its optimizer step: counted by the engine, or said by the caller."""
+"""Decide which backward is the last of its optimizer step: the engine counts, or the caller declares it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from hf_zero.observe import warn_once
 
 
 class Accumulation:
-    """Decides for every calling convention in use which calls of ``step`` update.
+    """Decides which calls of ``step`` update, for every calling convention in use.
 
     [Note: accumulation protocols] Some callers say before each backward whether it is the boundary, and step there only; others call
     ``step`` after every micro-step and rely on the count, or step the optimizer itself. The count is that of the calls of ``step``:
@@ -40,11 +40,11 @@ class Accumulation:
         self.held_back = False
         self._awaits_step = False  # between a backward and the step call that follows it
         self._backwards = 0  # since the last optimizer step
-        self._lost = 0  # of those, how many have lost their gradients to one that broke off after them
-        self._broke = False  # the last backward broke off
+        self._lost = 0  # number of these whose gradients were lost to a later backward that failed
+        self._broke = False  # the last backward failed
 
     def say(self, is_boundary: bool) -> None:
-        """The caller decides from now on.
+        """Let the caller decide from now on; ``is_boundary`` is for the next micro-step.
 
         Raises:
             StateError: ``managed_gradient_accumulation`` is false.
@@ -57,12 +57,12 @@ class Accumulation:
         self._said = bool(is_boundary)
 
     def begin(self, forwards: int | None) -> bool:
-        """A backward begins after ``forwards`` forwards in all; returns whether its gradients complete an optimizer step.
+        """Begin a backward after ``forwards`` forwards in all; return whether its gradients complete an optimizer step.
 
-        None: gradients that the caller has written stand in for it.
+        ``forwards`` is None if gradients that the caller has written take the place of a backward.
 
         Raises:
-            StateError: A backward broke off, and gradients before it are gone.
+            StateError: A backward failed, and gradients before it are lost.
         """
         self.require_window()
         self._backwards += 1
@@ -79,7 +79,7 @@ class Accumulation:
         return self.boundary
 
     def begin_all(self) -> None:
-        """All micro-steps of an optimizer step begin as one."""
+        """Begin all micro-steps of an optimizer step as one."""
         self._backwards += 1
         self.micro_steps += self.steps
         self._in_cycle = self.steps
@@ -105,11 +105,11 @@ class Accumulation:
         return self._awaits_step
 
     def step_called(self) -> bool:
-        """Return the caller steps; returns whether that means an update.
+        """Count a call of ``step``; return whether it updates.
 
         Raises:
             StateError: The ``no_sync`` that is open allows no step, this step is to update and the last backward was inside a ``no_sync``,
-                or the last backward broke off.
+                or the last backward failed.
         """
         self.require_window()
         if self._broke:
@@ -127,7 +127,7 @@ class Accumulation:
         self._awaits_step = False
         self._steps_called += not self.boundary
         if self._steps_called >= self.steps and not self._backwards:
-            self._steps_called = 0  # the step that was to update had nothing to update with
+            self._steps_called = 0  # the step that was to update had no gradients
         return self.boundary
 
     def next_is_boundary(self) -> bool:
@@ -149,7 +149,9 @@ class Accumulation:
         )
 
     def repeats(self) -> bool:
-        """Whether a call of ``step`` without a backward since the last one completes an optimizer step that has begun, by the count."""
+        """Return whether a call of ``step`` without a backward since the last call completes an optimizer step that has begun, by the
+        count.
+        """
         counts = self.managed and self._said is None and not self.broken and not self.held_back
         if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):
             return False
@@ -157,41 +159,43 @@ class Accumulation:
         return True
 
     def completed(self) -> bool:
-        """Return the caller says that the backwards so far complete an optimizer step; returns whether there were any."""
+        """Declare, for the caller, that the backwards so far complete an optimizer step; return whether there were any."""
         self.boundary = self._awaits_step
         return self.boundary
 
     def stepped(self) -> None:
-        """An optimizer step was taken: a new cycle begins."""
+        """Begin a new cycle after an optimizer step."""
         self._in_cycle = self._steps_called = self._backwards = self._lost = 0
         self.boundary = self._awaits_step = self.held_back = self._broke = False
 
     def refused(self) -> None:
-        """The call of ``step`` that was to update has raised: it can be made again, or ``zero_grad`` forgets the gradients."""
+        """Note that the ``step`` that was to update has raised: it can be called again, or ``zero_grad`` discards the gradients."""
         self._awaits_step = self.boundary
 
     def discarded(self) -> None:
-        """The gradients since the last optimizer step are gone: their micro-steps do not count, another backward may follow."""
+        """Note that the gradients since the last optimizer step were discarded: their micro-steps do not count, another backward may
+        follow.
+        """
         self.micro_steps -= self._in_cycle
         self._seen_forwards = -1
         self.stepped()
 
     def broke_off(self) -> None:
-        """The backward begun last broke off with an error; the gradients since the last optimizer step are gone."""
+        """Note that the backward begun last failed with an error; the gradients since the last optimizer step are lost."""
         before = self._backwards - 1
         self.discarded()
         self._lost, self._broke = max(before, 0), True
 
     @property
     def broken(self) -> bool:
-        """Return whether the last backward broke off, and the caller has not said ``zero_grad`` since."""
+        """Return whether the last backward failed, and the caller has not called ``zero_grad`` since."""
         return self._broke or self._lost > 0
 
     def require_window(self) -> None:
-        """Refuses to go on with an optimizer step that has lost gradients.
+        """Raise if the present optimizer step has lost gradients.
 
         Raises:
-            StateError: It has.
+            StateError: It has lost gradients.
         """
         if self._lost:
             raise StateError(
@@ -200,16 +204,16 @@ class Accumulation:
             )
 
     def enter_no_sync(self, steps: bool) -> None:
-        """No boundary until ``leave_no_sync``; ``steps``: a step until then means nothing, else it is an error."""
+        """Allow no boundary until ``leave_no_sync``; ``steps``: a call of ``step`` until then does nothing, otherwise it is an error."""
         self._no_sync_depth += 1
         self._refuses_step = not steps
 
     def leave_no_sync(self) -> None:
-        """Ends one ``enter_no_sync``."""
+        """End one ``enter_no_sync``."""
         self._no_sync_depth -= 1
         self.held_back, self._refuses_step = self._refuses_step and self._awaits_step, False
 
     @property
     def in_no_sync(self) -> bool:
-        """Return whether a ``no_sync`` is open."""
+        """Return whether a ``no_sync()`` context is open."""
         return self._no_sync_depth > 0

@@ -24,9 +24,9 @@ from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import warn_once
 from hf_zero.system.planning import planning
 
-# What of a digest is compared: so many numbers of so many hexadecimal digits, 24 bits.
+# Form in which digests are compared: numbers of hexadecimal digits, 24 bits each.
 _PIECES, _DIGITS = 10, 6
-_MOST_KINDS = 4  # kinds of ranks that are told apart in a message
+_MOST_KINDS = 4  # number of kinds of ranks that a message distinguishes
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Kind:
     """Ranks with the same facts.
 
     Attributes:
-        ranks: Which, on the axis.
+        ranks: Positions of the ranks on the axis.
         lines: Their facts.
     """
 
@@ -43,25 +43,25 @@ class Kind:
 
     @property
     def named(self) -> str:
-        """The ranks in words."""
+        """Return the ranks in words."""
         return name_ranks(self.ranks)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Says "rank 1", or "ranks 0, 2": at most the first eight."""
+    """Return "rank 1", or "ranks 0, 2": at most the first eight."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
 def ranks_by_facts(lines: Sequence[str], collectives: Collectives, what: str) -> list[Kind]:
-    """The ranks by what they have in ``lines``, rank 0's kind first; one kind where all have the same. Collective.
+    """Group the ranks by their ``lines``, rank 0's kind first; one kind if all ranks have the same lines. Collective.
 
-    One vote where all have the same; more is exchanged where they have not. Of more than a few kinds the first are returned.
+    One vote is enough if all have the same lines; otherwise they are exchanged. If there are many kinds, the first few are returned.
 
     Args:
         lines: This rank's facts, in an order that all ranks use.
-        collectives: The ranks that must have them alike.
-        what: What they are of, for labels.
+        collectives: Network of the ranks that must have the same facts.
+        what: Subject of the facts, for labels.
     """
     everybody = list(range(collectives.world))
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
@@ -77,22 +77,22 @@ def ranks_by_facts(lines: Sequence[str], collectives: Collectives, what: str) ->
 
 
 def fact(key: str, value: object) -> str:
-    """A line that says what ``key`` is."""
+    """Return a line that states the value of ``key``."""
     return f"{key}\t{value}"
 
 
 def is_fact(line: str | None) -> bool:
-    """Return whether ``fact`` has made ``line``."""
+    """Return whether ``line`` was made by ``fact``."""
     return line is not None and "\t" in line
 
 
 def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key: "not there", most: int = 8) -> list[str]:
-    """For each fact that the kinds of ranks do not have alike a clause with its key, all values and their ranks.
+    """Return, for each fact that differs between kinds of ranks, a clause with its key, all values and their ranks.
 
     Args:
-        kinds: The ranks by what they have.
+        kinds: Ranks grouped by their facts.
         default: The value of a key that a kind does not name.
-        most: At most so many.
+        most: The largest number of clauses.
     """
     tables = [dict(line.split("\t", 1) for line in kind.lines if is_fact(line)) for kind in kinds]
     clauses = []
@@ -106,7 +106,7 @@ def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key
 
 
 def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
-    """Returns when all ranks have parameters and buffers of the same names, shapes, types and groups, and the same notes; collective.
+    """Return when all ranks have parameters and buffers of the same names, shapes, dtypes and groups, and the same notes; collective.
 
     Units would otherwise differ in size, and the first exchange of one would end in an error of the network, or in none.
 
@@ -114,7 +114,7 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         module: The user's module.
         members: Its parameters.
         collectives: The data-parallel axis.
-        notes: What else has to be the same, in words: of the optimizer, its groups' hyper-parameters.
+        notes: Further lines that must be the same: the optimizer, the hyper-parameters of its groups.
 
     Raises:
         StateError: They differ; on every rank, with the first difference, or all of those of the optimizer.
@@ -135,7 +135,7 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
 
 
 def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> None:
-    """Returns when all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
+    """Return when all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
 
     Raises:
         StateError: They differ; on every rank, with all of the differences.
@@ -161,23 +161,23 @@ def _line(member: NamedParam) -> str:
 
 
 def _buffer_lines(module: nn.Module) -> list[str]:
-    """Of the buffers that rank 0 gives to all."""
+    """Return a line for each buffer that rank 0 gives to all ranks."""
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.numel() and not buffer.is_meta)
     return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers]
 
 
-_WINDOWS, _WINDOW = 4, 256  # what is looked at of a weight that is still in its file
+_WINDOWS, _WINDOW = 4, 256  # number of elements that are read of a weight that is still in its file
 
 
 def equal_values(tensors: Mapping[str, torch.Tensor], collectives: Collectives, group: str) -> None:
-    """Takes rank 0's values of what the ranks of a group, called ``group``, do not start with alike; collective.
+    """Copy rank 0's values of tensors that differ between the ranks of a group to all of them; collective.
 
     Args:
         tensors: The same names, shapes and types on every rank; those without values are passed over.
         collectives: The group.
-        group: For the warning.
+        group: Name of the group, for the warning.
     """
-    if not tensors or collectives.world == 1 or planning():  # the ranks of a plan are alike
+    if not tensors or collectives.world == 1 or planning():  # the ranks of a plan have the same values
         return
     files, device = mapped_files(), collectives.topology.device
     marks = [_mark(tensor, any(start <= tensor.data_ptr() < stop for start, stop in files)) for tensor in tensors.values()]
@@ -200,10 +200,10 @@ def equal_values(tensors: Mapping[str, torch.Tensor], collectives: Collectives, 
 
 
 def _mark(tensor: torch.Tensor, in_file: bool) -> float:
-    """A sum that differs where values do.
+    """Return a sum that very probably differs if values differ.
 
-    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of those only a
-    few windows are looked at, so that a rank reads its own shards and little more.
+    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of these weights
+    only a few windows are read, so that a rank reads its own shards and little more.
     """
     if tensor.numel() == 0 or tensor.is_meta or has_no_values(tensor):
         return 0.0
@@ -215,5 +215,5 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
 
 
 def has_no_values(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor stands for values that other stages of a pipeline have ([Note: held stages])."""
+    """Return whether a tensor is a placeholder for values that other stages of a pipeline have ([Note: held stages])."""
     return tensor.dim() > 0 and not any(tensor.stride())

@@ -1,4 +1,4 @@
-"""Times of the phases that ``wall_clock_breakdown`` prints, and samples per second."""
+"""Time the phases that ``wall_clock_breakdown`` prints, and samples per second."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Clock:
 
     Attributes:
         breakdown: Print the phases of each step; phases are then timed to their end on the device.
-        memory: Print memory beside them.
-        watchers: Entered around each phase, with its name; for those who measure a run.
+        memory: Print the memory with each line.
+        watchers: Contexts entered around each phase, with its name; for tools that measure a run.
     """
 
     def __init__(self, device: torch.device, breakdown: bool, memory: bool) -> None:
@@ -34,7 +34,7 @@ class Clock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times one phase; free unless ``breakdown`` or watched."""
+        """Time one phase; costs nothing unless ``breakdown`` is set or there are watchers."""
         with ExitStack() as watched:
             for watcher in self.watchers:
                 watched.enter_context(watcher(name))
@@ -50,25 +50,25 @@ class Clock:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """What happens inside belongs to no step: a save, a load."""
+        """Exclude the time inside, of a save or a load, from all steps."""
         with ExitStack() as watched:
             for watcher in self.watchers:
                 watched.enter_context(watcher("aside"))
             yield
 
     def now(self) -> float:
-        """Seconds, after all that was asked of the device is done."""
+        """Return the time in seconds, after all work of the device is done."""
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
 
     def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
-        """Prints and forgets the phases of optimizer step ``step``.
+        """Print and reset the phases of optimizer step ``step``.
 
         Args:
             step: Its number.
-            samples: Samples of all ranks that it saw.
-            offloaded: Bytes of this rank's offloaded state by where it rests.
+            samples: Number of samples of the step, on all ranks.
+            offloaded: Bytes of this rank's offloaded state by tier.
         """
         self._line_samples += samples
         if self.breakdown:
@@ -80,7 +80,7 @@ class Clock:
             log_rank0("step %d memory | %s%s", step, memory_line(self._device), tiers)
 
     def samples_per_second(self) -> float:
-        """Global samples per second since the last call."""
+        """Return the global samples per second since the last call."""
         now = time.perf_counter()
         rate = self._line_samples / max(now - self._line_started, 1e-9)
         self._line_started, self._line_samples = now, 0
@@ -88,7 +88,7 @@ class Clock:
 
 
 def memory_line(device: torch.device) -> str:
-    """Allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
+    """Return a line with allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
     if device.type == "cpu":
         import resource
 

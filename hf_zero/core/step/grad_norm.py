@@ -1,4 +1,4 @@
-"""The global gradient norm over shards, clipping, and the name of the first gradient that is not finite."""
+"""Compute the global gradient norm over shards and the clipping factor, and find the first gradient that is not finite."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.native.library import ELEMENT_TYPES
 from hf_zero.system.planning import planning
 
-# torch.nn.utils.clip_grad_norm_ adds the same, so that a clipped step is PyTorch's to the digit.
+# torch.nn.utils.clip_grad_norm_ adds the same constant, so that a clipped step equals PyTorch's exactly.
 _EPSILON = 1e-6
 
 # torch's CPU norm adds up in fp32: over a flat unit of 6 million elements it is off by 1.7e-4, in pieces of this size by 2e-7.
@@ -27,12 +27,12 @@ _COPIED = 1 << 24  # elements that are copied to fp32 at a time, unless one shar
 
 @dataclass(frozen=True)
 class ModelAxis:
-    """What the norm must know where several ranks hold one model together (tensor parallelism).
+    """Facts for a norm if several ranks hold one model together (tensor parallelism).
 
     Attributes:
         collectives: Network of the model axis.
         copies: Per unit, the ranges of this rank's shard that several ranks of the axis hold alike, and how many: they count once.
-        alike: Per unit, how many ranks of the axis have what this one has, besides.
+        alike: Per unit, the number of ranks of the axis that hold the same remaining elements.
     """
 
     collectives: Collectives
@@ -41,10 +41,10 @@ class ModelAxis:
 
 
 def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | None = None) -> ModelAxis:
-    """Return the copies among the parameters of ``units``: those that are no slice of a larger one, and slices that overlap.
+    """Return the copies among the parameters of ``units``: parameters that are not slices of larger ones, and slices that overlap.
 
     Args:
-        units: In the model's order.
+        units: Units, in the model's order.
         collectives: The model axis; or the ranks that hold all experts between them, several model axes side by side.
         tensor: Ranks of one model axis among these; None is all.
     """
@@ -66,7 +66,7 @@ def _copies(unit: Unit, ranks: int) -> tuple[tuple[Range, int], ...]:
 
 
 def _runs(part: TpShard, shape: Sequence[int]) -> list[tuple[Range, int]]:
-    """Return where the elements of ``part`` that several ranks hold lie in its flat tensor, in order."""
+    """Return the ranges of ``part`` in its flat tensor that several ranks hold, sorted, each with the number of ranks."""
     inner = math.prod(shape[part.dim + 1 :])
     row = shape[part.dim] * inner
     rows = range(math.prod(shape[: part.dim])) if part.copies else ()
@@ -80,8 +80,8 @@ def global_norm(
 
     Args:
         shards: This rank's gradients, one 1D tensor per unit.
-        collectives: The axis the units are divided over.
-        sharded: Each rank holds another part; otherwise all hold the same.
+        collectives: The axis of ranks that share the units.
+        sharded: Each rank holds another part; otherwise all ranks hold the same.
         model: The ranks that hold one model together, if several do.
         threads: The most threads over host memory; None is torch's number. The result does not depend on it.
 
@@ -107,14 +107,14 @@ def global_norm(
 
 
 def _rest(shard: torch.Tensor, parts: Sequence[Range]) -> list[torch.Tensor]:
-    """What of ``shard`` lies outside ``parts``, which rise and do not overlap."""
+    """Return the ranges of ``shard`` outside ``parts``, which are sorted and disjoint."""
     starts = [0, *(part.stop for part in parts)]
     stops = [*(part.start for part in parts), shard.numel()]
     return [shard[start:stop] for start, stop in zip(starts, stops, strict=True) if start < stop]
 
 
 def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device, threads: int | None) -> torch.Tensor:
-    """0-dim, in double precision, on ``device``; some tensors may lie on the host (offload)."""
+    """Return the sum of squares, 0-dim, in double precision, on ``device``; some tensors may be on the host (offload)."""
     away = [tensor for tensor in tensors if tensor.device.type != device.type]
     if away:
         here = [tensor for tensor in tensors if tensor.device.type == device.type]
@@ -133,7 +133,9 @@ def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """The norm of each piece, in fp32. Of what is not fp32 there are copies of about ``_COPIED`` elements at a time, never of all."""
+    """Return the fp32 norm of each piece. Pieces of other dtypes are copied to fp32, about ``_COPIED`` elements at a time, never all at
+    once.
+    """
     if all(piece.dtype == torch.float32 for piece in pieces):
         return list(torch._foreach_norm(list(pieces)))
     norms: list[torch.Tensor] = []
@@ -149,7 +151,7 @@ def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor that brings ``norm`` down to ``max_norm``; 1 when it is below, or, on the host, when ``max_norm`` is 0."""
+    """Return the factor that brings ``norm`` down to ``max_norm``; 1 if the norm is below, or, on the host, if ``max_norm`` is 0."""
     if max_norm <= 0:
         return torch.ones((), dtype=norm.dtype)  # can be read without waiting for a device
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
@@ -163,9 +165,9 @@ def first_non_finite(
     Args:
         units: The units.
         shards: This rank's gradients, one 1D tensor per unit.
-        collectives: The axis the units are divided over.
+        collectives: The axis of ranks that share the units.
         model: As in ``global_norm``.
-        whole: The gradients are of whole units.
+        whole: The gradients are those of complete units, not of shards.
     """
     found: tuple[int, str] | None = None
     position = 0

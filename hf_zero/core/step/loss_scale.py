@@ -12,7 +12,7 @@ FACTOR = 2.0
 
 
 class LossScaler:
-    """The factor that the loss is multiplied with before backward, so that small fp16 gradients stay representable.
+    """The factor by which the loss is multiplied before backward, so that small fp16 gradients stay representable.
 
     A dynamic scale starts at ``2 ** initial_scale_power``. On a step whose gradients overflow (the engine skips that
     step) the first ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below
@@ -31,7 +31,7 @@ class LossScaler:
         hysteresis: overflows until the dynamic scale is halved; 1 halves at once.
         consecutive_hysteresis: refill the tolerance after every step without overflow.
         min_loss_scale: lowest dynamic scale.
-        raises_at_minimum: an overflow there is an error.
+        raises_at_minimum: an overflow at the minimum is an error.
 
     Attributes:
         scale: the present factor, a float above 0.
@@ -74,11 +74,11 @@ class LossScaler:
 
     @property
     def overflows_left(self) -> int:
-        """Overflows until the scale is halved, that one included."""
+        """Return the number of overflows until the scale is halved, including the one that halves it."""
         return self._tolerance
 
     def update(self, overflow: bool) -> None:
-        """Takes note of one boundary; call it once per step, with the same ``overflow`` on every rank.
+        """Update the scale after one boundary; call it once per step, with the same ``overflow`` on every rank.
 
         Raises:
             StateError: an overflow at ``min_loss_scale`` with no tolerance left, unless that is no error.
@@ -91,7 +91,8 @@ class LossScaler:
             self._back_off()
             return
         self._good_steps += 1
-        # The first step after an overflow (or at the start) does not count: so the field's fp16 runs go, step for step.
+        # The first step after an overflow (or at the start) does not count, so that the scale follows the usual fp16 schedule step for
+        # step.
         counted = self._good_steps - 1
         grow = counted > 0 and counted % self.window == 0
         if grow:
@@ -100,7 +101,7 @@ class LossScaler:
             self._tolerance = self.hysteresis
 
     def _back_off(self) -> None:
-        """Spends tolerance, or halves the scale once there is none left."""
+        """Reduce the tolerance by one, or halve the scale once the tolerance is used up."""
         if self._tolerance > 1:
             self._tolerance -= 1
             return
@@ -115,7 +116,7 @@ class LossScaler:
         self.scale = max(self.scale / FACTOR, self.min_scale)
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: ``scale``, ``dynamic``, ``good_steps``, ``tolerance``."""
+        """Return plain JSON values: ``scale``, ``dynamic``, ``good_steps``, ``tolerance``."""
         return {
             "scale": self.scale,
             "dynamic": self.dynamic,
@@ -124,7 +125,7 @@ class LossScaler:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes on from a saved state. A static scale stays what the config says; so does a kind that changed.
+        """Continue from a saved state. A static scale keeps the config's value; so does a scale whose kind (static, dynamic) has changed.
 
         The saved tolerance never exceeds the ``hysteresis`` of the present config.
 
@@ -148,7 +149,7 @@ class LossScaler:
 
 
 def _require(key: str, value: object, lowest: float, expected: str) -> None:
-    """Refuses anything but a finite number from ``lowest`` on."""
+    """Raise unless ``value`` is a finite number of at least ``lowest``."""
     numeric = isinstance(value, (int, float)) and not isinstance(value, bool)
     if not numeric or not lowest <= value < math.inf:  # type: ignore[operator]
         raise ConfigError(f"{key} is {value!r}; expected {expected}.")

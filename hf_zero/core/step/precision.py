@@ -1,4 +1,4 @@
-"""Which element type parameters, masters, gradients and buffers have, and the casts that bring a model there."""
+"""Choose the dtypes of parameters, masters, gradients and buffers, and cast a model to them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.core.units.packed import is_packed
 from hf_zero.core.units.unit import find_unit
 
 KeptTypes = Mapping[int, torch.dtype]
-"""Types of parameters and buffers, by ``id`` of the tensor, that a cast of the whole model does not change."""
+"""Dtypes of parameters and buffers, by ``id`` of the tensor, that a cast of the complete model does not change."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +41,13 @@ class PrecisionPolicy:
     skips_overflow: bool = False
 
     def unit_dtype(self, param: torch.Tensor, kept: KeptTypes) -> torch.dtype:
-        """Return the type that ``param`` has inside its unit."""
+        """Return the dtype of ``param`` inside its unit."""
         if self.param_dtype is None or not param.is_floating_point() or is_packed(param):
             return param.dtype
         return kept.get(id(param), self.param_dtype)
 
     def buffer_type(self, buffer: torch.Tensor, kept: KeptTypes) -> torch.dtype:
-        """Return the type that ``buffer`` has while the engine trains.
+        """Return the dtype of ``buffer`` while the engine trains.
 
         A buffer stays as it was loaded: a rotary table that holds angles times positions, and statistics that are summed over thousands
         of steps, lose in 16 bit whatever they are called.
@@ -57,7 +57,7 @@ class PrecisionPolicy:
         return kept.get(id(buffer), self.buffer_dtype or buffer.dtype)
 
     def master_type(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the type of the masters of a unit of ``dtype``: ``master_dtype``, and never a narrower one than the unit has itself."""
+        """Return the dtype of the masters of a unit of ``dtype``: ``master_dtype``, but never narrower than the unit's dtype."""
         wide = self.master_dtype
         return dtype if wide is None or dtype.itemsize > wide.itemsize else wide
 
@@ -65,7 +65,7 @@ class PrecisionPolicy:
 def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
     """Move the tensors that no unit will hold to ``device``: buffers, cast as the policy says, and parameters that are not floating point.
 
-    ``kept`` as in ``PrecisionPolicy.buffer_type``.
+    ``kept`` is the argument of ``PrecisionPolicy.buffer_type``.
     """
     for inner in module.modules():
         for name, buffer in inner._buffers.items():
@@ -82,7 +82,7 @@ def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.devic
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype, kept: KeptTypes) -> nn.Module:
-    """Cast the floating-point parameters of ``module`` that no unit holds to ``dtype`` where they are, but for ``kept``; return it.
+    """Cast the floating-point parameters of ``module`` that no unit holds to ``dtype`` in place, except ``kept``; return the module.
 
     Buffers stay as they are, unlike with ``module.to(dtype)``.
     """

@@ -1,4 +1,4 @@
-"""What an engine has done so far, and the lines and records that tell of it."""
+"""Count an engine's steps and samples, and report them in log lines and monitors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Progress:
         last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
         last_loss: Loss given to the last backward, detached; on the device.
         loads: How often the weights were replaced by loaded ones.
-        saved_at: ``global_steps`` at the last whole checkpoint that this engine has saved; -1 before the first.
+        saved_at: ``global_steps`` at the last complete checkpoint that this engine has saved; -1 before the first.
     """
 
     global_steps: int = 0
@@ -39,7 +39,7 @@ class Progress:
     saved_at: int = -1
 
     def count_step(self, samples: int, norm: torch.Tensor, skipped: bool) -> None:
-        """Takes note of one optimizer step over ``samples`` samples of all ranks."""
+        """Count one optimizer step over ``samples`` samples of all ranks."""
         self.global_steps += 1
         self.global_samples += samples
         self.skipped_steps += skipped
@@ -47,7 +47,7 @@ class Progress:
         self.last_norm = norm
 
     def restore(self, counters: Mapping[str, int]) -> None:
-        """Goes on counting from those of a checkpoint."""
+        """Set the counters to those of a checkpoint."""
         self.global_steps = counters.get("global_steps", 0)
         self.skipped_steps = counters.get("skipped_steps", 0)
         self.global_samples = counters.get("global_samples", 0)
@@ -55,14 +55,14 @@ class Progress:
 
 @dataclass
 class Reports:
-    """Tells of optimizer steps: a line in the log every few of them, a record to each monitor after every one.
+    """Reports optimizer steps: a line in the log every few steps, and a record to each monitor after every step.
 
     Attributes:
         clock: Times the phases of a step.
         every: Optimizer steps between two lines; 0 or None prints none.
         sinks: Monitors, on rank 0.
-        measures: Called on every rank with the number of the step; what they return is recorded too. Collective, where they are.
-        measured: What they returned last and nobody has taken, for loggers of others.
+        measures: Functions called on every rank with the number of the step; their results are recorded too. They may be collective.
+        measured: Their last results that no caller has taken yet, for other loggers.
     """
 
     clock: Clock
@@ -72,7 +72,7 @@ class Reports:
     measured: dict[str, float] = field(default_factory=dict)
 
     def tell(self, progress: Progress, groups: Sequence[dict[str, Any]], loss_scale: float) -> None:
-        """After a step: prints and records where the run stands.
+        """Print and record the progress of the run after a step.
 
         Args:
             progress: The counters; the step is counted already.
@@ -106,7 +106,7 @@ class Reports:
             sink.write(record, progress.global_samples)
 
     def close(self) -> None:
-        """Closes the monitors."""
+        """Close the monitors."""
         for sink in self.sinks:
             sink.close()
         self.sinks = []

@@ -1,4 +1,4 @@
-"""The hyper-parameters of the param groups, which all ranks must have alike: at ``initialize``, and at each boundary."""
+"""Compare the hyper-parameters of the param groups, which must be the same on all ranks, at ``initialize`` and at each boundary."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 
-_NOTHING = 1e30  # stands for what is no number
+_NOTHING = 1e30  # takes the place of values that are not numbers
 _NUMBERS = frozenset((float, bool, int))
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
-    """Return the class of ``optimizer``, and each hyper-parameter of each of its groups, a line each.
+    """Return the class of ``optimizer``, and each hyper-parameter of each of its groups, one line each.
 
-    Numbers count to single precision, so that a rate is the same as a number and as a tensor.
+    Numbers are rounded to single precision, so that a rate is the same as a number and as a tensor.
     """
     kind = type(optimizer)
     lines = [fact("optimizer", f"{kind.__module__}.{kind.__qualname__}"), fact("number of param groups", len(optimizer.param_groups))]
@@ -66,7 +66,7 @@ def same_clipping(max_norm: float) -> Alike:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers of a hyper-parameter: one, those of a list, or a stand-in for what holds others."""
+    """Return the numbers of a hyper-parameter: one, those of a list, or a placeholder for other values."""
     if isinstance(value, (tuple, list)):
         return [number for item in value for number in _numbers(item)]
     if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"):

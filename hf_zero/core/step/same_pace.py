@@ -1,4 +1,4 @@
-"""What the ranks agree on at each boundary, by one vote: what must be alike on all of them, and what is so on any."""
+"""Agree at each boundary, by one vote: on facts that must be the same on all ranks, and on facts that are true on any rank."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class Alike:
-    """Something that must be alike on all ranks.
+    """Fact that must be the same on all ranks.
 
     Attributes:
-        numbers: What this rank has: a few numbers, floating-point or whole.
-        refuse: Called with the network on every rank where they differ; may exchange more, and raises.
+        numbers: This rank's values: a few floats or integers.
+        refuse: Called with the network on every rank if the numbers differ; may exchange more, and raises.
     """
 
     numbers: Sequence[float]
@@ -26,11 +26,11 @@ class Alike:
 
 
 class Agreed(NamedTuple):
-    """What the ranks have told each other at a boundary, the same on all of them.
+    """Result of a boundary's vote, the same on all ranks.
 
     Attributes:
         written: A script has written gradients of its own, on any rank.
-        signal: Number of a signal that asks a rank to end (the highest, where several were heard); 0 when none has heard one.
+        signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
         waits: A parameter that the last step has not trained has a gradient, on any rank.
     """
 
@@ -40,15 +40,15 @@ class Agreed(NamedTuple):
 
 
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
-    """Compares what the ranks have, in one message; collective, on the host.
+    """Compare the facts of all ranks in one message; collective, on the host.
 
     The message has 24 bits for all that must be alike: a digest. It holds the number of micro-steps, so it is another one at each
     boundary, and two that are the same by chance differ at the next.
 
     Args:
         collectives: The ranks.
-        alike: What must be alike on all of them; the first that is not is refused.
-        anywhere: Numbers of this rank, of which the largest of all ranks counts.
+        alike: Facts that must be the same on all ranks; the first that differs is refused.
+        anywhere: Numbers of this rank; the result is the maximum over ranks.
 
     Returns:
         The largest of each of ``anywhere``.
@@ -63,7 +63,7 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
 
 
 def same_pace(micro_steps: int) -> Alike:
-    """Notices ranks that make fewer or more micro-steps than the others, before they train on different batches until one of them ends.
+    """Return the number of micro-steps for a vote, which detects ranks that make fewer or more of them than others.
 
     Args:
         micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.

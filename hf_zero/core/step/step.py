@@ -1,4 +1,4 @@
-"""One optimizer step, as a straight list of phases."""
+"""Take one optimizer step, as a straight list of phases."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hf_zero.system import signals
 
 @dataclass(frozen=True)
 class StepSettings:
-    """What a step needs to know.
+    """Settings of a step.
 
     Attributes:
         max_norm: Clip the global norm to this; 0 is off.
         stage: The ZeRO stage.
         skips_overflow: Skip the update when a gradient is not finite.
-        wants_all: Every trainable parameter must have had a gradient on every rank.
+        wants_all: Whether every trainable parameter must have had a gradient on every rank.
     """
 
     max_norm: float
@@ -46,12 +46,12 @@ class StepSettings:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did.
+    """Result of a step.
 
     Attributes:
-        norm: Before clipping; 0-dim tensor, unscaled.
-        skipped: It was skipped (norm inf).
-        culprit: For which parameter.
+        norm: Gradient norm before clipping; 0-dim tensor, unscaled.
+        skipped: Whether the step was skipped (norm inf).
+        culprit: Name of the parameter whose gradient is not finite.
         signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
     """
 
@@ -89,33 +89,33 @@ class Stepper:
         self._look_at_units()
 
     def _look_at_units(self) -> None:
-        """Note what the norm must know of the units that are trained; local."""
+        """Record the facts that the norm needs about the trained units; local."""
         units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
         apart = experts or model  # the ranks with parts that this rank does not have
         tensor = model.world if model is not None else 1
         self._parts = model_axis(units, apart, tensor) if apart is not None else None
-        # Both in the model's order; the reducer's own order is the model's too.
+        # Both lists are in the model's order; the reducer's own order is the model's too.
         self._gradients = {id(entry.unit): entry for entry in self.reducer.gradients}
 
     def begin_micro_step(self, boundary: bool, in_no_sync: bool, factor: float) -> None:
-        """Called before each backward; decides whether its gradients are reduced in it.
+        """Begin a micro-step, before each backward; decide whether the backward reduces its gradients.
 
         Args:
-            boundary: Its gradients complete an optimizer step.
-            in_no_sync: It runs inside ``no_sync()``.
-            factor: What its gradients are multiplied with.
+            boundary: The gradients complete an optimizer step.
+            in_no_sync: The backward runs inside ``no_sync()``.
+            factor: Factor of the gradients.
         """
         self.prepare(boundary)
         note_added(self.reducer, factor)
         self.reducer.begin(self.settings.stage.reduces(boundary, in_no_sync), factor, completes=boundary)
 
     def prepare(self, boundary: bool) -> None:
-        """Makes optimizer and units ready for a backward."""
+        """Prepare optimizer and units for a backward."""
         self.optimizer.state_store.expect(self.scaler.scale if boundary else None)
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norm of all gradients together, with loss scale; 0-dim, the same on every rank. Collective."""
+        """Return the norm of all gradients, with loss scale; 0-dim, the same on every rank. Collective."""
         stage, store = self.settings.stage, self.optimizer.state_store
         return global_norm(shards, self.collectives, stage.optimizer_sharded, self._parts, store.threads)
 
@@ -139,7 +139,7 @@ class Stepper:
             )
 
     def agree(self) -> Agreed:
-        """What the ranks tell each other before a step; collective, on the host.
+        """Hold the vote before a step and return its result; collective, on the host.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
@@ -148,7 +148,7 @@ class Stepper:
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike += [look.alike(), none_added(self.reducer)]
-        alike.append(self.trained.alike())  # takes what a script has put into the groups out of them
+        alike.append(self.trained.alike())  # also takes tensors that a script has put into the groups out of them
         told = [int(have_written(self.reducer)), signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
@@ -157,21 +157,25 @@ class Stepper:
         return Agreed(bool(told[0]), told[1], bool(told[2]))
 
     def signal_of_any(self) -> int:
-        """Number of a signal that some rank has heard, outside of a step; 0 for none. Collective, on the host, and waits for every rank."""
+        """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
+        every rank.
+        """
         return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def measure(self) -> torch.Tensor:
-        """The norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim, collective."""
+        """Return the norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim,
+        collective.
+        """
         shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
         return self.norm_of(shards) / self.scaler.scale
 
     def take(self) -> StepResult:
-        """One step over the gradients accumulated so far, and over those that the script has written; collective.
+        """Take one step over the gradients accumulated so far, and over gradients that the script has written; collective.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
-                no gradient and each must have one, or gradients were written that cannot be taken; nothing has changed then.
+                no gradient and each must have one, or gradients were written that cannot be used; nothing has changed then.
         """
         self.reducer.shown.drop_removed()
         agreed = self.agree()
@@ -198,7 +202,7 @@ class Stepper:
             with span("update"):
                 self.runtime.reshard_for_update()
                 for unit in trained_of(self.optimizer.units):
-                    unit.secondary.forget()  # an update that goes on after the step is not told of
+                    unit.secondary.forget()  # an update that continues after the step is not timed
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):

@@ -1,4 +1,4 @@
-"""Which parameters a step trains: those that require a gradient now and are in a param group, whatever ``initialize`` found."""
+"""Find the parameters that a step trains: those that require a gradient now and are in a param group, whatever ``initialize`` found."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ class TrainedSet:
     the set of the last look. So each rank tells in the same vote whether a parameter that rests or is in no trained unit has a gradient.
 
     Attributes:
-        digest: Of the names and groups of the trained parameters; equal on all ranks, or one of them trains other parameters.
-        changed: The set differs from the one that units and segments are laid out for.
+        digest: Digest of the names and groups of the trained parameters; it differs between ranks that train different parameters.
+        changed: Whether the set differs from the one that units and segments are laid out for.
 
     Args:
         module: The user's module.
-        optimizer: The engine's.
+        optimizer: The engine's optimizer.
         groups: Param group of each parameter of the optimizer by id, frozen ones included.
         default_group: Param group of parameters that are in none, where the optimizer trains all that require a gradient; else None.
     """
@@ -83,15 +83,15 @@ class TrainedSet:
         self._params: list[nn.Parameter] = []
         self._lengths: list[int] = []
         self._registrations = -1
-        self._outside: list[Joining] | None = None  # see `outside`; None until somebody asks
+        self._outside: list[Joining] | None = None  # see `outside`; None until it is first requested
         self._read()
         self._flags = self._requiring()
         self.digest = self._digest()
         self.changed = False
-        self._frozen: set[int] = set()  # ids of parameters of units that required no gradient when these were laid out
+        self._frozen: set[int] = set()  # ids of the unit parameters that required no gradient when units and segments were laid out
 
     def look(self) -> int:
-        """Compare with the last look; local. Returns the digest."""
+        """Compare with the last look, and return the digest; local."""
         anew = self._registrations != _Registrations.count or self._lengths != self._group_lengths()
         if anew:
             self._read()
@@ -148,9 +148,9 @@ class TrainedSet:
         """Return the parameters that wait with a gradient on any rank, in the model's order; collective.
 
         Raises:
-            StateError: On all ranks, where one of them is in no param group on another rank.
+            StateError: On all ranks, if one of the parameters is in no param group on another rank.
         """
-        self._read()  # nothing tells of modules that were removed
+        self._read()  # no event reports modules that were removed
         self._flags, self._outside = self._requiring(), None
         self.digest = self._digest()
         by_rank: list[list[str]] = everyone.gather_objects([entry.name for entry in self.waiting()], "parameters that join")
@@ -173,7 +173,7 @@ class TrainedSet:
         ]
 
     def laid_out(self, resting: Mapping[int, Collection[int]], units: Sequence[Unit]) -> None:
-        """Note for which parameters units and segments are laid out now.
+        """Record the parameters for which units and segments are laid out now.
 
         Where a parameter does not rest and requires no gradient, or rests and requires one, the next step looks again: the one rests from
         then on, the other waits for its first gradient.
@@ -190,7 +190,7 @@ class TrainedSet:
             for index, (param, slot) in enumerate(zip(unit.params, unit.layout.slots, strict=True))
         )
 
-    # -- what is looked at ----------------------------------------------------------------------------------------------
+    # -- the look -------------------------------------------------------------------------------------------------------
 
     def _requiring(self) -> list[bool]:
         return [param.requires_grad for param in self._params]
@@ -199,7 +199,9 @@ class TrainedSet:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def _read(self) -> None:
-        """List the model's parameters, and take those that a script has put into param groups out of these; local."""
+        """List the model's parameters, and remove parameters of the model that a script has added to the inner
+        optimizer's groups; local.
+        """
         self._registrations = _Registrations.count
         named = dict(self._module.named_parameters())
         self._names, self._params = list(named), list(named.values())
@@ -216,14 +218,14 @@ class TrainedSet:
         self._lengths = self._group_lengths()
 
     def _grouped(self) -> Iterator[tuple[str, nn.Parameter, int]]:
-        """Yield name, parameter and param group of what is in one."""
+        """Yield name, parameter and param group of each parameter that is in a group."""
         for name, param in zip(self._names, self._params, strict=True):
             group = self._groups.get(id(param), self._default_group)
             if group is not None:
                 yield name, param, group
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter, int]]:
-        """Yield name, parameter and param group of what is trained."""
+        """Yield name, parameter and param group of each trained parameter."""
         required = {id(param) for param, requires in zip(self._params, self._flags, strict=True) if requires}
         return (entry for entry in self._grouped() if id(entry[1]) in required)
 
@@ -234,7 +236,7 @@ class TrainedSet:
         return zlib.crc32("\n".join([*self._trained_names(), *self._foreign]).encode())
 
     def _warn_of_untrained(self) -> None:
-        """Say which parameters require a gradient and are in no param group: plain PyTorch trains these as little."""
+        """Warn of parameters that require a gradient but are in no param group: plain PyTorch does not train them either."""
         trained = {id(param) for _, param, _ in self._trained()}
         requiring = zip(self._names, self._params, self._flags, strict=True)
         untrained = [name for name, param, requires in requiring if requires and id(param) not in trained]

@@ -1,4 +1,4 @@
-"""The units and segments that a step trains, brought into line with what the script trains: parameters rest, train again and join."""
+"""Bring the units and segments of a step into line with the parameters that the script trains: parameters rest, train again and join."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class TrainedUnits:
     """Let parameters rest and join between the backward and the update of a step. See [Note: what is trained].
 
     Attributes:
-        on_joined: Gets the gradients of new units.
+        on_joined: Called with the gradients of new units.
 
     Args:
-        trained: What the script trains.
+        trained: The set of parameters that the script trains.
         reducer: Gradients on their way.
-        optimizer: The engine's.
+        optimizer: The engine's optimizer.
         join: Makes units of parameters that join, and returns their gradients; collective.
         data: The data-parallel ranks.
         everyone: The ranks that have to agree before a step.
@@ -45,7 +45,9 @@ class TrainedUnits:
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
 
     def alike(self) -> Alike:
-        """Look at what the script trains, and take what it has put into param groups out of them; return it for the vote of a step."""
+        """Look at the parameters that the script trains, take new ones out of the param groups, and return the digest for the vote of a
+        step.
+        """
         return self._trained.alike()
 
     def waiting(self) -> frozenset[int]:
@@ -54,7 +56,7 @@ class TrainedUnits:
         return frozenset(id(entry.param) for entry in self._trained.waiting())
 
     def forget_waiting(self) -> None:
-        """Forget the gradients that wait in ``param.grad`` for the coming step; local."""
+        """Discard the gradients that wait in ``param.grad`` for the coming step; local."""
         self._trained.look()
         for entry in self._trained.waiting():
             entry.param.grad = None
@@ -65,16 +67,16 @@ class TrainedUnits:
         return any(rested) or bool(self._trained.waiting())
 
     def follow(self, waits: bool) -> bool:
-        """Train what is to be trained now; collective.
+        """Lay out units and segments for the parameters that are trained now; collective.
 
         Args:
             waits: A parameter that rests, or is in no trained unit, has a gradient on any rank.
 
         Returns:
-            Whether units or segments may be others than before.
+            Whether units or segments may have changed.
 
         Raises:
-            StateError: On all ranks, where a parameter cannot join or rest.
+            StateError: On all ranks, if a parameter cannot join or rest.
         """
         if not (self._trained.changed or waits):
             return False
@@ -95,7 +97,9 @@ class TrainedUnits:
         return True
 
     def _take_in(self, joining: Sequence[Joining], rested: Sequence[UnitGradients]) -> None:
-        """Make units of ``joining``, and reduce what waits for them and for units that have ``rested`` until now; collective."""
+        """Make units of ``joining``, and reduce the gradients that wait for them and for units that have ``rested``
+        until now; collective.
+        """
         waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
         for new in joining:
             new.param.grad = None

@@ -1,4 +1,4 @@
-"""Gradients that a script has written to ``param.grad`` itself, in place of those of a backward."""
+"""Use gradients that a script has written to ``param.grad`` in place of those of a backward."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from hf_zero.errors import StateError
 
 
 def have_written(reducer: Reducer) -> bool:
-    """Return whether any parameter has a ``grad`` that no backward has left there, so a script has written it. Local."""
+    """Return whether any parameter has a ``grad`` that a script has written, because no backward has left it there. Local."""
     return next(_written(reducer), None) is not None
 
 
 def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded: bool) -> None:
-    """Moves each ``param.grad`` to the gradients of the coming step, in place of what backward has left there; collective.
+    """Move each ``param.grad`` to the gradients of the coming step, in place of those of backward; collective.
 
-    As with gradients of a backward, each rank brings those of its own samples, times the loss scale, and the mean over ranks counts.
+    As with gradients of a backward, each rank has the gradients of its own samples, times the loss scale, and the step uses the mean over
+    ranks.
 
     Args:
-        reducer: Of all trainable units.
+        reducer: Reducer of all trainable units.
         collectives: All data-parallel ranks.
-        parameters_sharded: A rank has parts of parameters only.
+        parameters_sharded: Whether a rank has only parts of parameters.
 
     Raises:
         StateError: On every rank; parameters are sharded, or ranks have written gradients of different parameters.
@@ -50,7 +51,7 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
 
 
 def _mean(entry: UnitGradients, grad: torch.Tensor, collectives: Collectives | None) -> torch.Tensor:
-    """Return the mean of the ranks' ``grad``, a copy in the type of sums; collective. None as ``collectives``: this rank's own."""
+    """Return the mean of the ranks' ``grad``, a copy in the accumulation dtype; collective. If ``collectives`` is None: this rank's own."""
     whole = (grad.to_dense() if grad.is_sparse else grad).detach().to(entry.exchange.policy.accumulation_dtype, copy=True)
     if collectives is not None and collectives.world > 1:
         whole = whole.contiguous()
@@ -69,7 +70,7 @@ def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, co
         collectives: All ranks whose gradients are in the mean.
 
     Returns:
-        The mean over ranks, of the parameter's shape, with the loss scale; None where no rank has written any.
+        The mean over ranks, of the parameter's shape, with the loss scale; None if no rank has written a gradient.
 
     Raises:
         StateError: On every rank; the parameter is sharded, or only some ranks have written a gradient.
@@ -85,14 +86,14 @@ def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, co
 
 
 def note_added(reducer: Reducer, factor: float) -> None:
-    """Note the written gradients that the backward which begins will add to, where the sum would not be PyTorch's; local.
+    """Record the written gradients to which the coming backward will add, if the sum would differ from PyTorch's; local.
 
     [Note: a gradient written between micro-steps] In plain PyTorch it takes the place of those of the micro-steps before it, and the next
     backward adds to it. Here the ones before are in the sums already, which may be divided over ranks: the step refuses.
 
     Args:
-        reducer: Of all trained units.
-        factor: What the gradients of the backward are multiplied with.
+        reducer: Reducer of all trained units.
+        factor: Factor of the backward's gradients.
     """
     for entry in reducer.gradients:
         for index, param in enumerate(entry.unit.params):
@@ -101,7 +102,7 @@ def note_added(reducer: Reducer, factor: float) -> None:
 
 
 def none_added(reducer: Reducer) -> Alike:
-    """Return the digest of what ``note_added`` has noted, for a vote, with the error that names parameter and ranks."""
+    """Return the digest of the records of ``note_added``, for a vote, with the error that names parameter and ranks."""
     names = list(reducer.added_to)
 
     def refuse(collectives: Collectives) -> NoReturn:
@@ -112,10 +113,10 @@ def none_added(reducer: Reducer) -> Alike:
 
 
 def require_none_added(reducer: Reducer) -> None:
-    """Raise where ``note_added`` has noted anything, on all ranks alike.
+    """Raise if ``note_added`` has recorded anything, on all ranks alike.
 
     Raises:
-        StateError: It has.
+        StateError: It has recorded a gradient.
     """
     for name in reducer.added_to:
         raise _added(name)
@@ -130,12 +131,13 @@ def _added(name: str) -> StateError:
 
 
 def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) -> None:
-    """Sets the gradient that the coming step uses for parameter ``index``.
+    """Set the gradient that the coming step uses for parameter ``index``.
 
     Args:
-        gradients: Those of its unit.
+        gradients: Gradients of its unit.
         index: Position in the unit.
-        value: Of the parameter's whole shape, times the loss scale; the same on all ranks, or this rank's own where nothing is reduced.
+        value: Gradient of the parameter's full shape, times the loss scale; the same on all ranks, or this rank's own if nothing is
+            reduced.
     """
     if gradients.exchange.keeps_whole:
         slot = gradients.unit.layout.slots[index]

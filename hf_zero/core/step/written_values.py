@@ -1,4 +1,4 @@
-"""Values that a script has written to parameters since the last step: carried over, or refused on all ranks."""
+"""Carry over values that a script has written to parameters since the last step, or refuse them on all ranks."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from hf_zero.errors import StateError
 
 
 class WrittenValues:
-    """Carry what was written over to shards and masters, once before each step. See docs/parameters.md.
+    """Carries values that a script has written over to shards and masters, once before each step. See docs/parameters.md.
 
-    A rank cannot raise alone, so what it refuses, and which parameters it has seen written inside forwards and contexts that were not
-    compared at their end, is in a digest that the ranks compare in the vote of the step.
+    A rank cannot raise alone, so the writes that it refuses, and the parameters that it has seen written inside forwards and contexts
+    that were not compared at their end, are in a digest that the ranks compare in the vote of the step.
 
     Attributes:
-        digest: 0 where nothing was refused or noted.
+        digest: Digest of refused and recorded writes; 0 if there are none.
 
     Args:
         units: All units of the engine, in the same order on all ranks.
-        network: The ranks that hold its parameters in no unit.
+        network: Network of the ranks that hold the engine's parameters that belong to no unit.
     """
 
     def __init__(self, units: Sequence[Unit], network: Collectives) -> None:
@@ -65,17 +65,17 @@ class WrittenValues:
         """Compare the digests outside of a step; collective.
 
         Raises:
-            StateError: On all ranks, where something was refused, or written on some ranks only.
+            StateError: On all ranks, if a write was refused, or made on some ranks only.
         """
         if collectives.world > 1:
             agree(collectives, [self.alike()])
         self.require_none_refused()
 
     def require_none_refused(self) -> None:
-        """Raise what was refused, on all ranks alike.
+        """Raise the error of a refused write, on all ranks alike.
 
         Raises:
-            StateError: A sharded parameter was given data, or a whole one data of another shape.
+            StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one.
         """
         if self._refused:
             raise StateError(self._refused)

@@ -1,4 +1,4 @@
-"""Parameters that are whole by themselves while their unit is sharded."""
+"""Unshard single parameters while the rest of their unit stays sharded."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hf_zero.errors import StateError
 
 
 class Divided(Protocol):
-    """What is asked of a unit here; the attributes are its own."""
+    """The part of a unit that ``AloneParams`` uses; the attributes are those of ``Unit``."""
 
     layout: UnitLayout
     params: list[nn.Parameter | None]
@@ -39,39 +39,39 @@ class Divided(Protocol):
 
     @property
     def name(self) -> str:
-        """As in labels."""
+        """Return the name of the unit, as in labels."""
 
     @property
     def shard(self) -> torch.Tensor:
-        """Return this rank's part, (shard_numel,)."""
+        """Return this rank's shard, (shard_numel,)."""
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of a parameter in a (shard_numel,) tensor."""
+        """Return the part of parameter ``index`` in a (shard_numel,) tensor."""
 
     def unpin(self, reshard: bool = True) -> None:
-        """Undoes a pin."""
+        """Undo one pin."""
 
 
 @dataclass
 class _Held:
-    value: torch.Tensor  # of the parameter's shape
+    value: torch.Tensor  # values, of the parameter's shape
     holders: int
     current: bool = True  # False: the shards have been written to since
 
 
 class AloneParams:
-    """The parameters of one unit that somebody holds whole, one by one.
+    """The parameters of one unit that are unsharded one by one, each by a holder.
 
     [Note: a parameter alone] ``GatheredParameters([parameter])`` in a loop over a model is how scripts hand weights to inference engines,
     parameter by parameter, often keeping many of them until a message is full. To unshard the unit each time would send a layer for
     each of its parameters, and each that is kept would keep a layer's memory. So where less than half of a resting unit is asked
-    for, the owners broadcast the parameters' own elements. If the unit is unsharded meanwhile it stays so, pinned, until they are let go
-    of, and what their holder has written to them is in it: all is as if the unit had been pinned from the beginning. Shards that rest
+    for, the owners broadcast the parameters' own elements. If the unit is unsharded meanwhile it stays so, pinned, until they are released,
+    and writes of the holder are in it, as if the unit had been pinned from the beginning. Shards that rest
     elsewhere than on the device, units that travel as codes, and packed weights, which belong to their scales, come as whole units.
     """
 
     def __init__(self, unit: Divided) -> None:
-        self._owner = ref(unit)  # a cycle would keep the unit's memory until the garbage collector runs
+        self._owner = ref(unit)  # a reference cycle would keep the unit's memory until the garbage collector runs
         self._held: dict[int, _Held] = {}
         self._joined = False
 
@@ -89,7 +89,7 @@ class AloneParams:
         return index in self._held
 
     def serves(self, indices: Iterable[int]) -> bool:
-        """Return whether these parameters, by position, would come alone; the same answer on every rank."""
+        """Return whether these parameters, by position, would be unsharded alone; the same answer on every rank."""
         unit, slots = self._unit, self._unit.layout.slots
         rests = unit.state is UnitState.SHARDED and unit.shard_storage is ON_DEVICE and not (unit.own.offloaded or unit.quantized)
         if not rests or not unit.reshards or unit.layout.world == 1 or any(slot.shown_as is not None for slot in slots):
@@ -97,7 +97,7 @@ class AloneParams:
         return 2 * sum(slots[index].numel for index in {*indices, *self._held}) < unit.layout.numel
 
     def add(self, indices: Iterable[int]) -> None:
-        """Makes parameters whole that ``serves`` has agreed to; collective."""
+        """Unshard parameters for which ``serves`` has returned True; collective."""
         for index in sorted(indices):
             if index in self._held:
                 self._held[index].holders += 1
@@ -108,7 +108,7 @@ class AloneParams:
         self.tell()
 
     def remove(self, indices: Iterable[int]) -> None:
-        """Undoes ``add``; the last one reshards the unit if it was unsharded meanwhile."""
+        """Undo ``add``; the last call reshards the unit if it was unsharded meanwhile."""
         gone = []
         for index in sorted(indices):
             self._held[index].holders -= 1
@@ -122,20 +122,20 @@ class AloneParams:
             self._unit.unpin()
 
     def take_assigned(self) -> None:
-        """Takes the values of parameters that were given other memory (``param.data = value``); local."""
+        """Adopt the values of parameters whose ``data`` was set to other memory (``param.data = value``); local."""
         for index, held in self._held.items():
             param = self._unit.params[index]
             if param is not None and not self._joined and param.data_ptr() != held.value.data_ptr() and param.shape == held.value.shape:
                 held.value.copy_(param.data)
 
     def adopt(self) -> None:
-        """Carry what was written to parameters that are held into shard and master; local."""
+        """Carry writes to the held parameters into shard and master; local."""
         self.take_assigned()
         for index, held in self._held.items() if not self._joined else ():
             self.adopt_value(index, held.value)
 
     def adopt_value(self, index: int, value: torch.Tensor) -> None:
-        """Carry this rank's part of the whole ``value`` of parameter ``index`` into shard and master, where it is another; local."""
+        """Carry this rank's part of the complete ``value`` of parameter ``index`` into shard and master, if it differs; local."""
         unit = self._unit
         slot = unit.layout.slots[index]
         part, own = slot.range.intersect(unit.layout.shard_range(unit.rank)).shift(-slot.offset), unit.shard_part(index, unit.shard)
@@ -147,7 +147,7 @@ class AloneParams:
             unit.own.refresh_master()
 
     def joined(self) -> bool:
-        """The unit has been unsharded: carries over what was written to parameters that are held; whether it must be pinned for them."""
+        """Carry over writes to held parameters after the unit has been unsharded; return whether the unit must be pinned for them."""
         for index, held in self._held.items():
             param = self._unit.params[index]
             view = self._unit.whole.view(index)
@@ -158,24 +158,24 @@ class AloneParams:
         return first
 
     def outdate(self) -> None:
-        """The shards were written to; local."""
+        """Mark the values as outdated, because the shards were written to; local."""
         for held in self._held.values():
             held.current = False
 
     def refresh(self) -> None:
-        """Brings values that are not current any more; collective."""
+        """Fetch outdated values again; collective."""
         for index, held in sorted(self._held.items()):
             if not held.current and not self._joined:
                 held.value.copy_(self._whole(index).view_as(held.value))
             held.current = True
 
     def show(self) -> None:
-        """Points the parameters at their values again, after all of the unit were given others; local."""
+        """Point the parameters at their values again, after all parameters of the unit were pointed elsewhere; local."""
         for index in self._held if not self._joined else ():
             self._show(index)
 
     def tell(self) -> None:
-        """Tells the listener that they are whole; local."""
+        """Notify the listener that the parameters are unsharded; local."""
         self._unit.listener.state_changed([self._unit.params[index] for index in self._held], UnitState.UNSHARDED)
 
     def _whole(self, index: int) -> torch.Tensor:
@@ -196,13 +196,13 @@ class AloneParams:
 
 
 def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
-    """Parameter ``index`` of a tensor that is divided as the unit is; each owner broadcasts its part; collective.
+    """Return parameter ``index`` of a tensor that is sharded like the unit; each owner broadcasts its part. Collective.
 
     Args:
         unit: The unit.
-        index: Of the parameter in it.
+        index: Position of the parameter in the unit.
         flat: This rank's part of the tensor, (shard_numel,).
-        label: For the collectives.
+        label: Label of the collectives.
 
     Returns:
         A new tensor, (numel,), on the engine's device.
@@ -221,6 +221,6 @@ def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str)
 
 
 def owners(layout: UnitLayout, index: int) -> range:
-    """The ranks in whose shards parameter ``index`` lies."""
+    """Return the ranks whose shards contain parameter ``index``."""
     where = layout.slots[index].range
     return range(where.start // layout.shard_numel, -(-where.stop // layout.shard_numel)) if where.numel else range(0)

@@ -1,4 +1,4 @@
-"""Makes units of parameters, wherever their values are now."""
+"""Make units from parameters, wherever their values are now."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from hf_zero.memory import host_memory
 
 @dataclass(frozen=True)
 class NamedParam:
-    """A parameter on its way into a unit: its dotted name, itself, and its optimizer param group (or ``FROZEN``). Scales of a packed weight
-    are a plain tensor."""
+    """Parameter on its way into a unit: its dotted name, the parameter, and its optimizer param group (or ``FROZEN``). Scales of a packed
+    weight are a plain tensor.
+    """
 
     name: str
     param: nn.Parameter
@@ -29,7 +30,7 @@ class NamedParam:
 
 
 def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spec: UnitSpec) -> Unit:
-    """Makes a unit of ``members``, unsharded; collective.
+    """Make a unit of ``members``, unsharded; collective.
 
     Values come from the parameters themselves, or from the unit they belong to now (``zero.Init``, another engine), which
     they leave. At most this one unit is held whole, in the wider of the old and the new dtype.
@@ -37,8 +38,8 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     Args:
         name: Name of the unit.
         members: The parameters; all trainable or all frozen.
-        dtype: Their type from now on.
-        spec: How units of this engine are made.
+        dtype: The new dtype of the parameters.
+        spec: Settings for the units of this engine.
 
     Raises:
         StateError: A parameter has no data (meta device).
@@ -64,9 +65,10 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
     unit = Unit(layout, params, spec, buffer)
     if unit.trainable:
         master_dtype = spec.master_dtype or dtype
-        # From the values in the type of the parameters, so that a model that zero.Init has cast at construction gives the same masters.
+        # The master is made from values in the dtype of the parameters, so that a model that zero.Init has cast at construction gets the
+        # same masters.
         own_master = master_dtype == dtype and spec.shard_storage is ON_DEVICE
-        # A master is born on the device, wherever the shard rests: only an offloaded optimizer moves it.
+        # A master is created on the device, wherever the shard rests: only an offloaded optimizer moves it.
         unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
     register(unit)
     return unit

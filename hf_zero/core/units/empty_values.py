@@ -1,4 +1,4 @@
-"""What a state dict holds of a sharded parameter: its shape, type and device, and no values that a file could be made of."""
+"""Represent sharded parameters in a state dict: by shape, dtype and device, without values that could be written to a file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 
-# What moves elements and computes none: libraries undo conversions of weights with it.
+# Functions that move elements and compute none: libraries undo conversions of weights with them.
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
@@ -26,7 +26,7 @@ _MOVES = frozenset(
 
 
 class UnsavedTensor(StandIn):
-    """Stands for a sharded parameter in a state dict: shape, dtype and device of the whole one, no memory and no values.
+    """Placeholder of a sharded parameter in a state dict: shape, dtype and device of the unsharded parameter, no memory and no values.
 
     [Note: no empty file] Scripts look at names, shapes and dtypes of a sharded model's state dict, and load it back; libraries
     search it for shared storages and undo weight conversions. All that needs no values and works; what is moved or copied from a
@@ -37,18 +37,18 @@ class UnsavedTensor(StandIn):
 
     @staticmethod
     def of(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, param: nn.Parameter | None = None) -> UnsavedTensor:
-        """Return the stand-in for parameter ``name``; ``param`` is the parameter itself, None for a copy."""
+        """Return the placeholder of parameter ``name``; ``param`` is the parameter itself, None for a copy."""
         tensor: UnsavedTensor = UnsavedTensor.make(name, shape, dtype, device)
         tensor.source = param
         return tensor
 
     def refused(self, attempt: str) -> StateError:
-        """Return the error for ``attempt``, which says where the tensor comes from."""
+        """Return the error for ``attempt``, which also says where the tensor comes from."""
         return refusal(self.parameter, f"this rank's state dict has no values of it, and {attempt}")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Computes the shape and dtype of the result, which stands for the same parameter."""
+        """Compute the shape and dtype of the result, which is a placeholder of the same parameter."""
         if not (func.is_view or func._schema.name in _MOVES) or func in _SAME:
             return super().__torch_dispatch__(func, types, args, kwargs)
         first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
@@ -70,14 +70,14 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def guard_state_dict(module: nn.Module) -> None:
-    """Lets ``state_dict()`` and ``load_state_dict()`` know stand-ins for the module's own sharded parameters."""
+    """Let ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
     if _stand_in not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_stand_in)
         module.register_load_state_dict_pre_hook(_leave_alone)
 
 
 def _is_apart(param: nn.Parameter) -> bool:
-    """Return whether this rank has not all values of ``param`` now: they are sharded, experts of other ranks, or another stage's."""
+    """Return whether this rank does not have all values of ``param`` now: it is sharded, another rank's expert, or another stage's."""
     return is_sharded(param) or is_expert(param) or is_elsewhere(param)
 
 
@@ -92,7 +92,9 @@ def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: 
 
 
 def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
-    """For what lies beside a packed weight in its unit, where the library's own entries of it in ``state`` are empty."""
+    """Put placeholders into ``state`` for the scales that lie beside a packed weight in its unit, where the library's own entries are
+    empty.
+    """
     unit, index = find_unit(param)  # type: ignore[misc]
     beside = f"{unit.layout.slots[index].name}."
     for slot in unit.layout.slots:
@@ -102,10 +104,10 @@ def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) 
 
 
 def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """The stand-in of a sharded parameter that is loaded into the parameter leaves it as it is.
+    """Keep a sharded parameter unchanged when its own placeholder is loaded into it.
 
     Raises:
-        StateError: It stands for another parameter, or for a copy; or values are loaded into a parameter that is sharded now.
+        StateError: The placeholder belongs to another parameter, or to a copy; or values are loaded into a parameter that is sharded now.
     """
     for leaf, param in module._parameters.items():
         entry = state.get(name := f"{prefix}{leaf}")

@@ -1,4 +1,4 @@
-"""Model to blocks: which parameters form a unit, and in front of which module it must be unsharded."""
+"""Divide a model into blocks: choose the parameters of each block, and the module before which they must be unsharded."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ LARGE_MODULE_NUMEL = 1 << 20
 
 @dataclass
 class BlockSpec:
-    """Parameters that are unsharded together, in front of ``module``.
+    """Parameters that are unsharded together, before ``module`` runs.
 
     Attributes:
-        name: Dotted name of the module; ``root`` for what belongs to no block.
+        name: Dotted name of the module; ``root`` for the parameters outside all blocks.
         module: The module whose forward needs them.
         members: Its parameters; each lives in exactly one block.
         read_in_backward: False when backward never reads the parameters' values (embeddings).
@@ -33,13 +33,13 @@ class BlockSpec:
 
 
 def enclosing(name: str, among: Container[str]) -> str | None:
-    """Return the outermost of ``among`` that is ``name`` or holds it, all dotted names of modules; as many looks as the name has parts."""
+    """Return the outermost module name of ``among`` that is ``name`` or contains it; takes one lookup for each part of the name."""
     paths = itertools.accumulate(name.split("."), "{}.{}".format)
     return next((path for path in paths if path in among), None)
 
 
 def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
-    """Modules, by dotted name, that a library calls on one rank alone, so that they must stay unsharded whatever their size.
+    """Return the modules, by dotted name, that a library calls on one rank alone, so that they must stay unsharded whatever their size.
 
     PEFT calls a prompt's encoder on the rank that saves the adapter (``get_prompt_embedding_to_save``).
     """
@@ -54,7 +54,7 @@ def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
 def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
     """Return the repeated blocks of ``model`` by dotted name, outermost first, none inside another.
 
-    ``_no_split_modules``, where a model names the classes of its blocks, decides if present and matching; else the children of the
+    ``_no_split_modules``, in which a model names the classes of its blocks, decides if present and matching; otherwise the children of the
     largest ``ModuleList`` or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds
     them.
     """
@@ -84,7 +84,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
-    """Children of outermost containers that hold several modules; a container must hold a tenth of the model to count."""
+    """Return the children of outermost containers that hold several modules; a container must hold a tenth of the model to count."""
     total = _total_numel(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -105,13 +105,13 @@ def _total_numel(module: nn.Module) -> int:
 def build_blocks(
     model: nn.Module, members: Sequence[NamedParam], leaves: Collection[str] = (), large: int = LARGE_MODULE_NUMEL
 ) -> list[BlockSpec]:
-    """Divides ``members`` (each parameter once) among the root, the blocks, and large embeddings and heads.
+    """Divide ``members`` (each parameter once) among the root, the blocks, and large embeddings and heads.
 
     A parameter that several modules register belongs to their lowest common ancestor, and through it to the nearest
     enclosing block or the root.
 
     Returns:
-        The root first (even when empty), then the others in the model's order; those without parameters are left out.
+        The root first (even when empty), then the other blocks in the model's order; blocks without parameters are left out.
     """
     blocks = find_blocks(model, leaves)
     holders = lowest_modules(model)
@@ -126,7 +126,7 @@ def build_blocks(
         block = enclosing(holder, specs)
         if block is None and holder and sizes[holder] >= large:
             module = model.get_submodule(holder)
-            if not any(module.children()):  # an embedding or a head, not a container of other things
+            if not any(module.children()):  # an embedding or a head, not a container of other modules
                 specs[holder] = BlockSpec(holder, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
                 block = holder
         (specs[block] if block is not None else root).members.append(member)
@@ -136,7 +136,7 @@ def build_blocks(
 
 
 def lowest_modules(model: nn.Module) -> dict[int, str]:
-    """For each parameter (by id) the dotted name of the lowest module that contains all its registrations."""
+    """Return for each parameter (by id) the dotted name of the lowest module that contains all its registrations."""
     owners: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         for param in module._parameters.values():

@@ -16,12 +16,12 @@ from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.errors import StateError
 
-# What a forward hook of an engine carries: the module it was made for. A deep copy of that module has the same hooks.
+# Attribute of an engine's forward hook: the module for which it was made. A deep copy of the module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
 
 
 def refuse_sharded(module: nn.Module, *_: Any) -> None:
-    """The forward pre-hook of a module that belongs to no engine.
+    """Refuse the forward of a module that belongs to no engine, as its forward pre-hook.
 
     Raises:
         StateError: A parameter of the module is an empty tensor now.
@@ -38,13 +38,13 @@ def refuse_sharded(module: nn.Module, *_: Any) -> None:
 
 
 def guard_unprepared(module: nn.Module) -> None:
-    """Puts the guard on a module whose parameters have been sharded."""
+    """Put the guard on a module whose parameters have been sharded."""
     if refuse_sharded not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_sharded, prepend=True)
 
 
 def unguard_unprepared(module: nn.Module) -> None:
-    """Removes the guards of ``module`` and all in it, and the hooks that a deep copy has of its original's engine."""
+    """Remove the guards of ``module`` and all modules in it, and the hooks that a deep copy has of its original's engine."""
     for inner in module.modules():
         for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -56,11 +56,11 @@ def unguard_unprepared(module: nn.Module) -> None:
 
 
 Refuse = Callable[..., None]
-"""A forward pre-hook that raises ``called_before_engine``; a function of a module, so that copies of what it guards are guarded."""
+"""Forward pre-hook that raises ``called_before_engine``; a module-level function, so that copies of a guarded module are guarded."""
 
 
 def guard(module: nn.Module, refuse: Refuse) -> None:
-    """Has ``refuse`` come before every forward of ``module``, and state dicts of it say what is not here."""
+    """Run ``refuse`` before every forward of ``module``, and let its state dicts name the missing parameters."""
     for inner in module.modules():
         guard_state_dict(inner)
     if refuse not in module._forward_pre_hooks.values():
@@ -68,14 +68,14 @@ def guard(module: nn.Module, refuse: Refuse) -> None:
 
 
 def release(module: nn.Module, refuse: Refuse) -> None:
-    """Takes ``refuse`` off: the module is an engine's now, which guards its state dict too."""
+    """Remove ``refuse``, because the module belongs to an engine now, which guards its state dict too."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if hook is refuse:
             del module._forward_pre_hooks[key]
 
 
 def called_before_engine(module: nn.Module, what: str) -> StateError:
-    """Return the error for a forward of ``module``, of which this rank has loaded ``what`` alone."""
+    """Return the error for a forward of ``module``, of which this rank has loaded only ``what``."""
     return StateError(
         f"{type(module).__name__} was called, and this rank has loaded {what} alone. Call the model that accelerator.prepare(model) or "
         "initialize(model=model, ...) has prepared, on all ranks; a model that is to stay whole (a teacher, say) is loaded before the "

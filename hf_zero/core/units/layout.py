@@ -1,4 +1,4 @@
-"""Pure arithmetic of flat units: offsets, padding, rank ranges, group segments. No tensor is touched here."""
+"""Compute the layout of flat units: offsets, padding, rank ranges, group segments. No tensor is touched here."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ class Range:
         return Range(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Range:
-        """The same range counted from another origin."""
+        """Return the same range counted from another origin."""
         return Range(self.start + by, self.stop + by)
 
 
 @dataclass(frozen=True)
 class ParamSlot:
-    """Where one parameter lies inside its unit.
+    """Place of one parameter inside its unit.
 
     Attributes:
         name: Dotted name in the model.
@@ -49,7 +49,7 @@ class ParamSlot:
         numel: Elements of the unit that the full parameter takes (may be 0).
         offset: First element inside the unit.
         group: Index of the optimizer's param group, or ``FROZEN``.
-        shown_as: Its own element type where that is not the unit's: scales beside packed weights, whose bytes the unit holds.
+        shown_as: Its own dtype if it differs from the unit's: scales beside packed weights, whose bytes the unit holds.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ParamSlot:
 
     @cached_property
     def range(self) -> Range:
-        """Its elements inside the unit."""
+        """Return the range of its elements inside the unit."""
         return Range(self.offset, self.offset + self.numel)
 
 
@@ -75,12 +75,12 @@ class Segment:
 
 @dataclass(frozen=True)
 class UnitLayout:
-    """One flat buffer: its parameters, its padding and its division over ranks.
+    """Layout of one flat buffer: its parameters, its padding and its division over ranks.
 
     Attributes:
         name: Name of the unit.
         slots: Parameters by rising offset; those of one group lie side by side.
-        padded_numel: Elements of the whole buffer, a multiple of ``world * ALIGNMENT``.
+        padded_numel: Number of elements of the whole buffer, a multiple of ``world * ALIGNMENT``.
         world: Ranks that share it.
         dtype: Type of the parameters.
     """
@@ -93,23 +93,23 @@ class UnitLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Return elements of one rank's shard."""
+        """Return the number of elements of one rank's shard."""
         return self.padded_numel // self.world
 
     @cached_property
     def numel(self) -> int:
-        """Return elements that belong to parameters, padding left out."""
+        """Return the number of elements that belong to parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(start, stop) of the elements that belong to no parameter: between them, and the padding."""
+        """Return (start, stop) of the elements that belong to no parameter: gaps between parameters, and the padding."""
         starts = [0, *(slot.offset + slot.numel for slot in self.slots)]
         stops = [*(slot.offset for slot in self.slots), self.padded_numel]
         return tuple((start, stop) for start, stop in zip(starts, stops, strict=True) if start < stop)
 
     def shard_range(self, rank: int) -> Range:
-        """Return elements that ``rank`` owns."""
+        """Return the range of elements that ``rank`` owns."""
         return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
@@ -142,16 +142,16 @@ def build_layout(
     pieces: int = 1,
     shown_as: Sequence[torch.dtype] | None = None,
 ) -> tuple[UnitLayout, tuple[int, ...]]:
-    """Places parameters in a flat buffer, param group by param group and in the given order within one.
+    """Lay out parameters in a flat buffer, param group by param group, and in the given order inside each group.
 
     Args:
         name: Name of the unit.
         params: (dotted name, full shape) of each parameter.
         groups: Param group of each parameter, ``FROZEN`` for none.
-        dtype: Their common type.
+        dtype: Their common dtype.
         world: Ranks that will share the buffer.
-        pieces: A multiple of ``world``: the buffer can be cut into so many equal parts too.
-        shown_as: Element type of each parameter where they differ; the buffer holds their bytes.
+        pieces: A multiple of ``world``: the buffer can also be cut into ``pieces`` equal parts.
+        shown_as: Dtype of each parameter if the dtypes differ; the buffer holds their bytes.
 
     Returns:
         The layout, and for each of its slots the index into ``params``.
@@ -172,8 +172,8 @@ def build_layout(
 
 
 class UnitState(Enum):
-    """Where a unit's parameters are; the values are labels in traces. Written by ``Unit`` alone."""
+    """State of a unit's parameters; the values are labels in traces. Written by ``Unit`` alone."""
 
     SHARDED = "sharded"  # each rank holds 1/world; parameters are empty tensors
     UNSHARDING = "gathering"  # the whole buffer is allocated, the all-gather is in flight
-    UNSHARDED = "gathered"  # the whole buffer is there, parameters are views of it
+    UNSHARDED = "gathered"  # the whole buffer is filled, parameters are views of it

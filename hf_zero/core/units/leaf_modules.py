@@ -1,4 +1,4 @@
-"""Modules that the user wants unsharded as one block, marked on a model before ``initialize``.
+"""Mark modules, before ``initialize``, that the user wants unsharded as one block.
 
 The mark is the attribute ``_z3_leaf``, which other libraries read too. A deep copy of a marked module and one loaded from a pickle
 are marked.
@@ -18,22 +18,22 @@ _MARK = "_z3_leaf"
 
 def is_leaf(module: nn.Module) -> bool:
     """Return whether ``module`` is marked."""
-    # Not getattr: the wrappers of other libraries pass unknown names on to the module inside.
+    # Not getattr: wrappers of other libraries forward unknown names to the module inside.
     return bool(module.__dict__.get(_MARK, getattr(type(module), _MARK, False)))
 
 
 def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
-    """Dotted names of the marked modules."""
+    """Return the dotted names of the marked modules."""
     return tuple(name for name, module in model.named_modules() if name and is_leaf(module))
 
 
 def mark(module: nn.Module, flag: bool) -> None:
-    """Marks one module, or unmarks it."""
+    """Mark one module, or remove its mark."""
     setattr(module, _MARK, bool(flag))
 
 
 def mark_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    """Marks (or unmarks) every module of the given classes (or class names), and returns these modules.
+    """Mark (or unmark) every module of the given classes (or class names), and return these modules.
 
     Raises:
         ConfigError: None was found and ``raise_if_not_found``.
@@ -51,10 +51,11 @@ def mark_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str], fla
 def mark_names(
     model: nn.Module, names: Iterable[str], flag: bool, raise_if_not_found: bool, suffixes: bool = False
 ) -> tuple[list[nn.Module], list[str]]:
-    """Marks (or unmarks) the modules of these dotted names, or of all names that end so; returns them, and the texts that fit no name.
+    """Mark (or unmark) the modules of these dotted names, or of all names that end with them; return the modules, and texts that match no
+    name.
 
     Raises:
-        ConfigError: A text fits no name and ``raise_if_not_found``.
+        ConfigError: A text matches no name and ``raise_if_not_found``.
     """
     wanted = list(names)
     fits: Callable[[str, str], bool] = str.endswith if suffixes else str.__eq__
@@ -69,7 +70,9 @@ def mark_names(
 
 
 def mark_configured(model: nn.Module, classes: Iterable[str], names: Iterable[str], name_suffixes: Iterable[str]) -> None:
-    """Marks what the configuration's ``leaf_module`` names; warns of names that no module has, but not of classes, which have defaults."""
+    """Mark the modules that the configuration's ``leaf_module`` names; warn of names without module, but not of classes, which have
+    defaults.
+    """
     mark_classes(model, classes, True, raise_if_not_found=False)
     _, unknown = mark_names(model, names, True, raise_if_not_found=False)
     if unknown:

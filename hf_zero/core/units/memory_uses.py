@@ -1,4 +1,4 @@
-"""Tell whether autograd or a script still uses a tensor's memory, and let autograd add gradients to a unit's flat buffer in place."""
+"""Find whether autograd or a script still uses a tensor's memory, and let autograd add gradients to a unit's flat buffer in place."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:
-    """A context whose new tensors autograd can work with, inside ``torch.inference_mode`` too; without gradients there."""
+    """Return a context whose new tensors autograd can use, also inside ``torch.inference_mode``; gradients are off in the latter."""
     return _ordinary() if torch.is_inference_mode_enabled() else nullcontext()
 
 
@@ -22,12 +22,12 @@ def _ordinary() -> Iterator[None]:
 
 
 def other_uses(tensor: torch.Tensor) -> int:
-    """Return how many tensors share the memory of ``tensor``, beside itself; what it is a view of counts, and what autograd has saved."""
+    """Return how many other tensors share the memory of ``tensor``; its base and tensors saved by autograd count."""
     return _uses(tensor) - _uses_of_one()
 
 
 def is_only_view(tensor: torch.Tensor) -> bool:
-    """Return whether nobody else has the memory of ``tensor``: no view of it, no other tensor but the one of which it is itself a view."""
+    """Return whether no other tensor shares the memory of ``tensor``, except the one of which it is itself a view."""
     return other_uses(tensor) == (tensor._base is not None)
 
 
@@ -37,7 +37,9 @@ def _uses(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _uses_of_one() -> int:
-    """What a tensor counts that nobody else shares: asking is one more use in newer versions of torch (2.13, not 2.8)."""
+    """Return the use count of a tensor that shares its memory with no other: in newer versions of torch the query is one more use (2.13,
+    not 2.8).
+    """
     return _uses(torch.empty(1))
 
 
@@ -45,14 +47,14 @@ class InPlace:
     """Parameters whose ``grad`` is their place in the flat buffer, until the backward that runs ends.
 
     [Note: added in place] Where a parameter gets several gradients in one backward (the micro-batches of a pipeline), the first one is
-    copied ([Note: stolen gradients]). Autograd adds the others to it, while they are in the cache, and no hook has anything to do: the same
+    copied ([Note: stolen gradients]). Autograd adds the others to it, while they are in the cache, without a hook: the same
     sums in the same order, where gradient and buffer are of one type and nothing is scaled.
 
     Attributes:
-        indices: Their positions; the same set for good.
+        indices: Their positions; the set never changes.
 
     Args:
-        params: Of the unit; None for one that is gone.
+        params: Parameters of the unit; None for one that has left it.
     """
 
     def __init__(self, params: Sequence[nn.Parameter | None]) -> None:
@@ -60,7 +62,7 @@ class InPlace:
         self.indices: set[int] = set()
 
     def begin(self, places: Mapping[int, torch.Tensor]) -> None:
-        """What comes for these parameters from now on is added to their places, which are written."""
+        """Let autograd add the following gradients of these parameters to their places, which hold the first ones."""
         for index, place in places.items():
             param = self._params[index]
             if param is not None:
@@ -68,7 +70,7 @@ class InPlace:
                 self.indices.add(index)
 
     def end(self) -> None:
-        """Nothing more is added in place."""
+        """Stop the additions in place."""
         for index in self.indices:
             param = self._params[index]
             if param is not None:
@@ -77,10 +79,10 @@ class InPlace:
 
 
 def memory_to_keep(total: torch.Tensor | None, numel: int) -> torch.Tensor | None:
-    """A unit's gradient after the step, (numel,) if this rank has it whole, where the next step's may take up its memory.
+    """Return the memory of a unit's gradient after the step, (numel,), if this rank has all of it and the next step can use it again.
 
     [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (of a
-    pipeline) the memory is in use from the first part's backward on, when most activations are there: giving it back gains
+    pipeline) the memory is in use from the first part's backward on, when most activations exist: freeing it gains
     nothing. Scripts may have kept a view of it that they were shown.
     """
     return total if total is not None and total.numel() == numel and is_only_view(total) else None

@@ -1,4 +1,4 @@
-"""Packed weights: bytes of a quantized weight under whatever element type a library keeps them in."""
+"""Handle packed weights: bytes of a quantized weight, under whatever dtype a library keeps them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ OUTER = "_hf_zero_outer"
 
 
 def mark_packed(param: torch.Tensor) -> None:
-    """Says that the elements of ``param`` are no numbers to compute with: they are sharded and gathered as they are, and never cast."""
+    """Mark ``param`` as packed: its elements are not numbers to compute with; they are sharded and gathered unchanged, and never cast."""
     setattr(param, _PACKED, True)
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """Return whether ``param`` was marked, or is of a floating-point type of one byte, whose scales lie beside it."""
+    """Return whether ``param`` was marked, or has a floating-point dtype of one byte with scales beside it."""
     return getattr(param, _PACKED, False) or is_narrow(param)
 
 
 def is_wrapped(param: torch.Tensor) -> bool:
-    """Whether ``param`` is a tensor of a class of a library's own around other tensors (torchao): it has no row of elements to divide.
+    """Return whether ``param`` is a tensor of a library's own class around other tensors (torchao): it has no flat elements to divide.
 
     [Note: inner tensors] What it stands around can be divided: codes and scales are plain tensors, which lie in a unit of packed weights
     one after the other. They come and go; the outer parameter keeps its shape, belongs to the unit of its first inner tensor, and
@@ -34,19 +34,21 @@ def is_wrapped(param: torch.Tensor) -> bool:
     """
     if not is_traceable_wrapper_subclass(param):
         return False
-    from torch.distributed.tensor import DTensor  # half a second, for those who have such tensors
+    from torch.distributed.tensor import DTensor  # half a second, which only users of such tensors pay
 
     return not isinstance(param, DTensor)
 
 
 def inner_tensors(outer: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors that a wrapped one stands around, by the names of its attributes."""
+    """Return the inner tensors of a wrapped one, by the names of its attributes."""
     names, _ = outer.__tensor_flatten__()
     return {name: getattr(outer, name) for name in names}
 
 
 def mark_inner(outer: torch.Tensor) -> bool:
-    """Lets a wrapped parameter be divided, see [Note: inner tensors]; returns whether it can be: all that it stands around are plain."""
+    """Mark the inner tensors of a wrapped parameter as packed, see [Note: inner tensors]; return whether it can be sharded: all of them
+    are plain.
+    """
     inner = list(inner_tensors(outer).values())
     if not inner or any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in inner):
         return False
@@ -57,7 +59,7 @@ def mark_inner(outer: torch.Tensor) -> bool:
 
 
 def with_outer(param: torch.Tensor) -> Iterator[Any]:
-    """``param``, and the wrapped parameter whose first inner tensor it is, if it is one."""
+    """Yield ``param``, and the wrapped parameter whose first inner tensor it is, if there is one."""
     yield param
     outer = getattr(param, OUTER, None)
     if outer is not None and (found := outer()) is not None:
@@ -65,5 +67,5 @@ def with_outer(param: torch.Tensor) -> Iterator[Any]:
 
 
 def bytes_as(part: torch.Tensor, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
-    """Return the first bytes of ``part``, 1D and contiguous, as a tensor of another element type and ``shape``; shares its memory."""
+    """Return the first bytes of ``part``, 1D and contiguous, as a tensor of another dtype and ``shape``; shares its memory."""
     return part.view(torch.uint8)[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -1,4 +1,4 @@
-"""Which unit a parameter belongs to, and what pickling and copying a parameter of a unit means."""
+"""Record the unit of each parameter, and define pickling and copying of a unit's parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_zero.memory import host_memory
 
 
 def copy_unit(unit: Unit) -> Unit:
-    """A sharded unit with a copy of ``unit``'s shard and of each of its parameters, trained by nobody; local.
+    """Return a sharded unit with a copy of ``unit``'s shard and of each of its parameters, which no engine trains; local.
 
     It rests in memory: where ``unit`` rests in a file, the file is another engine's.
     """
@@ -36,7 +36,7 @@ def copy_unit(unit: Unit) -> Unit:
 
 
 def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | None]) -> Unit:
-    """Return a unit of ``params`` with the values of ``unit``'s shard, whole buffer allocated but undefined outside of that."""
+    """Return a unit of ``params`` with the values of ``unit``'s shard; its whole buffer is allocated but undefined outside of the shard."""
     layout = replace(unit.layout, dtype=dtype, slots=tuple(replace(slot, group=FROZEN) for slot in unit.layout.slots))
     unit.shard_storage.flush()
     buffer = host_memory.empty(layout.padded_numel, dtype, unit.collectives.topology.device)
@@ -47,7 +47,7 @@ def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | Non
 
 
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
-    if is_packed(param):  # of a class whose constructor wants more
+    if is_packed(param):  # of a class whose constructor has further arguments
         copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
         mark_packed(copied)
         return copied
@@ -58,7 +58,7 @@ _ATTRIBUTES = (OWNER, "__getstate__", "__deepcopy__")
 
 
 def register(unit: Unit) -> None:
-    """Makes ``unit`` the owner of its parameters, which leave the units that they belonged to; local."""
+    """Make ``unit`` the owner of its parameters, which leave their former units; local."""
     for index, param in enumerate(unit.params):
         if param is not None:
             unregister(param)
@@ -71,7 +71,7 @@ def register(unit: Unit) -> None:
 def _own(unit: Unit, index: int, param: Any) -> None:
     setattr(param, OWNER, (unit, index))
     set_class(param, empty=is_sharded(param))
-    # torch.save of a parameter itself (`param.cpu()` is one, on a CPU) writes its attributes too, process groups with them.
+    # torch.save of a parameter itself (on a CPU `param.cpu()` is the parameter) writes its attributes too, process groups included.
     vars(param)["__getstate__"] = partial(_foreign_state, ref(param))
     if unit.reshards:
         vars(param)["__deepcopy__"] = partial(_deep_copy, ref(param))
@@ -83,20 +83,20 @@ _written_loose: WeakKeyDictionary[Collectives, dict[str, int]] = WeakKeyDictiona
 
 
 def register_loose(param: torch.Tensor, network: Collectives, name: str) -> None:
-    """Note the ranks that hold ``param``, a parameter in no unit, alike, and its name in the model; local."""
+    """Record the ranks that hold the same values of ``param``, a parameter in no unit, and its name in the model; local."""
     _loose[param] = network, name
 
 
 def network_of_loose(param: torch.Tensor) -> Collectives | None:
-    """Return the network that ``register_loose`` was given for ``param``; None for one that no engine knows."""
+    """Return the network that ``register_loose`` recorded for ``param``; None for a parameter that no engine knows."""
     found: tuple[Collectives, str] | None = _loose.get(param)
     return None if found is None else found[0]
 
 
 def note_written_loose(param: torch.Tensor, checksum: int | None) -> None:
-    """Note that ``param``, of which ``register_loose`` knows, has other values now, for the vote of the next step or save; local.
+    """Record that ``param``, a parameter given to ``register_loose``, has new values, for the vote of the next step or save; local.
 
-    None: the ranks have taken the same values, and what was noted of it is forgotten.
+    A ``checksum`` of None removes the record, because the ranks have the same values.
     """
     network, name = _loose[param]
     noted = _written_loose.setdefault(network, {})
@@ -107,12 +107,12 @@ def note_written_loose(param: torch.Tensor, checksum: int | None) -> None:
 
 
 def take_written_loose(network: Collectives) -> dict[str, int]:
-    """Return what was noted of parameters that the ranks of ``network`` hold, by name, and forget it; local."""
+    """Return and remove the records of parameters that the ranks of ``network`` hold, by name; local."""
     return _written_loose.pop(network, {})
 
 
 def unregister(param: torch.Tensor) -> None:
-    """Makes a parameter of a unit an ordinary one that no unit knows; its values are the caller's to set."""
+    """Turn a parameter of a unit into an ordinary one; the caller sets its values."""
     owner = find_unit(param)
     if owner is not None:
         unit, index = owner
@@ -127,7 +127,7 @@ def unregister(param: torch.Tensor) -> None:
 
 
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
-    """What a pickled parameter takes along besides its values: the attributes that are neither ours nor the listener's.
+    """Return the attributes that a pickled parameter keeps besides its values: those that neither this package nor the listener has set.
 
     Raises:
         StateError: It is sharded, so that nothing would be written.
@@ -148,7 +148,7 @@ def _of_others(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 
 
 def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
-    """What ``copy.deepcopy`` makes of a parameter that is resharded between uses.
+    """Return the result of ``copy.deepcopy`` for a parameter that is resharded between uses.
 
     [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a
     ``GatheredParameters``, becomes an ordinary whole one, as in torch. A sharded one becomes a sharded one of a copy of its unit, with
@@ -160,7 +160,7 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
         return _copy_of_wrapped(param, memo)
     owner = find_unit(param)
     if owner is not None and not is_sharded(param) and not isinstance(param, torch.nn.Parameter):
-        return param.detach().clone()  # scales of a packed weight; torch would copy our attributes along
+        return param.detach().clone()  # scales of a packed weight; torch would copy the engine's attributes too
     if owner is None or not is_sharded(param):
         return type(param).__deepcopy__(param, memo)
     unit, index = owner
@@ -170,17 +170,17 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
         if original is not None:
             memo.setdefault(id(original), copied_param)
     for original, copied_param in zip(unit.params, copied.params, strict=True):
-        if original is not None and is_packed(original):  # what its bytes mean
+        if original is not None and is_packed(original):  # attributes that say how to read its bytes
             vars(copied_param).update(deepcopy(_of_others(original, vars(original)), memo))
     return copied.params[index]
 
 
 def _copy_of_wrapped(param: Any, memo: dict[int, Any]) -> Any:
-    """A parameter of the same class around copies of its inner tensors, of the unit that they are in, if any."""
+    """Return a parameter of the same class around copies of its inner tensors, of the unit that they are in, if there is one."""
     _, context = param.__tensor_flatten__()
     inner = {name: deepcopy(tensor, memo) for name, tensor in inner_tensors(param).items()}
     copied = type(param).__tensor_unflatten__(inner, context, param.size(), param.stride())
-    copied._is_param = True  # as nn.Parameter marks tensors of other classes; itself it would detach, and lose the inner tensors
+    copied._is_param = True  # as nn.Parameter marks tensors of other classes; nn.Parameter() would detach it, and lose the inner tensors
     owner = find_unit(next(iter(inner.values())))
     if owner is not None:
         mark_inner(copied)

@@ -1,4 +1,4 @@
-"""A second, wider part of a unit on each rank, so that the ranks of a node can make the unit whole among themselves."""
+"""Keep a second, wider part of a unit on each rank, so that the ranks of a node can unshard the unit among themselves."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class SecondaryCopy:
     every node that keeps it, so that a node gets each element once, and no gather leaves the node until somebody else writes to the shard.
 
     Attributes:
-        lasts: Updates fill it.
+        lasts: Whether updates fill the copy again.
 
     Args:
         node: Network of the ranks that keep the unit between them; None keeps nothing.
-        lasts: As the attribute.
+        lasts: See the attribute.
     """
 
     def __init__(self, node: Collectives | None, lasts: bool = False) -> None:
@@ -36,39 +36,40 @@ class SecondaryCopy:
 
     @property
     def part(self) -> torch.Tensor | None:
-        """What this rank keeps of it now."""
+        """Return the part of the copy that this rank keeps now; None if there is none."""
         return self._part
 
     @property
     def here(self) -> bool:
-        """Return whether the node can make the unit whole."""
+        """Return whether the node can unshard the unit by itself."""
         return self._part is not None
 
     def keep(self, full: torch.Tensor) -> None:
-        """Copies this rank's part of ``full`` (padded_numel,), which has just arrived, unless it is here."""
+        """Copy this rank's part of ``full`` (padded_numel,), which has just arrived, unless the copy exists."""
         if self._node is not None and self._part is None:
             numel = full.numel() // self._node.world
             self._part = full[self._node.rank * numel : (self._node.rank + 1) * numel].clone()
 
     def all_gather(self, full: torch.Tensor, unit: str) -> Pending:
-        """Fills ``full`` from the parts of the node; collective over it."""
+        """Fill ``full`` from the parts of the node; collective over the node."""
         if self._node is None or self._part is None:
             raise StateError(f"unit {unit}: no secondary copy is here")
         return self._node.all_gather(full, self._part, unit)
 
     def fill(self, axis: Collectives, shard: torch.Tensor, quantized: bool, unit: str) -> Pending:
-        """Makes the copy of everybody's updated shards; collective over ``axis``, and here when what is returned has been waited for.
+        """Fill the copy from the updated shards of all ranks; collective over ``axis``. The copy exists when the returned object has been
+        waited for.
 
         Args:
             axis: All ranks; those of a node are adjacent.
-            shard: This rank's, (shard_numel,).
-            quantized: The copy is of what codes say.
+            shard: This rank's shard, (shard_numel,).
+            quantized: The copy holds the values of the codes.
             unit: Name for labels.
         """
         if self._node is None:
             raise StateError(f"unit {unit}: nobody keeps a secondary copy")
         nodes, mine = axis.world // self._node.world, message_of(shard) if quantized else shard
-        first, keeper = self._node.rank * nodes, axis.rank // nodes  # first owner of what is kept here; place of who keeps this shard
+        first, keeper = self._node.rank * nodes, axis.rank // nodes  # first owner of the kept elements; keeper of this shard
         rows = mine.new_empty(nodes, mine.numel())
         outgoing, incoming = [[mine.new_empty(0)] * axis.world for _ in range(2)]
         outgoing[keeper :: self._node.world] = [mine] * nodes
@@ -83,5 +84,5 @@ class SecondaryCopy:
         return finished_by(axis.exchange_parts(outgoing, incoming, f"{unit}: update"), keep)
 
     def forget(self) -> None:
-        """The unit's values are others now."""
+        """Drop the copy, because the unit's values have changed."""
         self._part = None

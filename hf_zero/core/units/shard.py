@@ -1,4 +1,4 @@
-"""Keep one rank's part of a unit: the shard, where it rests between uses, and the master, which an update may still be writing."""
+"""Keep one rank's part of a unit: the shard and its storage, and the master, which an update may still be writing."""
 
 from __future__ import annotations
 
@@ -13,21 +13,21 @@ from hf_zero.system.planning import planning
 
 
 class ShardOwner(Protocol):
-    """What a storage needs to know of a unit.
+    """The part of a unit that a storage uses.
 
     Attributes:
-        state: Where the parameters are.
+        state: State of the unit.
     """
 
     state: UnitState
 
     @property
     def shard(self) -> torch.Tensor:
-        """Return this rank's part, (shard_numel,), where it rests."""
+        """Return this rank's shard, (shard_numel,), in its storage."""
 
 
 class ShardStorage:
-    """The device: a shard is used where it is. Subclasses keep it elsewhere and bring it when a unit is unsharded.
+    """Storage on the device, where shards are used directly. Subclasses keep shards elsewhere and fetch them when a unit is unsharded.
 
     Attributes:
         reshards: Units are resharded between uses even if one rank owns all of them.
@@ -40,40 +40,40 @@ class ShardStorage:
     on_disk = False
 
     def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
-        """Takes the shard of a new unit, (shard_numel,) on the device; returns the tensor that stands for it from now on."""
+        """Store the shard of a new unit, (shard_numel,) on the device; return the tensor that represents it from now on."""
         return shard
 
     def bringing(self, unit: ShardOwner, own: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Gives what an all-gather sends; collectives issued inside are ordered behind the copy.
+        """Return a context that gives the tensor which an all-gather sends; collectives issued inside are ordered after the copy.
 
         Args:
             unit: The unit, about to be unsharded.
-            own: This rank's part of its whole buffer, which may be filled and sent.
+            own: This rank's part of the unit's whole buffer, which may be filled and sent.
         """
         return nullcontext(unit.shard)
 
     def arrive(self, unit: ShardOwner) -> None:
-        """Called when the all-gather has ended: the device's stream waits for what is still under way."""
+        """Finish an all-gather: the device's stream waits for copies that are still running."""
 
     def outgoing(self, unit: ShardOwner) -> torch.Tensor:
-        """Return where an update on the host writes the new shard, (shard_numel,) in host memory; then comes ``send``."""
+        """Return the host buffer, (shard_numel,), to which an update on the host writes the new shard; ``send`` comes next."""
         return unit.shard
 
     def send(self, unit: ShardOwner) -> None:
-        """Brings what was written to ``outgoing`` to where the shard rests, maybe still under way when this returns."""
+        """Copy the contents of ``outgoing`` to the shard's storage; the copy may still run when this returns."""
 
     def flush(self) -> None:
-        """Waits for what ``send`` has left under way between host and file."""
+        """Wait for the copies between host and file that ``send`` has started."""
 
     def changed(self, unit: ShardOwner) -> None:
-        """The shard was written to directly: forgets copies of it."""
+        """Drop copies of the shard after a direct write to it."""
 
     def of_copies(self) -> ShardStorage:
-        """Return where the shards of a deep copy rest, which may outlive this storage."""
+        """Return the storage for shards of deep copies, which may outlive this storage."""
         return ON_DEVICE
 
     def close(self) -> None:
-        """Lets go of files and buffers; the shards are not needed any more."""
+        """Free files and buffers; the shards are not needed any more."""
 
 
 ON_DEVICE = ShardStorage()
@@ -83,21 +83,21 @@ class Arriving(Protocol):
     """New values of a shard and its master that another thread may still be computing."""
 
     def wait(self) -> None:
-        """Blocks until shard and master hold the new values."""
+        """Wait until shard and master hold the new values."""
 
 
 class OwnPart:
-    """The shard, (shard_numel,) of the parameters' dtype, and the master, (shard_numel,) of the master dtype.
+    """This rank's part of a unit: the shard, (shard_numel,) of the parameters' dtype, and the master, (shard_numel,) of the master dtype.
 
     [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: an all-gather, a
     checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
 
     Attributes:
-        offloaded: Some of the unit's state waits on the host (``engine.offload_states``). Reading a shard or master that has no memory
+        offloaded: Whether some of the unit's state is on the host (``engine.offload_states``). Reading a shard or master that has no memory
             meanwhile would end the process; the properties raise instead.
 
     Args:
-        shard: Where it rests.
+        shard: The shard in its storage.
     """
 
     def __init__(self, shard: torch.Tensor) -> None:
@@ -107,30 +107,30 @@ class OwnPart:
         self.offloaded = False
 
     def expect(self, values: Arriving) -> None:
-        """Whoever reads shard or master from now on waits for ``values`` first."""
+        """Make readers of shard and master wait for ``values`` from now on."""
         self._arriving = values
 
     def settle(self) -> None:
-        """Waits for the update that is under way, if there is one."""
+        """Wait for the running update, if there is one."""
         arriving, self._arriving = self._arriving, None
         if arriving is not None:
             arriving.wait()
 
     def tensors(self) -> list[torch.Tensor]:
-        """Shard and master, whether or not they have memory now."""
+        """Return shard and master, whether or not they have memory now."""
         self.settle()
         return [self._shard] if self._master is None else [self._shard, self._master]
 
     def resting(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Shard and master as they are, maybe half updated, maybe without memory: for those who look at sizes. Waits for nothing."""
+        """Return shard and master without waiting, perhaps half updated or without memory: for callers that only need sizes."""
         return self._shard, self._master
 
     @property
     def shard(self) -> torch.Tensor:
-        """Return this rank's part of the parameters, where it rests.
+        """Return this rank's part of the parameters, in its storage.
 
         Raises:
-            StateError: It waits on the host.
+            StateError: It was moved to the host.
         """
         self.settle()
         if self.offloaded:
@@ -143,10 +143,10 @@ class OwnPart:
 
     @property
     def master(self) -> torch.Tensor | None:
-        """What the optimizer updates: the shard itself when the types agree; None where nothing is trained.
+        """Return the tensor that the optimizer updates: the shard itself if the dtypes are the same; None if nothing is trained.
 
         Raises:
-            StateError: It waits on the host.
+            StateError: It was moved to the host.
         """
         self.settle()
         if self.offloaded and self._master is not None:
@@ -158,32 +158,32 @@ class OwnPart:
         self._master = value
 
     def drop_master(self) -> None:
-        """Frees the master; nothing is trained any more."""
+        """Free the master, because the unit is not trained any more."""
         self.settle()
         self._master = None
 
     def refresh_master(self) -> None:
-        """Carries changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
+        """Carry changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
         if self.master is None or self.master is self.shard:
             return
         shard, master = self.shard.to(self.master.device), self.master
         as_shown = master.to(shard.dtype)
-        # On a host the look is cheap; on a device it would wait for it.
+        # On a host the comparison is cheap; on a device the host would wait for it.
         if shard.device.type == "cpu" and not planning() and torch.equal(as_shown.view(torch.uint8), shard.view(torch.uint8)):
             return
         torch.where(as_shown == shard, master, shard, out=master)
 
 
 def has_memory(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` are there; False while they wait on the host after ``engine.offload_states``."""
+    """Return whether ``tensor`` has memory; False while ``engine.offload_states`` has moved its elements to the host."""
     return not tensor.numel() or tensor.untyped_storage().nbytes() > 0
 
 
 def require_memory(tensor: torch.Tensor, what: str) -> None:
-    """Raises when ``tensor`` has no memory.
+    """Raise if ``tensor`` has no memory.
 
     Raises:
-        StateError: ``what`` waits on the host.
+        StateError: ``what`` was moved to the host.
     """
     if not has_memory(tensor):
         raise StateError(f"{what} was read while it waits on the host; call engine.reload_states() first")

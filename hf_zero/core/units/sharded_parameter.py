@@ -1,4 +1,4 @@
-"""What a parameter is while it has no values here: one that refuses, by name, to be computed with."""
+"""Give a parameter without values a class of its own, which refuses computations and names the parameter."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ _CONVERSIONS = (
     "cfloat", "cdouble", "chalf",
 )  # fmt: skip
 _COMPARISONS = ("__eq__", "__ne__", "eq", "ne")
-_TO_NODE = ("view_as", "expand_as")  # of itself: how one comes to the node that accumulates its gradient
+_TO_NODE = ("view_as", "expand_as")  # attributes of the parameter itself: autograd code reaches its gradient accumulation node with them
 
 
 class _Empty:
-    """What the class of an empty parameter adds to the class that it has while it is whole.
+    """Mixin that the class of an empty parameter adds to the class that the parameter has while it is unsharded.
 
     [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
     tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
@@ -61,14 +61,14 @@ class _Empty:
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """As of any tensor."""
+        """Return the gradient, as for any tensor."""
         with _WITHOUT_FUNCTION():
             found: torch.Tensor | None = _GRAD.__get__(self)
         return found
 
     @grad.setter
     def grad(self: Any, value: torch.Tensor | None) -> None:
-        """Sets or forgets a gradient of the shape that the parameter has now.
+        """Set a gradient of the shape that the parameter has now, or remove it.
 
         Raises:
             StateError: ``value`` has another shape.
@@ -89,18 +89,18 @@ class ShardedParameter(_Empty, nn.Parameter):
 
 
 def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
-    """Makes ``value`` what ``param`` shows; ``empties``: it has no values then."""
-    with torch._C.DisableTorchFunction():  # no mode shall see it: ``ConstructorAccess`` would take it for a constructor's write
+    """Point ``param.data`` at ``value``; ``empties`` marks the parameter as one without values."""
+    with torch._C.DisableTorchFunction():  # no mode may see it: ``ConstructorAccess`` would treat it as a constructor's write
         param.data = value
     set_class(param, empties)
 
 
 def set_class(param: torch.Tensor, empty: bool) -> None:
-    """Gives ``param`` the class of an empty parameter, or the class that it had before; classes with their own rules stay as they are."""
+    """Give ``param`` the class of an empty parameter, or its former class; classes with their own rules do not change."""
     kind = type(param)
-    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all are of the two, and this is done in each forward
+    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters are of these two, and this runs in each forward
         param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
-    elif empty and issubclass(kind, ShardedParameter):  # one that shows a placeholder
+    elif empty and issubclass(kind, ShardedParameter):  # a parameter that shows a placeholder
         param.__class__ = ShardedParameter  # type: ignore[assignment]
     elif empty and not issubclass(kind, _Empty):
         sharded = _empty_class(kind)
@@ -111,18 +111,18 @@ def set_class(param: torch.Tensor, empty: bool) -> None:
 
 
 def whole_class(kind: type[Any]) -> type[Any]:
-    """Return the class that a parameter of class ``kind`` has while it is whole."""
+    """Return the class that a parameter of class ``kind`` has while it is unsharded."""
     return kind.__mro__[kind.__mro__.index(_Empty) + 1] if issubclass(kind, _Empty) else kind
 
 
 @cache
 def _empty_class(kind: type[Any]) -> type[Any] | None:
-    """Return the class that a parameter of a script's own class has while it is empty; None where that class has rules of its own."""
+    """Return the class that a parameter of a script's own class has while it is empty; None if the class has rules of its own."""
     plain = issubclass(kind, nn.Parameter) and getattr(kind, "__torch_function__", None) is nn.Parameter.__torch_function__
     return type(f"Sharded{kind.__name__}", (_Empty, kind), {"__slots__": (), "__module__": kind.__module__}) if plain else None
 
 
-# -- what an empty parameter is asked ---------------------------------------------------------------------------------
+# -- operations on an empty parameter ---------------------------------------------------------------------------------
 
 
 @cache
@@ -148,10 +148,10 @@ _DATA: Any = torch.Tensor.data
 
 
 def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """What an operation on an empty parameter does that is no question: it gives a stand-in, or raises.
+    """Return a placeholder for an operation on an empty parameter that needs no values, or raise.
 
     Raises:
-        StateError: It needs values, and names the parameter.
+        StateError: The operation needs values; the message names the parameter.
     """
     param = args[0] if args and isinstance(args[0], _Empty) else next(_empty_ones(args, kwargs))
     if func == _DATA.__get__ or func in _named(("detach",)):
@@ -191,7 +191,7 @@ def _stand_in(param: Any) -> EmptyValues:
 
 
 def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
-    """A stand-in of the type and on the device that ``func`` would give."""
+    """Return a placeholder of the dtype and on the device that ``func`` would give."""
     with _WITHOUT_FUNCTION():
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):  # ``type()``
@@ -202,10 +202,10 @@ def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _assign(param: Any, value: Any) -> None:
-    """Sets ``param.data``; a stand-in for the parameter itself changes nothing.
+    """Set ``param.data``; a placeholder of the parameter itself changes nothing.
 
     Raises:
-        StateError: ``value`` stands for another parameter, or has another type.
+        StateError: ``value`` is the placeholder of another parameter, or has another dtype.
     """
     with _WITHOUT_FUNCTION():
         itself = value is param or (isinstance(value, StandIn) and value.source is param)

@@ -1,4 +1,4 @@
-"""Tensors that stand for a divided parameter where its values are asked for: shape, type and device, and an error in place of values."""
+"""Define placeholder tensors of sharded parameters: they have shape, dtype and device, and raise an error when values are needed."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ _NO_VALUES = "this rank's state dict has no values of it, and a file would be em
 
 
 def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
-    """Return the error for an attempt to read or write the values of a divided parameter.
+    """Return the error for an attempt to read or write the values of a sharded parameter.
 
     Args:
-        name: Of the parameter.
-        attempt: What was tried, as a clause.
+        name: Name of the parameter.
+        attempt: The operation that was tried, as a clause.
     """
     return StateError(
         f"parameter {name} is divided over the ranks (ZeRO stage 3, experts, a pipeline), or offloaded: {attempt}. To read or write it, "
@@ -33,15 +33,15 @@ def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
 
 
 class StandIn(torch.Tensor):
-    """A tensor without memory that stands for the divided parameter of a name; whatever needs values raises.
+    """A tensor without memory that represents a sharded parameter by its name; operations that need values raise.
 
-    It shows the device that it was made for and lies on none: torch then refuses to make it the ``data`` of an ordinary
+    It reports the device that it was made for but is on none: torch then refuses to make it the ``data`` of an ordinary
     tensor, which would read from no memory.
 
     Attributes:
-        parameter: Name of the parameter that it stands for.
-        source: The parameter itself, or None; weak: a tensor that a script keeps holds no model.
-        shown_device: The device that it shows.
+        parameter: Name of the parameter that it represents.
+        source: The parameter itself, or None; a weak reference, so that a tensor kept by a script keeps no model alive.
+        shown_device: The device that it reports.
     """
 
     parameter: str
@@ -52,17 +52,17 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def make(cls, name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Any:
-        """A stand-in of this class for parameter ``name``."""
+        """Return a placeholder of this class for parameter ``name``."""
         tensor: Any = torch.Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=_META, dispatch_device=True)  # type: ignore[attr-defined]
         tensor.parameter = name
         tensor._source = None
         tensor.shown_device = device
-        tensor._own_storage = torch.UntypedStorage(1)  # so that no search takes two stand-ins for tied weights
+        tensor._own_storage = torch.UntypedStorage(1)  # unique, so that no search mistakes two placeholders for tied weights
         return tensor
 
     @property
     def source(self) -> Any:
-        """As the attribute."""
+        """Return the parameter itself, or None if it no longer exists."""
         return self._source() if self._source is not None else None
 
     @source.setter
@@ -70,7 +70,7 @@ class StandIn(torch.Tensor):
         self._source = ref(value) if value is not None else None
 
     def like(self) -> Any:
-        """Another stand-in for the same parameter."""
+        """Return another placeholder of the same parameter."""
         other = type(self).make(self.parameter, self.shape, self.dtype, self.shown_device)
         other.source = self.source
         return other
@@ -81,7 +81,7 @@ class StandIn(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Answers for the device and for ``detach``; raises for all else."""
+        """Return the device, or a copy for ``detach``; raise for all other operations."""
         first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
         if func is torch.ops.prim.device.default:
             return first.shown_device
@@ -93,7 +93,7 @@ class StandIn(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        """Return the device that it shows."""
+        """Return the device that the placeholder reports."""
         return self.shown_device
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
@@ -103,22 +103,22 @@ class StandIn(torch.Tensor):
         raise self.refused("a copy of it would have no values")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """A storage that no other tensor has."""
+        """Return a storage that no other tensor has."""
         return self._own_storage
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise self.refused("its bytes were asked for")
 
     def data_ptr(self) -> int:
-        """Refused: the bytes are wanted."""
+        """Raise, because the caller needs the bytes."""
         raise self.refused("its bytes were asked for")
 
     def numpy(self, *, force: bool = False) -> Any:
-        """Refused: the values are wanted."""
+        """Raise, because the caller needs the values."""
         raise self.refused("it was converted to an array")
 
     def tolist(self) -> Any:
-        """Refused: the values are wanted."""
+        """Raise, because the caller needs the values."""
         raise self.refused("it was converted to a list")
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,7 +132,7 @@ class StandIn(torch.Tensor):
 
 
 class EmptyValues(StandIn):
-    """What ``param.data`` and ``param.detach()`` of an empty parameter are."""
+    """The result of ``param.data`` and ``param.detach()`` of an empty parameter."""
 
 
 def _attempt(func: Any) -> str:

@@ -1,4 +1,6 @@
-"""What part of a parameter this rank holds when several ranks hold one model together (tensor parallelism, pipelines), or its experts."""
+"""Record which part of a parameter this rank holds if several ranks hold one model (tensor parallelism, pipelines) or its experts
+together.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from torch import nn
 from hf_zero.core.units.layout import Range
 
 _TP_SHARD = "_hf_zero_tp_shard"
-_STAGES = "_hf_zero_stages"  # of a parameter that is no part
-_WHOLE_READER = "_hf_zero_whole_reader"  # of a module
+_STAGES = "_hf_zero_stages"  # attribute of a parameter that is a part
+_WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
 
 Wholes = dict[tuple[int, bool], torch.Tensor]
 WholeReader = Callable[[str, torch.Tensor, Wholes], torch.Tensor | None]
@@ -23,14 +25,14 @@ class TpShard:
     """A part of a parameter along one dimension.
 
     Attributes:
-        full_shape: Shape of the whole parameter.
+        full_shape: Shape of the full parameter.
         dim: The dimension that is divided.
-        ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several where the whole is
+        ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several if the full parameter is
             made of parts that are each divided (query, key and value in one weight).
         copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
-        expert: The ranks that hold all experts together have the rest of it, not those of the model axis.
-        stages: Of a pipeline, those that hold it, where they are several (tied weights); () elsewhere.
-        elsewhere: Other stages of a pipeline hold it, and this rank nothing.
+        expert: Whether the rest is on the ranks that hold all experts together, not on those of the model axis.
+        stages: Stages of a pipeline that hold the parameter, if there are several (tied weights); otherwise ().
+        elsewhere: Whether only other stages of a pipeline hold it.
     """
 
     full_shape: torch.Size
@@ -43,53 +45,54 @@ class TpShard:
 
 
 def mark_tp_shard(param: torch.Tensor, part: TpShard) -> None:
-    """Says that ``param`` is ``part`` of a whole that several ranks hold together."""
+    """Mark ``param`` as ``part`` of a parameter that several ranks hold together."""
     setattr(param, _TP_SHARD, part)
 
 
 def unmark_tp_shard(param: torch.Tensor) -> None:
-    """Takes what ``mark_tp_shard`` said back."""
+    """Undo ``mark_tp_shard``."""
     vars(param).pop(_TP_SHARD, None)
 
 
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
-    """Return the part that ``param`` is; None for a parameter of which each rank has the same, whole copy."""
+    """Return the part that ``param`` is; None for a parameter of which each rank has the same full copy."""
     return getattr(param, _TP_SHARD, None)
 
 
 def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
-    """Who reads a parameter of ``module`` outside of its forward gets ``reader(name, part, kept)``: the whole, or None for the part.
+    """Give code that reads a parameter of ``module`` outside of its forward the result of ``reader(name, part, kept)``: the full tensor,
+    or None for the part.
 
-    ``kept`` has what this forward of the model has read before.
+    ``kept`` contains the tensors that this forward of the model has read before.
     """
     module.__dict__[_WHOLE_READER] = reader
 
 
 def whole_reader_of(module: nn.Module) -> WholeReader | None:
-    """What ``mark_whole_reader`` has said of ``module``."""
+    """Return the reader given to ``mark_whole_reader`` for ``module``, or None."""
     return module.__dict__.get(_WHOLE_READER)
 
 
 def is_expert(param: torch.Tensor) -> bool:
-    """Return whether ``param`` is the experts of this rank, or one of them: the ranks that hold the same shard it among them."""
+    """Return whether ``param`` belongs to this rank's experts: it is sharded only over the ranks that hold the same experts."""
     part = tp_shard_of(param)
     return part is not None and part.expert
 
 
 def whole_shape(param: torch.Tensor) -> torch.Size | None:
-    """Return the shape of the whole that ``param`` is a part of; None where it is all of it."""
+    """Return the full shape of a parameter of which ``param`` is a part; None if ``param`` is complete."""
     part = tp_shard_of(param)
     return part.full_shape if part is not None else None
 
 
 def cut(whole: torch.Tensor, part: TpShard) -> torch.Tensor:
-    """Return the ranges of ``part`` out of ``whole``, one behind the other, in memory of their own."""
+    """Return the ranges of ``part`` out of ``whole``, concatenated, in memory of their own."""
     pieces = [whole.narrow(part.dim, piece.start, piece.numel) for piece in part.ranges]
     return torch.cat(pieces, part.dim).contiguous() if pieces else whole.narrow(part.dim, 0, 0).clone()
 
 
 def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[Range]) -> None:
-    """Copies ``values``, any view of what ``cut`` gives, to where they belong in ``whole``."""
+    """Copy ``values``, any view of the result of ``cut``, to its place in ``whole``."""
     pieces = list(ranges)
     shape = (*whole.shape[:dim], sum(piece.numel for piece in pieces), *whole.shape[dim + 1 :])
     first = 0
@@ -99,7 +102,7 @@ def paste(whole: torch.Tensor, values: torch.Tensor, dim: int, ranges: Iterable[
 
 
 def is_elsewhere(param: torch.Tensor) -> bool:
-    """Return whether other stages of a pipeline hold ``param``, and this rank nothing of it."""
+    """Return whether other stages of a pipeline hold ``param``, and this rank no part of it."""
     part = tp_shard_of(param)
     return part is not None and part.elsewhere
 
@@ -111,12 +114,12 @@ def is_part(param: torch.Tensor) -> bool:
 
 
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the stages of a pipeline that hold ``param``, where they are several."""
+    """Return the stages of a pipeline that hold ``param``, if there are several."""
     part = tp_shard_of(param)
     found: tuple[int, ...] = part.stages if part is not None else getattr(param, _STAGES, ())
     return found
 
 
 def mark_on_all_stages(param: torch.Tensor, stages: tuple[int, ...]) -> None:
-    """Says that all ``stages`` of a pipeline hold ``param``, a single number: no part of a whole, and no stage can leave it empty."""
+    """Mark ``param``, a single number, as held by all ``stages`` of a pipeline: it is not a part, and no stage can leave it empty."""
     setattr(param, _STAGES, stages)

@@ -1,4 +1,4 @@
-"""The unit: one flat buffer of parameters, divided over ranks, unsharded and resharded as a whole."""
+"""Define the unit: one flat buffer of parameters, sharded over ranks, unsharded and resharded as one."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hf_zero.memory import host_memory
 
 @dataclass(frozen=True)
 class Built:
-    """Type and device that the parameters of a unit had when their module was built.
+    """Dtype and device that the parameters of a unit had when their module was built.
 
     [Note: as it was built] A random number depends on the type and the device it is drawn for: a 16-bit normal distribution is no rounded
-    fp32 one, and each device has a generator of its own. So until the model is built its units have the type that constructors gave,
-    whoever makes a parameter whole sees it on the device that it was built on, and the cast to the run's type comes at the end. A model
-    that is built divided then has the bits of one that was built whole and cast.
+    fp32 one, and each device has a generator of its own. So until the model is built its units have the dtype that constructors gave,
+    unsharded parameters are on the device that they were built on, and the cast to the run's dtype comes at the end. A model
+    that is sharded while it is built then has the bits of one that was built unsharded and cast.
 
     Attributes:
-        dtype: The type.
+        dtype: The dtype.
         device: The device.
-        shown: The model is still being built: whole parameters have this type and device.
+        shown: The model is still being built: unsharded parameters have this dtype and device.
     """
 
     dtype: torch.dtype
@@ -48,7 +48,7 @@ class Built:
 
 
 class Pins:
-    """One entry for each holder, the innermost last; false when there is none."""
+    """Stack of holders that pin a unit, the innermost last; false when empty."""
 
     def __init__(self) -> None:
         self._modifier_ranks: list[int | None] = []
@@ -57,11 +57,11 @@ class Pins:
         return bool(self._modifier_ranks)
 
     def add(self, modifier_rank: int | None) -> None:
-        """Adds a holder; before it lets go it broadcasts the changes of ``modifier_rank``, unless that is None."""
+        """Add a holder; before it is removed it broadcasts the changes of ``modifier_rank``, unless that is None."""
         self._modifier_ranks.append(modifier_rank)
 
     def remove(self) -> None:
-        """Removes the innermost holder."""
+        """Remove the innermost holder."""
         self._modifier_ranks.pop()
 
     @property
@@ -72,7 +72,7 @@ class Pins:
 
 @dataclass(frozen=True)
 class UnitSpec:
-    """How units of one engine are made.
+    """Settings for the units of one engine.
 
     Attributes:
         collectives: Network of the data-parallel axis.
@@ -81,7 +81,7 @@ class UnitSpec:
         master_dtype: Type of the masters of trainable units; equal to the parameters' type means the shard is its own master.
         sync_values: Take rank 0's values at construction, as DDP does.
         shard_storage: Where shards rest between uses.
-        listener: Is told what happens to the parameters.
+        listener: Is notified of changes to the parameters.
         quantized: The schedule's all-gathers carry codes of 8 bits, see [Note: exact values].
         node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
         copy_lasts: Updates fill these copies, see [Note: parameters in the node].
@@ -100,11 +100,11 @@ class UnitSpec:
 
 
 class Training(Protocol):
-    """What trains the parameters of units.
+    """The module whose units an engine trains, and whether it still does.
 
     Attributes:
-        module: The module that they are of.
-        trains: Whether it still does.
+        module: The module whose parameters are in the units.
+        trains: Whether the engine still trains it.
     """
 
     module: nn.Module
@@ -113,40 +113,41 @@ class Training(Protocol):
     def trains(self) -> bool: ...
 
     def let_go(self, unit: Unit, index: int) -> None:
-        """The parameter at ``index`` of ``unit`` is about to move to another unit."""
+        """Note that the parameter at ``index`` of ``unit`` is about to move to another unit."""
 
 
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
 
     [Note: exact values] Where a unit is quantized, the whole buffer holds what the codes say while the schedule has unsharded it: forward
-    and backward compute with that. Shard and master never see it. Whoever pins the unit (``GatheredParameters``, saving, a generation that
-    gathers the model) gets exact values, by a second all-gather if it is whole already; a unit that stays unsharded for good is exact.
+    and backward compute with that. Shard and master never hold these values. A caller that pins the unit (``GatheredParameters``, saving,
+    a generation that gathers the model) gets exact values, by a second all-gather if it is whole already; a unit that stays unsharded for
+    good is exact.
 
     Attributes:
         layout: Offsets and division over ranks.
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
-        whole: The whole buffer and what the parameters show of it; without memory while SHARDED.
+        whole: The whole buffer and the parameters' views of it; without memory while SHARDED.
         own: This rank's shard and master. The shard is a view of the buffer unless ``reshards``.
-        pins: Who holds the unit unsharded.
-        alone: Parameters that somebody holds whole while the rest is sharded.
+        pins: Holders that keep the unit unsharded.
+        alone: Parameters that a holder keeps unsharded while the rest is sharded.
         rank: This rank's position among the owners (0 at stage 0).
-        owned: Elements of the unit that this rank owns.
+        owned: Range of elements of the unit that this rank owns.
         trainable: Whether an optimizer updates it.
-        reshards: Whether the whole buffer goes away between uses.
+        reshards: Whether the whole buffer is freed between uses.
         shard_storage: Where the shard rests between uses.
-        listener: Is told what happens to the parameters.
-        secondary: What the ranks of a node keep between them.
-        state: Where the parameters are.
-        lent: Somebody has pinned it with gradients on since the last update: functions may have saved its parameters.
-        quantized: The schedule's all-gathers carry codes.
-        exact: The whole buffer holds, or is about to hold, the values of the shards; else those of their codes.
-        gathers: How many ``GatheredParameters`` hold it now.
+        listener: Is notified of changes to the parameters.
+        secondary: The copy of the unit that the ranks of a node keep between them.
+        state: Sharded, unsharding or unsharded.
+        lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
+        quantized: Whether the schedule's all-gathers carry codes.
+        exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise those of their codes.
+        gathers: Number of ``GatheredParameters`` contexts that hold it now.
         written: Parameters that this rank has seen written since the last step, by position, with a checksum of the values; the ranks
             compare them.
-        rests: All of its parameters rest: no step reduces or updates it, see [Note: what is trained].
-        trained_by: What trains it, weak; None where nothing does.
-        built: How ``zero.Init`` found the parameters; None of every other unit.
+        rests: Whether all of its parameters rest: no step reduces or updates it, see [Note: what is trained].
+        trained_by: Weak reference to the ``Training`` of its engine; None if nothing trains it.
+        built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
@@ -188,7 +189,7 @@ class Unit:
         """Return the whole buffer, (padded_numel,); only while unsharded.
 
         Raises:
-            StateError: The unit is not unsharded, or its memory waits on the host.
+            StateError: The unit is not unsharded, or its memory was moved to the host.
         """
         if self.state is not UnitState.UNSHARDED:
             raise StateError(f"unit {self.name} is {self.state.value}; gather it first (hf_zero.zero.GatheredParameters)")
@@ -197,17 +198,17 @@ class Unit:
 
     @property
     def bytes_to_unshard(self) -> int:
-        """Return bytes that unsharding it now would allocate."""
+        """Return the number of bytes that unsharding the unit now would allocate."""
         return self.whole.nbytes if self.state is UnitState.SHARDED else 0
 
     @property
     def shard(self) -> torch.Tensor:
-        """Return this rank's part, (shard_numel,), where it rests; waits for an update that is under way."""
+        """Return this rank's shard, (shard_numel,), in its storage; waits for a running update."""
         return self.own.shard
 
     @property
     def master(self) -> torch.Tensor | None:
-        """Return this rank's part in the master dtype, (shard_numel,); the shard itself when the types agree; None when frozen."""
+        """Return this rank's part in the master dtype, (shard_numel,); the shard itself if the dtypes are the same; None when frozen."""
         return self.own.master
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
@@ -218,10 +219,10 @@ class Unit:
     # -- unshard and reshard ------------------------------------------------------------------------------------------
 
     def start_unshard(self, exact: bool = False) -> None:
-        """Allocates the whole buffer and starts the all-gather; collective. Does nothing unless SHARDED.
+        """Allocate the whole buffer and start the all-gather; collective. Does nothing unless SHARDED.
 
         Args:
-            exact: Of exact values, see [Note: exact values].
+            exact: Gather exact values, see [Note: exact values].
         """
         if self.state is not UnitState.SHARDED:
             return
@@ -237,7 +238,7 @@ class Unit:
         self._enter(UnitState.UNSHARDING)
 
     def start_all_gather(self, exact: bool) -> Pending:
-        """Starts the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
+        """Start the all-gather of the shards into the whole buffer, which has memory; collective. For ``exact`` see ``start_unshard``."""
         self.own.settle()
         self.exact = exact or not self.quantized
         gather = self.collectives.all_gather if self.exact else partial(all_gather_codes, self.collectives)
@@ -248,13 +249,13 @@ class Unit:
         return pending
 
     def unshard(self, exact: bool = False) -> None:
-        """Makes the parameters whole: waits for the all-gather, starting it if need be; collective.
+        """Unshard the parameters: wait for the all-gather, and start it first if necessary; collective.
 
         Args:
-            exact: As in ``start_unshard``.
+            exact: See ``start_unshard``.
 
         Raises:
-            StateError: One was given data while it had no values; all are whole nevertheless.
+            StateError: A script assigned ``data`` to a parameter without values; all parameters are unsharded nevertheless.
         """
         if self.state is UnitState.UNSHARDED:
             self.whole.require_shown(f"unit {self.name}")
@@ -271,7 +272,7 @@ class Unit:
         self.whole.refuse_assigned()
 
     def show_placeholders(self) -> None:
-        """Gives sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
+        """Give sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
 
         autograd compares a gradient with its parameter's shape, also where backward does not read the values. What ``reshard`` has left
         for autograd are values, though.
@@ -282,18 +283,18 @@ class Unit:
             self.alone.show()
 
     def let_go_of_left(self) -> None:
-        """Forgets the values that ``reshard`` has left for autograd; local."""
+        """Free the values that ``reshard`` has left for autograd; local."""
         self.whole.forget_left()
         if self.state is not UnitState.UNSHARDED:
             self.whole.hide()
             self.alone.show()
 
     def reshard(self, leave: bool = False, for_autograd: bool = False) -> bool:
-        """Drops the whole buffer, keeping the shard; returns whether it did. A pinned unit stays, and one that never reshards.
+        """Drop the whole buffer and keep the shard; return whether it did. A pinned unit, and one that never reshards, does not change.
 
         Args:
-            leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: ``show_placeholders`` shows the values of now, until ``whole.forget_left``.
+            leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
+            for_autograd: ``show_placeholders`` shows the present values, until ``whole.forget_left``.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -308,10 +309,10 @@ class Unit:
         return True
 
     def _adopt_written(self) -> None:
-        """Keep this rank's part of what was written while the parameters were whole; local."""
+        """Keep this rank's part of the values that were written while the parameters were unsharded; local."""
         for index, value in self.whole.written_values():
             self.written[index] = 0  # in a forward the values may follow a rank's data
-            if not self.exact and self.whole.holds(value):  # beside codes: an element that still is as its code says was not written
+            if not self.exact and self.whole.holds(value):  # for codes: an element that still equals its code's value was not written
                 own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, coded(self.shard))
                 part = self.layout.slots[index].range.intersect(self.owned).shift(-self.layout.slots[index].offset)
                 value = value.reshape(-1).clone()
@@ -337,7 +338,7 @@ class Unit:
 
     @contextmanager
     def unsharded(self) -> Iterator[torch.Tensor]:
-        """The whole buffer inside the ``with``; collective. Nests; what was unsharded before stays so after."""
+        """Give the whole buffer inside the ``with``; collective. Nests; a unit that was unsharded before stays so afterwards."""
         was_whole = self.pin()
         try:
             yield self.whole.flat
@@ -345,13 +346,13 @@ class Unit:
             self.unpin(reshard=not was_whole)
 
     def pin(self, modifier_rank: int | None = None) -> bool:
-        """Unshards and keeps the unit unsharded, exact, until ``unpin``; collective. Returns whether it was whole already.
+        """Unshard the unit with exact values and keep it unsharded until ``unpin``; collective. Return whether it was unsharded already.
 
         Args:
-            modifier_rank: Rank whose changes the holder will broadcast before it lets go.
+            modifier_rank: Rank whose changes the holder will broadcast before ``unpin``.
         """
         if modifier_rank is not None and self.own.offloaded:
-            for part in self.own.tensors():  # the changes will go there
+            for part in self.own.tensors():  # the changes will be carried over there
                 require_memory(part, f"unit {self.name}")
         was_whole = self.state is not UnitState.SHARDED
         self.unshard(exact=True)
@@ -361,7 +362,7 @@ class Unit:
         return was_whole
 
     def unpin(self, reshard: bool = True) -> None:
-        """Undoes the last ``pin``; with ``reshard`` the last one also reshards."""
+        """Undo the last ``pin``; with ``reshard`` the last one also reshards the unit."""
         self.pins.remove()
         if not self.pins:
             _pinned.discard(self)
@@ -370,13 +371,13 @@ class Unit:
 
     @property
     def pinned(self) -> bool:
-        """Return whether somebody holds the unit unsharded."""
+        """Return whether a holder keeps the unit unsharded."""
         return bool(self.pins)
 
     def set_offloaded(self, offloaded: bool) -> None:
-        """Notes that state of the unit was moved to the host, or that all of it has its memory again; local.
+        """Record that state of the unit was moved to the host, or that all of it has its memory again; local.
 
-        Meanwhile whoever asks for values that are not here is refused. Nobody can be kept from reading a whole parameter, so it is
+        Meanwhile requests for values on the host raise. Reads of an unsharded parameter cannot be caught, so the parameter is
         empty: operations find a wrong shape, not missing memory.
         """
         self.own.offloaded = offloaded
@@ -393,7 +394,7 @@ _pinned: WeakSet[Unit] = WeakSet()
 
 
 def shares_unsharded_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, not itself in a unit, is a view of a unit that somebody holds unsharded: resharding frees its memory."""
+    """Return whether ``tensor``, not a unit's parameter, is a view of a unit that is held unsharded: resharding frees its memory."""
     return any(unit.reshards and unit.whole.holds(tensor) for unit in _pinned)
 
 
@@ -408,12 +409,12 @@ def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Return whether ``param`` is an empty tensor right now: its unit is not unsharded, and nobody holds it alone."""
+    """Return whether ``param`` is an empty tensor now: its unit is not unsharded, and the parameter is not held alone."""
     owner = find_unit(param)
     return owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """Return the shape of the whole parameter, sharded or not."""
+    """Return the full shape of a parameter, sharded or not."""
     owner = find_unit(param)
     return owner[0].layout.slots[owner[1]].shape if owner is not None and not is_wrapped(param) else param.shape

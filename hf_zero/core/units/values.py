@@ -1,4 +1,4 @@
-"""Values on their way between a unit's whole buffer, its shard and its master."""
+"""Move values between a unit's whole buffer, its shard and its master."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_zero.system.planning import planning
 
 
 def publish(units: Sequence[Unit]) -> None:
-    """Casts masters into 16-bit shards, after an update, in one launch on a device; local. In fp32 they are the same memory."""
+    """Cast masters into 16-bit shards after an update, in one launch on a device; local. In fp32 both are the same memory."""
     changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
     if changed:
         shards, masters = zip(*changed, strict=True)
@@ -26,16 +26,16 @@ def publish(units: Sequence[Unit]) -> None:
 
 
 def shard_changed(unit: Unit) -> None:
-    """The shard was written to: copies of it are forgotten; local, on every rank."""
+    """Drop copies of the shard after a write to it. Local; every rank must call it."""
     unit.shard_storage.changed(unit)
     unit.secondary.forget()
     unit.alone.outdate()
 
 
 def all_gather_updated(unit: Unit) -> Pending | None:
-    """Starts the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a copy that lasts; collective.
+    """Start the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a lasting copy; collective.
 
-    Parameters that somebody holds alone are brought at once.
+    Parameters that are held alone are fetched before it returns.
     """
     unit.alone.refresh()
     if unit.state is UnitState.UNSHARDED:
@@ -52,11 +52,11 @@ def _fill_copy(unit: Unit) -> Pending:
 
 
 def write_back(unit: Unit) -> None:
-    """Copies this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
+    """Copy this rank's part of the whole buffer into shard and master, after the parameters were written to; local."""
     unit.whole.adopt()
     if unit.reshards:
         values = unit.full[unit.owned.start : unit.owned.stop]
-        if not unit.exact:  # what still is as its code says was not written to
+        if not unit.exact:  # elements that still equal their code's value were not written to
             shard = unit.shard.to(values.device)
             values = torch.where(values == coded(shard), shard, values)
         unit.shard.copy_(values)
@@ -68,11 +68,11 @@ def write_back(unit: Unit) -> None:
 def adopt_writes(unit: Unit) -> None:
     """Carry what a script has written to the parameters of ``unit`` into its shard and its master; local. See docs/parameters.md.
 
-    Whole parameters count: memory that they were given (``param.data = value``), and what was written in place, ``.data`` included.
+    It covers unsharded parameters: memory assigned to them (``param.data = value``), and writes in place, also to ``.data``.
     Of masters in a wider type those elements are replaced whose value in the parameters' type is another.
 
     Raises:
-        StateError: A sharded parameter was given data, or a whole one data of another shape.
+        StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one.
     """
     if unit.own.offloaded:
         return  # the holder of ``offload_states`` has carried it over before
@@ -90,15 +90,15 @@ def adopt_writes(unit: Unit) -> None:
 
 
 def _is_beside(unit: Unit) -> bool:
-    """Return whether shard and master can be compared without moving one of them from the host to a device or back."""
+    """Return whether shard and master can be compared without a copy between host and device."""
     shard, master = unit.own.resting()
     return master is not None and master is not shard and master.device == shard.device
 
 
 def _adopt_own(unit: Unit) -> None:
-    """Copy this rank's part of a whole buffer into the shard where it is another; local."""
+    """Copy this rank's part of a whole buffer into the shard, if they differ; local."""
     values, shard = unit.full[unit.owned.start : unit.owned.stop], unit.shard
-    # A device is not waited for: the copy changes nothing where both are equal.
+    # On a device the host does not wait for a comparison: the copy changes nothing if both are equal.
     on_host = values.device.type == "cpu" and shard.device.type == "cpu" and not planning()
     if not (on_host and torch.equal(values.view(torch.uint8), shard.view(torch.uint8))):
         shard.copy_(values)
@@ -107,9 +107,9 @@ def _adopt_own(unit: Unit) -> None:
 
 
 def broadcast_from(unit: Unit, source: int) -> None:
-    """Makes the whole buffer equal to rank ``source``'s on all ranks, and shards and masters with it; collective.
+    """Copy the whole buffer of rank ``source`` to all ranks, and update shards and masters with it; collective.
 
-    Of experts each rank takes what its own are on ``source`` or on the ranks that hold all experts together with it.
+    Each rank receives its own experts from the expert group of ``source``.
     """
     unit.whole.adopt()
     topology = unit.collectives.topology
@@ -118,7 +118,7 @@ def broadcast_from(unit: Unit, source: int) -> None:
 
 
 def show_as_built(unit: Unit) -> None:
-    """Gives whole parameters the type and device that they were built with ([Note: as it was built]); local.
+    """Show unsharded parameters with the dtype and device that they were built with ([Note: as it was built]); local.
 
     What is written to them reaches the unit as values of other memory do (``param.data = value``): with ``broadcast_from``.
     """
@@ -126,5 +126,5 @@ def show_as_built(unit: Unit) -> None:
         if unit.built is None or param is None or not slot.numel:
             continue
         shown = view.to(unit.built.device, unit.built.dtype)
-        if shown is not view and param.data_ptr() == view.data_ptr():  # else an outer holder shows it already
+        if shown is not view and param.data_ptr() == view.data_ptr():  # otherwise an outer holder shows it already
             point(param, shown, empties=False)

@@ -1,4 +1,4 @@
-"""The whole buffer of a unit: allocated, shown by the parameters, freed."""
+"""Manage the whole buffer of a unit: allocate it, point the parameters at it, free it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hf_zero.memory.host_memory import on_huge_pages
 
 
 class Shown(Enum):
-    """What the parameters of a unit are at present. Written by ``WholeBuffer`` alone."""
+    """Kind of tensors that the parameters of a unit show now. Written by ``WholeBuffer`` alone."""
 
     VALUES = auto()  # views of the whole buffer
     PLACEHOLDERS = auto()  # their shapes, without memory
@@ -27,7 +27,7 @@ class Shown(Enum):
 
 
 class WholeBuffer:
-    """One flat buffer, (padded_numel,), and its view for each parameter; the storage comes and goes, the tensors stay.
+    """One flat buffer, (padded_numel,), and its view for each parameter; its memory is allocated and freed, the tensors stay.
 
     Attributes:
         flat: The buffer.
@@ -37,7 +37,7 @@ class WholeBuffer:
         layout: Offsets of the parameters.
         flat: The buffer, allocated; the parameters become views of it.
         params: The parameters; None where one has moved to another unit. The unit's own list, which may change.
-        alone: Positions of parameters that have values of their own while the others have none; live.
+        alone: Positions of parameters that have values of their own while the other parameters have none; live.
 
     [Note: data for a divided parameter] ``param.data = value`` while the parameter has no values here would be lost where it gets them.
     A rank cannot raise alone in the middle of what the ranks do together, so it notes the parameter whenever another memory is shown,
@@ -52,7 +52,7 @@ class WholeBuffer:
         self._layout = layout
         self._params = params
         self._alone = alone
-        self._given: list[int] = []  # positions of parameters that were given data while they had no values
+        self._given: list[int] = []  # positions of parameters whose data was assigned while they had no values
         self._placed: list[int] = []  # addresses of the placeholders
         dtypes = [slot.shown_as or flat.dtype for slot in layout.slots]
         unknown = {dtype: _unknown(dtype, flat.device) for dtype in set(dtypes)}
@@ -61,7 +61,7 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
-        self._versions: list[int] = []  # of the parameters when their values, or placeholders, were shown
+        self._versions: list[int] = []  # version counters of the parameters when their values, or placeholders, were shown
         self._shown = Shown.VALUES
         self.show()
 
@@ -76,17 +76,17 @@ class WholeBuffer:
         self._shown = shown
 
     def allocate(self) -> None:
-        """Gives the buffer memory; what it holds is undefined."""
+        """Allocate the buffer's memory; its contents are undefined."""
         self.flat.untyped_storage().resize_(self.nbytes)
         on_huge_pages(self.flat)
 
     def show(self) -> None:
-        """Points each parameter at its view."""
+        """Point each parameter at its view."""
         self._point(self._views, Shown.VALUES)
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Note what the parameters show as written by nobody; local."""
+        """Record the present versions of the parameters, so that only later writes count as written; local."""
         self._versions = [0 if param is None else param._version for param in self._params]
 
     def _noted(self) -> Sequence[int | None]:
@@ -109,32 +109,32 @@ class WholeBuffer:
         return self._left[index] if self._left else self._unknown[index].expand(self._layout.slots[index].shape)
 
     def hide(self) -> None:
-        """Empties the parameters."""
+        """Empty the parameters."""
         if self._shown is not Shown.NOTHING:
             self._point(self._empty, Shown.NOTHING)
 
     def follow_memory(self) -> None:
-        """Empties parameters whose memory was moved to the host, and shows those whose memory has come back."""
+        """Empty parameters whose memory was moved to the host, and show parameters whose memory is back."""
         if not has_memory(self.flat):
             self.hide()
         elif self._shown is Shown.NOTHING:
             self.show()
 
     def require_shown(self, what: str) -> None:
-        """Raises when the values of ``what`` were moved to the host.
+        """Raise if the values of ``what`` were moved to the host.
 
         Raises:
-            StateError: They were.
+            StateError: They were moved.
         """
         if self._shown is not Shown.VALUES:
             require_memory(self.flat, what)
 
     def _note_assigned(self) -> list[int]:
-        """Note the parameters that show values which they were given while they have none; local. Returns their positions."""
+        """Record the parameters whose ``data`` was assigned while they had no values, and return their positions; local."""
         if self._shown is Shown.VALUES:
             return []
         placeholders = self._shown is Shown.PLACEHOLDERS
-        with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would answer with the whole shape
+        with torch._C.DisableTorchFunction():  # ``ConstructorAccess`` would return the full shape
             given = [
                 index
                 for index, param in enumerate(self._params)
@@ -147,10 +147,10 @@ class WholeBuffer:
         return given
 
     def refuse_assigned(self) -> None:
-        """Raises when parameters were given values while they had none, which are dropped: [Note: data for a divided parameter]; local.
+        """Raise if ``data`` was assigned to parameters without values, and drop it: [Note: data for a divided parameter]; local.
 
         Raises:
-            StateError: It names the first of them.
+            StateError: Some data was assigned; the message names the first parameter.
         """
         for index in self._note_assigned():
             param, empties = self._params[index], self._shown is Shown.NOTHING
@@ -204,16 +204,16 @@ class WholeBuffer:
         return assigned, written
 
     def free(self, leave: bool, for_autograd: bool = False) -> None:
-        """Empties the parameters and gives the memory back.
+        """Empty the parameters and free the memory.
 
         Args:
-            leave: Tensors that somebody took of the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: All values stay, for ``show_placeholders``, until ``forget_left``.
+            leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
+            for_autograd: All values are kept, for ``show_placeholders``, until ``forget_left``.
         """
         self.hide()
         if for_autograd:
             self._left = self._views
-        # ``param.numpy()`` has taken the right to resize from the storage for good.
+        # After ``param.numpy()`` the storage can never be resized.
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             with ordinary_tensors():  # the buffer outlives an inference mode
                 self.flat = torch.empty_like(self.flat)
@@ -221,7 +221,7 @@ class WholeBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def forget_left(self) -> None:
-        """Lets go of the values that ``free`` has left for autograd."""
+        """Free the values that ``free`` has left for autograd."""
         self._left = []
 
     def _is_held(self) -> bool:
@@ -234,7 +234,7 @@ class WholeBuffer:
         return other_uses(self.flat) > len(self._views)
 
     def view(self, index: int) -> torch.Tensor:
-        """Parameter ``index`` as it lies in the buffer."""
+        """Return the view of parameter ``index`` in the buffer."""
         return self._views[index]
 
     def holds(self, tensor: torch.Tensor) -> bool:
@@ -250,7 +250,7 @@ def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateErr
 
 
 def view_of(flat: torch.Tensor, slot: ParamSlot) -> torch.Tensor:
-    """Return the parameter of ``slot`` as it lies in ``flat``, a whole buffer."""
+    """Return the view of the parameter of ``slot`` in ``flat``, a whole buffer."""
     part = flat[slot.range.start : slot.range.stop]
     return part.view(slot.shape) if slot.shown_as is None else bytes_as(part, slot.shown_as, slot.shape)
 
