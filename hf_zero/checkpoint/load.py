@@ -249,7 +249,7 @@ class _Plan:
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
-            log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
+            log_rank0("%s holds no scheduler state; the scheduler of this engine starts from its first step", self.reader.folder)
         check_values(saved, "scheduler")
         present = scheduler.state_dict()
         check_alike(present, saved, "scheduler")

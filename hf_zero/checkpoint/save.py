@@ -146,7 +146,7 @@ def _compare_tags(tags: list[str], validation: str) -> None:
     text = f"save_checkpoint(tag=...): rank {other} gives the tag {tags[other]!r}, rank 0 {tags[0]!r}"
     if validation == "fail":
         raise ConfigError(f"{text}; checkpoint.tag_validation is fail, so nothing is saved. Give every rank the same tag")
-    warn_once(f"{text}; every rank writes to rank 0's")
+    warn_once(f"{text}; all ranks write to the tag of rank 0")
 
 
 # -- before a byte is written -------------------------------------------------------------------------------------------

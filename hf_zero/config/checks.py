@@ -132,7 +132,10 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.error("zero_optimization.allgather_bucket_size", text)
     experts = data.get("expert_parallel") or {}
     if experts.get("enabled") and experts.get("autoep_size") is None:
-        text = "is missing, and 1 then: every rank holds all experts, unless an argument or a DistributedConfig gives their number"
+        text = (
+            "is missing; using 1: every rank holds all experts, unless an argument or a DistributedConfig gives the number "
+            "of expert-parallel ranks"
+        )
         problems.warn("expert_parallel.autoep_size", text)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
@@ -189,7 +192,8 @@ def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
     if not zero.get("zero_quantized_gradients"):
         if zero.get("zeropp_loco_param") is not None:
             text = (
-                f"it keeps what codes of gradients lose, and `{here}.zero_quantized_gradients` is false: set that to true, or remove this"
+                f"it keeps the rounding errors of quantized gradients, and `{here}.zero_quantized_gradients` is false: set that "
+                "to true, or remove this"
             )
             problems.refuse(f"{here}.zeropp_loco_param", zero["zeropp_loco_param"], text)
         return

@@ -287,9 +287,10 @@ def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) 
     other = next((claim for claim in claims if claim.axis == "sp" and claim.size > 1), None)
     if other is not None:
         raise UnsupportedError(
-            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: losses of slices are joined by the "
-            "script over a whole batch, and a pipeline computes it in parts. Data, tensor and expert parallelism and shard groups go with "
-            f"pipelines; for long sequences tensor parallelism divides activations too. The mesh is described by\n{_listed(claims)}"
+            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: the script joins the "
+            "losses of slices over a whole batch, and a pipeline computes it in parts. Pipelines can be combined with data, "
+            "tensor and expert parallelism and shard groups; for long sequences tensor parallelism divides activations too. "
+            f"The mesh is described by\n{_listed(claims)}"
         )
 
 

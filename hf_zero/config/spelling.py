@@ -172,7 +172,13 @@ class Speller:
             return
         guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
         if key in _PUBLISHED_MISSPELLINGS:
-            self.problems.warn(key, f"is ignored, as by DeepSpeed, whose published files have it; write `{guess}` to set that")
+            self.problems.warn(
+                key,
+                (
+                    f"is ignored, as by DeepSpeed: it is a misspelling in configurations that DeepSpeed published; write `{guess}` to "
+                    "set that"
+                ),
+            )
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")
         else:

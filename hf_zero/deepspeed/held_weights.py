@@ -42,8 +42,9 @@ def gathers(engine: ConfiguredEngine) -> bool:
         and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ):
         warn_once(
-            f"{_KEY} is false (the default answer of `accelerate config`), and whole weights are asked for: they are gathered, one unit at "
-            "a time, on the host of rank 0. Set the key to true to go without this line; to save without gathering, use save_checkpoint"
+            f"{_KEY} is false (the default answer of `accelerate config`), but the script asked for whole weights: they are "
+            "gathered on the host of rank 0, one unit at a time. To silence this warning set the key to true; to save "
+            "without gathering, use save_checkpoint"
         )
     return True
 

@@ -146,8 +146,8 @@ class DynamicLossScaler(LossScalerBase):
         power = round(math.log2(init_scale)) if init_scale > 0 else 0
         if init_scale != 2.0**power or scale_factor != 2:
             raise ConfigError(
-                f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): the factor here is a power of two, and "
-                "doubles and halves"
+                f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): init_scale must be a power of two, "
+                "and scale_factor 2"
             )
         self._scaler = own.LossScaler(0, power, scale_window, delayed_shift, consecutive_hysteresis, min_scale, raise_error_at_min_scale)
         super().__init__(self._scaler.scale)

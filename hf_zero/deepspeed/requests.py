@@ -241,8 +241,8 @@ def offload_states(
         raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
     if not engine.runtime.idle:
         raise StateError(
-            "offload_states() in the middle of a forward or a backward, or between them: call it after backward() and step(), and run "
-            "forwards without a backward under torch.no_grad() or let go of what they returned"
+            "offload_states() was called during a forward or backward, or between a forward and its backward. Call it after "
+            "backward() and step(). Run forwards without a backward under torch.no_grad(), or delete their outputs"
         )
     if engine.collectives.topology.device.type == "cpu":
         warn_once("offload_states(): nothing to move, the engine lives in host memory already")

@@ -101,8 +101,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if pipe is None:
         if is_held(model):
             raise StateError(
-                f"{type(model).__name__} was loaded by the stages of a pipeline, and here there is none: pipeline.stages has to be what it "
-                "was for from_pretrained, or the model is loaded before that configuration"
+                f"{type(model).__name__} was loaded for a pipeline, and this engine has none. Set pipeline.stages to the value "
+                "that it had at from_pretrained, or load the model before that configuration is created"
             )
         return None
     if any(find_unit(param) is not None for param in model.parameters()):
@@ -114,8 +114,9 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if isinstance(model, DividesItself):
         if topology.expert is not None:
             raise UnsupportedError(
-                "expert_parallel and a PipelineModule cannot be combined: each stage has made its own layers alone, and whether others "
-                "have experts is not known there. Give initialize the model itself, with pipeline.stages, or leave expert_parallel out"
+                "expert_parallel and a PipelineModule cannot be combined: each stage builds only its own layers and does not "
+                "know whether other stages have experts. Pass the model itself to initialize, with pipeline.stages, or leave "
+                "expert_parallel out"
             )
         return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
@@ -125,8 +126,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     starts = held.starts if held is not None else None
     if any(other != starts for other in collectives.gather_objects(starts, "loaded by stages")):
         raise StateError(
-            f"the ranks of a pipeline have loaded other stages of {type(model).__name__}, or some of them all of it: call from_pretrained "
-            "on every rank, under the same configuration"
+            f"the ranks of a pipeline loaded {type(model).__name__} in different ways: for other stages, or whole on some "
+            "ranks. Call from_pretrained on every rank, under the same configuration"
         )
     plan = _agree(collectives, whole, placement.stages, settings.partition_method, starts)
     wanted = settings.micro_batches
@@ -153,8 +154,9 @@ def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, colle
     wanted = next((names[0] for names in collectives.gather_objects(here, "parameters without values") if names), None)
     if wanted is not None:
         raise StateError(
-            f"{model} needs {wanted} on a stage that has not loaded it: the model has been changed since from_pretrained, which read the "
-            "layers of each stage alone. Load it before the configuration is in use; then every rank reads all"
+            f"{model} needs {wanted} on a stage that has not loaded it: the model was changed after from_pretrained, which "
+            "loads only the layers of a stage. Load the model before you create the configuration; then every rank loads all "
+            "layers"
         )
 
 

@@ -193,8 +193,8 @@ class PipelinedForward:
         for name in _NOT_KEPT:
             if given.get(name):
                 raise UnsupportedError(
-                    f"pipeline: {name}=True asks for what is inside all layers, and each stage has its own alone. Leave it out, or leave "
-                    "pipeline.stages out"
+                    f"pipeline: {name}=True needs values from all layers, and each stage has only its own layers. Leave it out, or "
+                    "leave pipeline.stages out"
                 )
         takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._signature.parameters.values())
         if "use_cache" in self._signature.parameters or (takes_any and getattr(self._own.model, "config", None) is not None):
@@ -245,8 +245,8 @@ class PipelinedForward:
             found = None  # parts go through side by side
         if found is None:
             log_rank0(
-                "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "
-                "whole, and a stage waits while others compute",
+                "pipeline: the output of %s for a batch cannot be put together from outputs for parts of the batch; each batch "
+                "goes through the %d stages as a whole, so stages wait for each other",
                 type(self._own.model).__name__,
                 self._pipe.world,
             )

@@ -177,8 +177,8 @@ class Run:
         if place >= len(calls) or calls[place].path != path:
             expected = calls[place].path if place < len(calls) else "its end"
             raise UnsupportedError(
-                f"pipeline: the model called {path} where {expected} was expected: its modules run in an order that depends on data or on "
-                "chance (layer dropout), which no pipeline can follow. Switch that off, or leave pipeline.stages out"
+                f"pipeline: the model called {path}, but {expected} was expected: the order of its modules depends on data or on "
+                "random numbers (layer dropout), which a pipeline does not support. Switch that off, or leave pipeline.stages out"
             )
         stage = calls[place].stage
         if stage >= self._limit:

@@ -181,8 +181,9 @@ def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
         return "Make a call that runs it known (inputs=...)"
     defaults = ", ".join(f"{name}=None" for name in needed)
     return (
-        f"{type(copy).__name__}.forward requires {', '.join(needed)}, of which nothing is known: give that a default ({defaults}) with "
-        "which it returns its logits without a loss, as transformers' models do"
+        f"{type(copy).__name__}.forward requires {', '.join(needed)}, and hf_zero does not know which values to pass. "
+        f"Give the parameter a default ({defaults}) with which forward returns its logits without a loss, as "
+        "transformers' models do"
     )
 
 
@@ -236,7 +237,7 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
         yield _Constraint(
             first,
             max([last, *readers]),
-            f"{flow.calls[first]} is called inside of an autograd function of the model's own, past which no gradient comes to a stage",
+            f"{flow.calls[first]} is called inside an autograd function of the model, through which no gradient reaches another stage",
         )
     for source, readers in drawn.items():
         yield _Constraint(

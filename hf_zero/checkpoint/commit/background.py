@@ -275,9 +275,12 @@ class _Running:
         try:
             newest = folders.say_newest(self.folder.parent)
         except OSError as error:
-            newest = f"which is the newest complete one cannot be told: {error}"
+            newest = f"the newest complete checkpoint cannot be determined: {error}"
         cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"
-        return f"{self.what} in the background failed, and nothing waited for it: {cause}; {newest}. The exit status tells that it failed"
+        return (
+            f"{self.what} in the background failed, and the script ended without waiting for it: {cause}; {newest}. The exit "
+            "status is therefore not 0"
+        )
 
 
 class _ToldByRank(CheckpointError):
@@ -294,4 +297,4 @@ def _tell(path: Path, error: Exception) -> None:
     try:
         own_files.write_text(path, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     except OSError as second:
-        logger.error("rank 0 cannot be told: %s", second)
+        logger.error("the failure of this save could not be reported to rank 0: %s", second)

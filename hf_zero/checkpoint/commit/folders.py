@@ -95,7 +95,7 @@ def find_latest(load_dir: Path) -> Path | None:
     newest = newest_complete(load_dir)
     if newest is not None:
         problem = f"{load_dir} has no file {LATEST_FILE!r}" if tag is None else f"{LATEST_FILE!r} names {tag!r}: {_problem(load_dir, tag)}"
-        logger.warning("%s; the newest complete checkpoint is loaded in its place: %s", problem, newest)
+        logger.warning("%s; loading the newest complete checkpoint instead: %s", problem, newest)
         return newest
     if tag is not None:
         raise CheckpointError(f"{_problem(load_dir, tag)}; no other is complete there")

@@ -121,7 +121,10 @@ def _refuse_foreign(final: Path) -> None:
         return
     with Folder(final.parent) as save_dir, save_dir.below(final.name) if final.is_dir() else nullcontext() as there:
         if not save_dir.has(final.name):
-            raise CheckpointError(f"{final} exists under a name that differs in capitals, and this disk does not tell them apart; {advice}")
+            raise CheckpointError(
+                f"{final} exists under a name that differs only in upper and lower case, and this file system treats both as one "
+                f"name; {advice}"
+            )
         if there is not None and not there.is_own(save_dir):
             raise CheckpointError(f"{final} belongs to another user, so it cannot be replaced; {advice}")
     if is_complete(final) and _has_sign(final):
@@ -129,7 +132,7 @@ def _refuse_foreign(final: Path) -> None:
     names = sorted(path.name for path in final.iterdir() if path.is_dir() or not _is_ours(path.name)) if final.is_dir() else ["a file"]
     if names or not _has_sign(final):
         found = f" (it holds {', '.join(names[:3])})" if final.is_dir() and names else ""
-        raise CheckpointError(f"{final} exists and is no checkpoint of ours{found}; {advice}")
+        raise CheckpointError(f"{final} exists and is not a checkpoint that hf_zero wrote{found}; {advice}")
 
 
 def _has_sign(folder: Path) -> bool:
@@ -148,10 +151,12 @@ def _refuse_second(folder: Path, tag: str, writer: Process) -> None:
     who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
     if writer.is_alive():
         raise CheckpointError(
-            f"{who}, which runs, is saving checkpoint {tag!r} to {folder.parent} (it writes {folder}): two runs must not save one tag of "
-            "one folder. End one of them, or give it a folder of its own"
+            f"{who} is still running and is saving checkpoint {tag!r} to {folder.parent} (it writes {folder}). Two runs must "
+            "not save the same tag to the same folder: end one of them, or give it another folder"
         )
-    logger.warning("%s is perhaps being written by %s; this save of %r has a folder of its own, the last one stays", folder, who, tag)
+    logger.warning(
+        "%s may be in use by %s; this save of %r uses a folder of its own, and the save that finishes last is kept", folder, who, tag
+    )
 
 
 def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:

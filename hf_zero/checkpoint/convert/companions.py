@@ -60,7 +60,7 @@ def _copy_all(paths: Sequence[Path], folder: Path) -> None:
         if first.name == path.name:
             _copy(path, folder)
         elif path.is_file():
-            logger.warning("%s has the name of %s but for capitals: it is not copied", path, first.name)
+            logger.warning("%s is not copied: its name differs from that of %s only in upper and lower case", path, first.name)
 
 
 def _copy(path: Path, folder: Path) -> None:

@@ -88,7 +88,7 @@ class DcpFolder:
             offsets = index.get("offset")
             file, offset, nbytes = (_attribute(info, "_StorageInfo", key, kind) for key, kind in _STORAGE_INFO)
             if info.get("transform_descriptors"):
-                raise ValueError(f"{name!r} is stored with {shown(info.get('transform_descriptors'))}, which is not read")
+                raise ValueError(f"{name!r} is stored with {shown(info.get('transform_descriptors'))}, which hf_zero cannot read")
             if file not in sizes:
                 if Path(file).name != file or not (self.folder / file).is_file():
                     raise ValueError(f"it lists {name!r} in {shown(file)}, which is not in the folder")

@@ -77,7 +77,8 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
     if stage > 3 or [_rank_of(path) for path in files] != list(range(world)):
         raise CheckpointError(
-            f"{folder} says stage {stage} and has the ranks {[_rank_of(path) for path in files]}, expected 1 to 3 and each once"
+            f"{folder} says stage {stage}, and its files are of the ranks {[_rank_of(path) for path in files]}; expected a "
+            "stage from 1 to 3, and one file per rank"
         )
     model_files = [fields.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
     if stage == 3 and len(model_files) != world:

@@ -68,7 +68,9 @@ def read_checkpoint(folder: Path) -> Source:
         buffers.append(SourceTensor(name, record.shape, _buffer_row(reader, file, name)))
     optimizer = index.optimizer
     if optimizer is not None and optimizer.params:
-        warn_once(f"{folder}: the state of {optimizer.name}, which it keeps for whole parameters, is not converted; weights are")
+        warn_once(
+            f"{folder}: the weights are converted, but not the state of {optimizer.name}, which holds whole parameters instead of shards"
+        )
     return Source(
         what=f"the checkpoint {folder}",
         params=tuple(params),

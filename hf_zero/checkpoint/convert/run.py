@@ -99,9 +99,9 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
     if hugging_face.is_hugging_face(folder):
         return False, hugging_face.read_hugging_face(folder, trust)
     raise CheckpointError(
-        f"{folder} is none of these: a checkpoint of ours (index.json, or latest), one of DeepSpeed (*_optim_states.pt, or latest), "
-        "a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face model (model.safetensors, pytorch_model.bin, or "
-        "an index)"
+        f"{folder} is not in a known format. Known are: a checkpoint of hf_zero (index.json, or latest), one of DeepSpeed "
+        "(*_optim_states.pt, or latest), a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face "
+        "model (model.safetensors, pytorch_model.bin, or an index)"
     )
 
 

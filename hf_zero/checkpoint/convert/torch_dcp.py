@@ -191,7 +191,7 @@ class _Reader:
         elif inner == "param_groups" and stored in self.folder.objects:
             self.groups_item = stored
         elif stored in self.folder.tensors:
-            raise CheckpointError(f"{self.path}: {stored} is in no place that torch gives the tensors of an optimizer")
+            raise CheckpointError(f"{self.path}: {stored} is not at a place where torch stores optimizer tensors")
 
     def _own(self) -> _Own:
         if _OURS not in self.folder.objects:

@@ -282,6 +282,6 @@ def require_trust(trusted: bool, path: Path) -> None:
     """
     if not trusted:
         raise CheckpointError(
-            f"{path} is a pickle, and is not opened unless you say so: add --trust-pickle. Tensors and plain values are then "
-            "taken from it; nothing that it names is imported or run"
+            f"{path} is a pickle. To open it, add --trust-pickle: tensors and plain values are then read from it, and nothing "
+            "that it names is imported or run"
         )

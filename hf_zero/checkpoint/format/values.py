@@ -139,7 +139,10 @@ class Encoder:
                 "convert it to a dense tensor of another dtype or leave it out"
             )
         if hasattr(type(value), "__tensor_flatten__"):  # several tensors under one name: quantized ones, distributed ones
-            raise CheckpointError(f"{path} is a {type(value).__name__}, a tensor made of others, which cannot be saved; convert it")
+            raise CheckpointError(
+                f"{path} is a {type(value).__name__}, a tensor subclass that wraps several tensors, which cannot be saved; "
+                "convert it to a plain tensor"
+            )
         name = f"{len(self.tensors):05d} {path}"
         self.tensors[name] = value.detach()
         return {_TAG: "tensor", "name": name}
@@ -237,7 +240,7 @@ class Decoder:
         reader = self._readers().get(tag) if isinstance(tag, str) else None
         if tag == "pickle" and not self._may_unpickle:
             raise CheckpointError(
-                f"{self._path} holds pickled values, which run what their writer wanted when they are read; if you trust whoever wrote it, "
+                f"{self._path} holds pickled values, and reading a pickle can run any code. If you trust the source of this file, "
                 f"set {PICKLE_KEY} to true in the configuration"
             )
         if reader is None:

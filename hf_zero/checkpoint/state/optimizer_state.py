@@ -234,7 +234,7 @@ class GroupsPlan:
     def warn_of_fresh(self, names: Sequence[str]) -> None:
         """Says that ``names`` start without state."""
         if names:
-            warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): theirs starts from zero")
+            warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): their state starts from zero")
 
     def _match(self, index: int) -> dict[str, Any]:
         """Hyper-parameters of present group ``index``, from the saved group that held its parameters."""

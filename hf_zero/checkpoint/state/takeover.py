@@ -79,12 +79,12 @@ class Takeover:
         return {state for state in self._record.states if self._catalog.dtype(found, state_kind(state)) is not None} | set(numbers or ())
 
     def _warn(self, taken: int) -> None:
-        left = f", those of {len(self._left)} ({min(self._left)}, ...) start fresh" if self._left else ""
+        left = f"; the other {len(self._left)} parameters ({min(self._left)}, ...) start with empty state" if self._left else ""
         saved, own = self._record.name or "another optimizer", type(self._optimizer.inner).__name__
         warn_once(
-            f"the checkpoint holds the optimizer state of {saved}, this engine trains with {own}: taken are "
-            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. States are taken where both "
-            "optimizers keep the same ones"
+            f"the checkpoint holds the optimizer state of {saved}, but this engine trains with {own}. Loaded: "
+            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. A state is loaded where "
+            "both optimizers keep the same one"
         )
 
     def takes(self, name: str) -> bool:

@@ -176,8 +176,8 @@ def alias_is_active() -> bool:
         return True
     if switch:
         raise ConfigError(
-            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; "
-            "1 makes hf_zero answer as deepspeed, 0 never does, unset does without a real one"
+            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; allowed are 1 (hf_zero answers `import deepspeed`), 0 "
+            "(it never does), and unset (it does if DeepSpeed is not installed)"
         )
     return not real_deepspeed_importable()
 

@@ -62,8 +62,8 @@ class Feed:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             shown = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list, dict)) else type(entry).__name__
             raise ConfigError(
-                f"data_iter gave a {shown}; (inputs, labels) is allowed, each a tensor or a tuple of tensors. "
-                "engine.set_batch_fn(function) sets what makes that of each entry"
+                f"data_iter gave a {shown}; allowed is (inputs, labels), each a tensor or a tuple of tensors. Otherwise pass a "
+                "function that converts an entry of your loader to that form to engine.set_batch_fn(function)"
             )
         inputs, labels = (tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), item) for item in entry)
         return MicroBatch(tuple(inputs) if isinstance(inputs, list) else inputs, labels)

@@ -36,8 +36,9 @@ def require_layers(layers: Any) -> list[Layer]:
             )
         if isinstance(layer, TiedLayerSpec) and classes.setdefault(layer.key, layer.typename) is not layer.typename:
             raise ConfigError(
-                f"PipelineModule: TiedLayerSpec {layer.key!r} of layer {place} is {layer.typename.__name__}, and "
-                f"{classes[layer.key].__name__} before; layers of one key are one layer, so write the same class (forward_fn may differ)"
+                f"PipelineModule: TiedLayerSpec {layer.key!r} of layer {place} has the class {layer.typename.__name__}, but an "
+                f"earlier layer with this key has the class {classes[layer.key].__name__}. Layers with one key are one layer, so "
+                "give the same class (forward_fn may differ)"
             )
     return found
 

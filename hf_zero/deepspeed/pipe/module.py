@@ -223,9 +223,9 @@ def require_undivided(model: PipelineModule) -> None:
     """
     if model.mpu().slice_parallel_size > 1:
         raise UnsupportedError(
-            f"PipelineModule(topology={model.topology()}): its engine does not train layers that are divided over the ranks of an axis "
-            "model; take PipeDataParallelTopology, or the layers in an nn.Sequential with your mpu and no pipeline. Hugging Face models "
-            "have both: pipeline.stages beside tensor_parallel.autotp_size"
+            f"PipelineModule(topology={model.topology()}): layers split over the ranks of a 'model' axis are not trained "
+            "here. Use PipeDataParallelTopology, or put the layers into an nn.Sequential with your mpu and no pipeline. "
+            "Hugging Face models can combine both: pipeline.stages with tensor_parallel.autotp_size"
         )
 
 

@@ -41,7 +41,10 @@ class CurriculumScheduler:
             raise ConfigError(f"CurriculumScheduler: schedule_type {kind!r}; {', '.join(_NEEDED)} are allowed")
         _require(schedule, _NEEDED[kind], "schedule_config.")
         if kind == "fixed_discrete" and len(schedule["difficulty"]) != len(schedule["max_step"]) + 1:
-            raise ConfigError("CurriculumScheduler: schedule_config.difficulty must be one longer than max_step: the last stays")
+            raise ConfigError(
+                "CurriculumScheduler: schedule_config.difficulty must have one entry more than max_step: its last entry holds "
+                "for all later steps"
+            )
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],
             "max_difficulty": config["max_difficulty"],
