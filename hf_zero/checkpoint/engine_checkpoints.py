@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are written and read.
+    """Settings of how checkpoints are written and read.
 
     Attributes:
         direct: Bypass the page cache where the file system lets that be.
@@ -231,7 +231,7 @@ def _folder(given: Any, argument: str) -> str:
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:
-    """What this rank holds of the parameters that the model axis divides, and of experts."""
+    """Return the parts this rank holds of the parameters that the model axis divides, and of experts."""
     model = engine.collectives.topology.model
     if model is None and engine.collectives.topology.expert is None:
         return TensorAxis()

@@ -145,7 +145,7 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
 
 
 def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
-    """What the index will say but of files, and the tensors of its values.
+    """Return the future index without its files, and the encoder that holds the tensors of its values.
 
     Raises:
         CheckpointError: A value cannot be saved, or the source says what no run can have been; names the source.

@@ -40,7 +40,7 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Return the value again. Runs what the writer of ``data`` wanted: asked for by the user's configuration alone."""
+    """Return the pickled value. This can run any code that ``data`` names, so only the user's configuration can ask for it."""
     return pickle.loads(data)
 
 
@@ -149,7 +149,7 @@ class Encoder:
 
 
 def encode_scalar(value: Any, path: str) -> Any:
-    """As ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
+    """Return the same as ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
 
     Raises:
         CheckpointError: Neither of both; names ``path``.
@@ -187,7 +187,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _factory_name(value: defaultdict[Any, Any]) -> str | None:
-    """What a missing key of a ``defaultdict`` gets, by name; None for a function of the caller's."""
+    """Return the name of the factory of a ``defaultdict``; None for a function of the caller."""
     return next((name for name, factory in _FACTORIES.items() if factory is value.default_factory), None)
 
 

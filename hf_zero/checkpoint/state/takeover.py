@@ -92,7 +92,9 @@ class Takeover:
         return name not in self._left
 
     def lacks(self, group: int, names: set[str]) -> set[str]:
-        """What an optimizer of the saved class keeps for a flat row of ``group`` beside the states ``names``, as far as that is known."""
+        """Return the states that an optimizer of the saved class keeps for a flat row of ``group`` in addition to ``names``, as far as
+        known.
+        """
         converted = self._catalog.index.library == CONVERTED  # others may keep a step elsewhere
         kept = None if self.foreign or self._whole or converted else self._kept(group, 1)
         return set(kept or ()) - names
