@@ -240,7 +240,8 @@ class _Save:
         self._direct: dict[str, FileRecord] = {}
 
     def prepare(self, request: SaveRequest) -> dict[str, Any]:
-        """Refuse values that cannot be saved, encode values, and plan the files; write nothing. Return the data that other ranks must know.
+        """Refuse values that cannot be saved, encode values, and plan the files; write nothing. Return the data that other ranks must
+        know.
         """
         if self._state is None:
             raise CheckpointError("a save is prepared once")

@@ -15,7 +15,7 @@ from hf_zero.errors import StateError
 
 
 def add_masters(state: dict[str, Any], optimizer: ShardedOptimizer, stage: int) -> dict[str, Any]:
-    """``state`` with this rank's masters, live, one (shard_numel,) for each unit that is trained.
+    """Return ``state`` with this rank's masters, live, one (shard_numel,) for each unit that is trained.
 
     Without them a run in 16 bit would go on from weights that were rounded. At stage 0 in fp32 they are the model's own weights.
     """

@@ -152,7 +152,7 @@ def _all_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = No
 
 
 class _Gathered:
-    """What has been gathered already, for callers that wait for it."""
+    """Handle of a gather that is already complete, for callers that wait for it."""
 
     def wait(self, **kwargs: object) -> None:
         """Returns at once."""

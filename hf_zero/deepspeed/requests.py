@@ -20,7 +20,7 @@ from hf_zero.observe import warn_once
 
 
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
-    """Releases what is gathered between forwards; parameters small enough to stay gathered for good do."""
+    """Release parameters that are gathered between forwards; parameters small enough to stay gathered for good are released too."""
     engine.runtime.reshard_for_update()
 
 
@@ -251,5 +251,5 @@ def offload_states(
 
 
 def reload_states(engine: ConfiguredEngine, non_blocking: bool = False) -> None:
-    """Brings back what ``offload_states`` moved; local. Does nothing when nothing was moved."""
+    """Move the state back that ``offload_states`` moved to the host; local. Does nothing when nothing was moved."""
     engine.offloaded_states.bring_back(non_blocking)

@@ -172,7 +172,8 @@ def marker_of(folder: Path) -> str:
 
 
 def say_newest(save_dir: Path) -> str:
-    """Return a sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for each).
+    """Return a sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for
+    each).
     """
     found = newest_complete(save_dir)
     if found is None:
@@ -260,7 +261,9 @@ def _is_archive(path: Path) -> bool:
 
 
 def _random_states(checkpoint: Path) -> Iterator[str]:
-    """Yield the names of Trainer's files beside an hf_zero checkpoint; none when it was converted, or does not say how many ranks wrote it."""
+    """Yield the names of Trainer's files beside an hf_zero checkpoint; none when it was converted, or does not say how many ranks
+    wrote it.
+    """
     path = checkpoint / INDEX_FILE
     index = whole_json(path, limit_beside(path))
     if index is None:

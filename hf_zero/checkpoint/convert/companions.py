@@ -47,7 +47,8 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def copy_beside(place: Path, folder: Path) -> None:
-    """Copy the files that Trainer and Accelerate keep beside the engine's checkpoint: their state, random states, configuration, tokenizer.
+    """Copy the files that Trainer and Accelerate keep beside the engine's checkpoint: their state, random states, configuration,
+    tokenizer.
     """
     found = sorted(place.iterdir())
     _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)

@@ -116,7 +116,8 @@ class RangeReader:
             _check_size(path, path.stat().st_size, record.nbytes)
 
     def _check_header(self, descriptor: int, name: str) -> None:
-        """Check, before anything is read or allocated, that the file has the length of the index and its header describes the same tensors.
+        """Check, before anything is read or allocated, that the file has the length of the index and its header describes the same
+        tensors.
         """
         if name in self._verified:
             return

@@ -164,7 +164,8 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
 
 
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
-    """Return the param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units`` name.
+    """Return the param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units``
+    name.
     """
     names = [dict.fromkeys(group.params) for group in groups]
     for unit in units:

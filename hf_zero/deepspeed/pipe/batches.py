@@ -29,7 +29,7 @@ class MicroBatch:
 
 
 class Feed:
-    """Where an engine's micro-batches come from.
+    """Source of an engine's micro-batches.
 
     Attributes:
         batches: The iterator that ``train_batch`` reads where it is given none.
@@ -70,7 +70,8 @@ class Feed:
 
 
 def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
-    """This stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages first.
+    """Return this stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages
+    first.
 
     Args:
         networks: None of whose ranks goes on without the others.
@@ -85,6 +86,6 @@ def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]])
 
 
 def kind_of(inputs: Any) -> Any:
-    """Shapes and types of ``inputs``, as something that can be sent and compared."""
+    """Return shapes and types of ``inputs``, in a form that can be sent and compared."""
     shape = map_tensors(inputs, without_values)
     return repr(tree_map_only(torch.Tensor, lambda tensor: (tuple(tensor.shape), str(tensor.dtype)), shape))
