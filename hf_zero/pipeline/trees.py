@@ -9,7 +9,9 @@ import torch
 
 
 def map_tensors(tree: Any, work: Callable[[torch.Tensor], Any]) -> Any:
-    """``tree`` with ``work(tensor)`` in place of its tensors, in the order of ``call_arguments.tensors_in``; other objects stay."""
+    """Return ``tree`` with ``work(tensor)`` in place of its tensors, in the order of ``call_arguments.tensors_in``; other objects are
+    kept.
+    """
     if isinstance(tree, torch.Tensor):
         return work(tree)
     if isinstance(tree, Mapping):
@@ -23,5 +25,5 @@ def map_tensors(tree: Any, work: Callable[[torch.Tensor], Any]) -> Any:
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Its shape and type, on the device "meta"."""
+    """Return a tensor with the same shape and type on the device "meta"."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
