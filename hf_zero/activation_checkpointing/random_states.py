@@ -46,7 +46,10 @@ class RandomStates:
         """
         if name in self._states or seed in self._seeds:
             what = f"the name {name!r}" if name in self._states else f"seed {seed}"
-            raise StateError(f"random state {name!r} with seed {seed}: {what} is taken; reset() forgets all")
+            raise StateError(
+                f"random state {name!r} with seed {seed}: {what} is already in use. Choose another, or call reset(), which "
+                "removes all random states"
+            )
         self._seeds.add(seed)
         before = _get_state()
         device = default_device()

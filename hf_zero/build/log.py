@@ -24,7 +24,7 @@ def announce(resolved: ResolvedConfig) -> None:
     for warning in resolved.warnings:
         warn_once(warning)
     if resolved.origin.get(MICRO) == "default":
-        warn_once(f"`{MICRO}` is not given and follows from nothing (`{TOTAL}` would do): 1 is taken")
+        warn_once(f"`{MICRO}` is not set and cannot be derived from other keys; using 1. Set it, or `{TOTAL}`")
     if resolved.config.log_level is not None:
         logger.setLevel(resolved.config.log_level.upper())
     if resolved.config.dump_state:

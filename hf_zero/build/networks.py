@@ -79,7 +79,10 @@ class Networks:
             if world == 1 or not self._config.zero_optimization.zero_quantized_gradients:
                 return None
             if self.nodes.uneven:
-                warn_once(f"zero_optimization.zero_quantized_gradients takes one hop over {self.nodes}: two need as many ranks in each")
+                warn_once(
+                    f"zero_optimization.zero_quantized_gradients reduces in one hop over {self.nodes}: two hops need the same number "
+                    "of ranks in each node"
+                )
             size = self._per_node
         axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
         if axes is self.topology or axes.replicate is None:
@@ -112,7 +115,10 @@ class Networks:
         if size == "node":
             size = self._per_node
             if not size:
-                raise ConfigError(f"{key} is node, and {self.nodes} cannot be told apart evenly: set it to a number of ranks")
+                raise ConfigError(
+                    f"{key} is 'node', but the ranks form {self.nodes}, which gives no single number of ranks per node. Set {key} to "
+                    "a number of ranks"
+                )
         together = topology.model.world if topology.model is not None else 1
         fits = [found for found in self.nodes.fitting(topology.world * together, together) if found >= least]
         require_divisor(int(size), topology.world, key, "ranks that parameters are sharded over", usable=fits)

@@ -169,6 +169,7 @@ def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
     trained = {id(group) for group in optimizer.param_groups}
     if scheduled and not any(id(group) in trained for group in scheduled):
         raise ConfigError(
-            f"lr_scheduler is a {type(scheduler).__name__} of another optimizer than the one that trains: no learning rate would change. "
-            "Pass the scheduler's optimizer as optimizer=, or pass a function that makes the scheduler of the optimizer it is given"
+            f"lr_scheduler is a {type(scheduler).__name__} that belongs to another optimizer than the one in use, so no "
+            "learning rate would change. Pass the scheduler's own optimizer as optimizer=, or pass a function that takes the "
+            "optimizer and returns the scheduler"
         )

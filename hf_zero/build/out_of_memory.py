@@ -94,7 +94,7 @@ class OutOfMemory:
         try:
             told = "\n".join(self._lines(engine, error, phase))
         except Exception as fault:  # the error must not be hidden by the one about it
-            told = f"{_SAID} {observe.global_rank()} cannot be said: {type(fault).__name__}: {fault}"
+            told = f"{_SAID} {observe.global_rank()} cannot be listed: {type(fault).__name__}: {fault}"
         text, *more = error.args or ("",)
         error.args = (f"{text}\n{told}".lstrip("\n"), *more)
 
@@ -108,10 +108,10 @@ class OutOfMemory:
         least = _WORTH * (failure.here(*KINDS) - failure.here("other"))
         worth = [saving for saving in found if saving.nbytes > least]
         if not worth:
-            yield "No change of the configuration would have saved 1 % of that: use a smaller model, or larger memory"
+            yield "No change of the configuration would save at least 1 % of that: use a smaller model, or a device with more memory"
             return
-        asked = f" ({gib(failure.asked)} were missing)" if failure.asked else ""
-        yield f"Each of these would have saved so much of it on this rank{asked}:"
+        asked = f" (the failed allocation asked for {gib(failure.asked)})" if failure.asked else ""
+        yield f"On this rank, each of these changes would have saved memory{asked}:"
         for saving in worth:
             yield f"- {saving.change}: {gib(saving.nbytes)} ({saving.how})"
 
@@ -222,7 +222,7 @@ def _by_ranks(engine: Any, failure: Failure) -> Iterator[Saving]:
     if policy.parameters_sharded:
         shared += _resting_shards(engine, failure)
     if shared:
-        yield Saving("twice as many ranks", shared - shared // 2, "each holds half as much of what is shared out")
+        yield Saving("twice as many ranks", shared - shared // 2, "each holds half as much of the sharded state")
 
 
 def _by_offload(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
@@ -253,7 +253,11 @@ def _by_limits(engine: Any, failure: Failure) -> Iterator[Saving]:
     now = failure.here("gathered")
     if now > needed:
         change = "zero_optimization.stage3_prefetch_bucket_size: 0 and stage3_max_reuse_distance: 0"
-        yield Saving(change, now - needed, f"{gib(now)} were gathered, {gib(needed)} are the largest block and what belongs to none")
+        yield Saving(
+            change,
+            now - needed,
+            f"{gib(now)} were gathered, {gib(needed)} are needed for the largest block and the parameters outside blocks",
+        )
 
 
 def _by_micro_batch(resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:

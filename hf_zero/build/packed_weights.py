@@ -74,7 +74,8 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
             weight = f"{name}.{leaf}"
             if not ready:
                 raise StateError(
-                    f"{weight} is to be quantized by bitsandbytes and is not yet: load it with from_pretrained, or move the model once"
+                    f"{weight} is marked for bitsandbytes but not quantized yet: load the model with from_pretrained, or move it to "
+                    "the device once (model.to(device)) before initialize()"
                 )
             if param.requires_grad:
                 raise StateError(f"{weight} is quantized and requires a gradient; freeze it, and train adapters on it (peft)")
@@ -190,8 +191,9 @@ def _keep_format(weight: PackedWeight) -> None:
     """
     if getattr(getattr(weight.param, "quant_state", None), "packing_format_for_cpu", False):
         raise StateError(
-            f"{weight.name} has run in eval mode on this CPU, and bitsandbytes has rounded its scales for a kernel that cannot train: load "
-            "the model again, and call initialize (accelerator.prepare) before its first evaluation"
+            f"{weight.name} ran in eval mode on this CPU before initialize(); bitsandbytes then rounded its scales for an "
+            "inference kernel that cannot train. Load the model again, and call initialize (accelerator.prepare) before the "
+            "first evaluation"
         )
     if hasattr(weight.module, "support_avx512bf16_for_cpu"):
         weight.module.support_avx512bf16_for_cpu = False

@@ -72,8 +72,8 @@ def require_same_settings(
             clauses = [clause for clause in clauses if clause.startswith((_CALL, "zero_optimization.stage is"))]
         told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # what cannot be read has no keys
         raise StateError(
-            f"the ranks were given different settings: {told}. They cannot train together: give every rank the same configuration (a file "
-            "that was changed on one node is enough) and the same versions"
+            f"the ranks were given different settings: {told}. Give every rank the same configuration file (check that no "
+            "node has an edited copy) and the same versions of the packages"
         ) from error
 
 

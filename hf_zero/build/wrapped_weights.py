@@ -52,7 +52,10 @@ def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
     for module in model.modules():
         if any(id(param) in taken for param in module._parameters.values()):
             keep_divided(module)
-    _log([param for _, param in found if sharded and id(param) not in taken], "whole on every rank, because of what is in them")
+    _log(
+        [param for _, param in found if sharded and id(param) not in taken],
+        ("whole on every rank, because tensors of this kind cannot be sharded"),
+    )
     return taken
 
 

@@ -109,7 +109,7 @@ def _kind(unit: Unit) -> str:
 
 
 def _padded_numel(state: TrainingState, unit: Unit) -> int:
-    """Return elements of the unit as it is written: cut into one part per rank, whoever holds it."""
+    """Return the number of elements of the unit as it is written: divisible into one part per rank, whichever ranks hold it."""
     layout = unit.layout
     return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.holders_of(unit).world * ALIGNMENT)
 
@@ -152,7 +152,7 @@ def _share_out(
     holders: Holders,
     buffers: dict[str, torch.Tensor],
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
-    """What this rank writes of the tensors that all ``holders`` have."""
+    """Add to ``files`` this rank's share of the tensors that all ``holders`` have."""
     shards = {name: state.tensor.tp_shard_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if shards[name].dim is not None or holders.part == 0]
     buffers = buffers if holders.part == 0 else {}

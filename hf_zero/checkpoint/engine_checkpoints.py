@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CheckpointSettings:
-    """How checkpoints are written and read.
+    """Settings of how checkpoints are written and read.
 
     Attributes:
         direct: Bypass the page cache where the file system lets that be.
@@ -76,8 +76,8 @@ class EngineCheckpoints:
         if settings.node_local and replicate is not None:
             raise UnsupportedError(
                 f"checkpoint.use_node_local_storage with {replicate.world} shard groups (zero_optimization.mics_shard_size, "
-                "dp_replicate_size) is not provided: the groups share out what is written, so no node's disk has all that its ranks "
-                "need. Save to a folder that all nodes see, or leave the shard groups out"
+                "dp_replicate_size) is not provided: each group writes only a part of the files, so no node's disk would hold "
+                "all that its ranks need. Save to a folder that all nodes share, or remove the shard groups"
             )
         if settings.in_background and settings.node_local:
             log_rank0("checkpoints on each node's own disk are written before save_checkpoint returns, not in the background")
@@ -230,7 +230,7 @@ def _folder(given: Any, argument: str) -> str:
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:
-    """What this rank holds of the parameters that the model axis divides, and of experts."""
+    """Return the parts this rank holds of the parameters that the model axis divides, and of experts."""
     model = engine.collectives.topology.model
     if model is None and engine.collectives.topology.expert is None:
         return TensorAxis()

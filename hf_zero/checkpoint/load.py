@@ -38,7 +38,7 @@ _SHOWN_NAMES = 5
 
 @dataclass(frozen=True)
 class LoadRequest:
-    """What the caller wants loaded.
+    """Request to load a checkpoint.
 
     Attributes:
         load_dir: Folder of all checkpoints of a run.
@@ -105,7 +105,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
 
 
 def load_averages(state: TrainingState, folder: Path, averages: AveragedWeights) -> None:
-    """Gives ``averages``, made after ``folder`` was loaded, what it holds of them; collective.
+    """Load into ``averages``, made after ``folder`` was loaded, the averages that the folder holds; collective.
 
     Raises:
         CheckpointError: On every rank, with the same text, naming the file.
@@ -119,7 +119,7 @@ def load_averages(state: TrainingState, folder: Path, averages: AveragedWeights)
 
 
 def _find(request: LoadRequest) -> tuple[str, str] | None:
-    """Folder and index text, on rank 0; sizes of all files are checked here, once."""
+    """Return folder and index text, on rank 0; sizes of all files are checked here, once."""
     load_dir = Path(request.load_dir)
     folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
     if folder is None:
@@ -172,7 +172,7 @@ class _Plan:
     # -- planning
 
     def _client_state(self, rank: int, decoder: Decoder, path: str) -> Any:
-        """What ``rank`` saved; where that was rank 0's, or there was no such rank, rank 0's."""
+        """Return the client state that ``rank`` saved; rank 0's if both are the same, or if there was no such rank."""
         own = self.index.client_states.get(str(rank))
         if own is None:
             return decoder.decode(self.index.client_state)
@@ -195,7 +195,7 @@ class _Plan:
             raise CheckpointError(f"{'; '.join(problems)}. Load into the model that was saved, or pass load_module_strict=False")
 
     def _name(self, name: str) -> str:
-        """Return the name of a parameter, of those it has in this model, that the checkpoint knows it by."""
+        """Return the name by which the checkpoint knows a parameter, out of its names in this model."""
         return next((other for other in (name, *self._aliases.get(name, ())) if self.catalog.find(other) is not None), name)
 
     def _located(self, name: str, wanted: SavedTpShard, param: torch.Tensor | None) -> Located | None:
@@ -235,7 +235,7 @@ class _Plan:
                 self._copies.append(Copy(file, name, 0, self._flat(buffer.data)))
 
     def _flat(self, tensor: torch.Tensor) -> torch.Tensor:
-        """``tensor`` as one row that can be written to, through a copy when its elements do not lie in a row."""
+        """Return ``tensor`` as a 1D tensor that can be written to, through a copy when its elements are not contiguous."""
         if tensor.is_contiguous():
             return tensor.view(-1)
         copy = torch.empty(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
@@ -249,7 +249,7 @@ class _Plan:
             return None
         saved = self._decoder.decode(self.index.scheduler)
         if saved is None:
-            log_rank0("%s holds no state of a scheduler; this engine's starts from its beginning", self.reader.folder)
+            log_rank0("%s holds no scheduler state; the scheduler of this engine starts from its first step", self.reader.folder)
         check_values(saved, "scheduler")
         present = scheduler.state_dict()
         check_alike(present, saved, "scheduler")
@@ -289,7 +289,7 @@ class _Plan:
             state.scheduler.load_state_dict(self._scheduler)
 
     def read_averages(self, averages: AveragedWeights) -> None:
-        """Reads averages of the weights where they are wanted, else begins them anew from what was loaded; local."""
+        """Read averages of the weights where they are requested, else start them again from the loaded weights; local."""
         if self.request.optimizer_states and not self.request.module_only and self.request.custom is None:
             restore_averages(self.state, averages, self.catalog, self.reader)
         else:
@@ -334,7 +334,7 @@ def _load_custom(state: TrainingState, plan: _Plan, custom: Callable[..., Any], 
 
 
 def _all_gather_updated(state: TrainingState) -> None:
-    """Training-type copies from the masters, and whole buffers where units stay whole; collective."""
+    """Write training-type copies from the masters, and all-gather whole buffers where units stay whole; collective."""
     for unit in state.units:
         publish([unit])
         pending = all_gather_updated(unit)

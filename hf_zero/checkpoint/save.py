@@ -34,7 +34,7 @@ from hf_zero.system.process import Process
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """What the caller wants saved; rank 0's counts, but for the client state.
+    """Request to save a checkpoint; rank 0's request counts, except for the client state.
 
     Attributes:
         save_dir: Folder of all checkpoints of a run.
@@ -109,7 +109,7 @@ def _what(request: SaveRequest) -> str:
 
 
 def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]) -> Path:
-    """Writes what has been agreed on to every node's disk; see [Note: node-local checkpoints]."""
+    """Write the agreed files to every node's disk; see [Note: node-local checkpoints]."""
     net, request = state.everyone, save.request
     what, place = _what(request), (Path(request.save_dir), request.tag)
     try:
@@ -125,7 +125,7 @@ def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]
 
 
 def _agree(state: TrainingState, save: _Save, request: SaveRequest) -> list[dict[str, Any]]:
-    """Prepares a save on every rank; returns what each tells of its part. Collective: all that ranks must exchange, in one message."""
+    """Prepare a save on every rank; return each rank's description of its part. Collective: all exchange is in one message."""
     net = state.everyone
     told = agreement.on_all(net, _what(request), lambda: save.prepare(request))
     asked = told[0]["request"]
@@ -146,7 +146,7 @@ def _compare_tags(tags: list[str], validation: str) -> None:
     text = f"save_checkpoint(tag=...): rank {other} gives the tag {tags[other]!r}, rank 0 {tags[0]!r}"
     if validation == "fail":
         raise ConfigError(f"{text}; checkpoint.tag_validation is fail, so nothing is saved. Give every rank the same tag")
-    warn_once(f"{text}; every rank writes to rank 0's")
+    warn_once(f"{text}; all ranks write to the tag of rank 0")
 
 
 # -- before a byte is written -------------------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class _Values:
 
 
 def _digest(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
-    """Equal for equal values."""
+    """Return a digest that is equal for equal values."""
     found = hashlib.sha256(repr(value).encode())
     for name, tensor in tensors.items():
         found.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -194,7 +194,7 @@ def _digest(value: Any, tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 def _check(state: TrainingState, request: SaveRequest, values: _Values) -> dict[str, Any]:
-    """Refuses values and states of a kind that cannot be saved, and units that share a name; tells what this rank asks for."""
+    """Refuse values and states that cannot be saved, and units that share a name; return the request of this rank."""
     if state.everyone.rank == 0:
         folders.check_tag(request.tag)
     names = [unit.name for unit in state.units]
@@ -240,7 +240,9 @@ class _Save:
         self._direct: dict[str, FileRecord] = {}
 
     def prepare(self, request: SaveRequest) -> dict[str, Any]:
-        """Refuses what cannot be saved, encodes values, plans the files; writes nothing. Returns what the other ranks must know."""
+        """Refuse values that cannot be saved, encode values, and plan the files; write nothing. Return the data that other ranks must
+        know.
+        """
         if self._state is None:
             raise CheckpointError("a save is prepared once")
         self._values = _Values(request.may_pickle)
@@ -278,7 +280,7 @@ class _Save:
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
-        """Takes the copy; what it has no room for goes to the disk before this returns."""
+        """Copy the values; values that do not fit into the copy are written to disk before this returns."""
         if self.head is not None and not background.limited:
             self.begin()
         direct, self.files = background.copy(self.files)
@@ -301,13 +303,13 @@ class _Save:
         return records
 
     def index(self, told: list[dict[str, Any]], written: list[Written]) -> Index:
-        """Return the whole index, from what every rank has told and written; on rank 0."""
+        """Return the whole index, from the descriptions and reports of all ranks; on rank 0."""
         if self.head is None:
             raise CheckpointError("only rank 0 completes a checkpoint")
         return _index(self.head, told, written)
 
     def commit(self, told: list[dict[str, Any]], written: list[Written]) -> str:
-        """Index, marker, name, and last of all ``latest``; on rank 0."""
+        """Write index, marker, name, and last of all ``latest``; on rank 0."""
         save_dir, tag = Path(self.request.save_dir), self.request.tag
         index = self.index(told, written)
         note("checkpoint_written", tag)
@@ -350,7 +352,7 @@ def _head(state: TrainingState, request: SaveRequest, values: _Values) -> Index:
 
 
 def _index(head: Index, told: list[dict[str, Any]], written: list[Written]) -> Index:
-    """Return the whole index, from what every rank has told of its part."""
+    """Return the whole index, from the descriptions that all ranks have sent of their parts."""
     optimizer = head.optimizer
     if optimizer is not None:
         states = sorted({name for rank_told in told for name in rank_told["states"]})

@@ -113,7 +113,7 @@ class Checkpoint:
         return index
 
     def _check_index(self) -> None:
-        """Sizes and counts against the files that the index lists, before anything is read by them."""
+        """Check sizes and counts against the files that the index lists, before anything is read with them."""
         index, files = self.index, self.index["files"]
         _require(index["chunk_bytes"] == CHUNK_BYTES, f"chunk_bytes is {index['chunk_bytes']!r:.80}, allowed is {CHUNK_BYTES}")
         _require(_are_sizes([index["world"]]), f"world is {index['world']!r:.80}")
@@ -183,7 +183,7 @@ class Checkpoint:
         return record
 
     def read(self, name: str) -> torch.Tensor:
-        """Parameter or buffer ``name``, whole; floating point as fp32, a buffer of fp64 as it is.
+        """Return parameter or buffer ``name``, whole; floating point as fp32, a buffer of fp64 as it is.
 
         Raises:
             ValueError: A file is missing or damaged; names it.
@@ -246,7 +246,7 @@ class Checkpoint:
         return whole[start - first : stop - first]
 
     def names(self, exclude_frozen_parameters: bool = False) -> list[str]:
-        """Parameters, then buffers; tied parameters once."""
+        """Return parameters, then buffers; tied parameters once."""
         kept = [name for name in self.params if not (exclude_frozen_parameters and name in self.frozen)]
         return kept + list(self.index["buffers"])
 
@@ -263,7 +263,7 @@ class Checkpoint:
         return numel * (self.written.itemsize if dtype in _FLOATS else _ITEM_BYTES[dtype])
 
     def to_write(self, name: str) -> torch.Tensor:
-        """``name`` as a file gets it, in memory of its own; errors as ``read``.
+        """Return ``name`` as a file stores it, in memory of its own; errors as ``read``.
 
         A buffer keeps the type that it was saved in, or fp32 instead of a narrower one where weights are written as fp32.
         """
@@ -278,7 +278,7 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a parameter or a slice of one lies: inside ``unit`` from ``offset`` on, or as a tensor of its own in ``file``."""
+    """Place of a parameter or a slice of one: inside ``unit`` from ``offset`` on, or as a tensor of its own in ``file``."""
 
     unit: dict[str, Any] | None
     file: str
@@ -323,7 +323,7 @@ def _read_small(path: str, limit: int) -> bytes:
 
 
 def _printable(text: str) -> str:
-    """``text`` with characters that a terminal would obey written out: names in files of others may hold anything."""
+    """Return ``text`` with control characters of a terminal escaped: names in files from other people may hold anything."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
 
 
@@ -443,7 +443,7 @@ def load_state_dict_from_zero_checkpoint(
 
 
 def _file_or_folder(output: str) -> str:
-    """``output``, with Hugging Face's own name in place of ``pytorch_model.bin``, unless that is a folder."""
+    """Return ``output``, with Hugging Face's own file name in place of ``pytorch_model.bin``, unless that is a folder."""
     folder, name = os.path.split(output)
     return output if name != "pytorch_model.bin" or os.path.isdir(output) else os.path.join(folder, "model.safetensors")
 
@@ -462,7 +462,7 @@ def _save(checkpoint: Checkpoint, names: list[str], path: str) -> list[str]:
 
 @contextmanager
 def _replacing(path: str) -> Iterator[str]:
-    """A name to write to, in a new folder of this user's alone; the file that is made there takes the place of `path` at the end.
+    """Yield a name to write to, in a new folder that only this user can read; at the end that file replaces `path`.
 
     What `path` is before goes: a link is not followed, and what has a second name elsewhere keeps its content.
     """
@@ -508,7 +508,7 @@ def _bytes_of(size: str | int) -> int:
 
 
 def main() -> None:
-    """The command line."""
+    """Run the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint_dir", help="folder with `latest` and the folders of the checkpoints")
     parser.add_argument("output_dir", help="folder for the weights, or the name of one file (.safetensors; .bin, .pt for torch.load)")

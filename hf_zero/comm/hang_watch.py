@@ -95,7 +95,7 @@ def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
         own = dist.PrefixStore(KEY, store.clone())  # type: ignore[attr-defined]  # torch's stubs lack it
         own.set_timeout(timedelta(seconds=_STORE_SECONDS))
     except RuntimeError as error:
-        logger.debug("long waits are not reported: the store in which the ranks met cannot be asked by another thread: %s", error)
+        logger.debug("long waits will not be reported: the TCP store of the process group cannot be used from a second thread: %s", error)
         return None
     return own
 
@@ -185,7 +185,7 @@ class HangWatch(threading.Thread):
                     return
                 if not isinstance(error, RuntimeError):
                     raise
-                logger.debug("long waits are not reported any more: the store in which the ranks met does not answer: %s", error)
+                logger.debug("long waits are no longer reported: the TCP store of the process group does not answer: %s", error)
                 if self._question is not None or self._seconds_waited() >= self._limit():
                     self._say_alone()
                 return
@@ -288,7 +288,10 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
             f"No answer from {numbered(silent[:_NAMED])}{more}: ended, stopped (SIGSTOP, a debugger), or in a call that holds Python's lock"
         )
     if not late and not silent:
-        parts.append("All its ranks have come, so they run different sequences of steps, or the network between them is slow or gone")
+        parts.append(
+            "All ranks have reached this collective, so the ranks run different sequences of steps, or the network between "
+            "them is slow or broken"
+        )
     if told and not late:
         parts.append(f"Elsewhere: {_places(told)}")
     return ". ".join(parts)

@@ -98,7 +98,10 @@ def meeting(timeout: timedelta) -> Iterator[None]:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         rank, world, address, port = (os.environ.get(name, "?") for name in _NEEDED)
         me, place = f"rank {rank} of {world} on {socket.gethostname()}", f"{address}:{port}"
-        text = f"{me} could not meet the others at {place}: {reason}. See what the other ranks say, and whether they reach it"
+        text = (
+            f"{me} could not meet the other ranks at {place}: {reason}. Read the logs of the other ranks, and check that they "
+            "can reach this address"
+        )
         if rank != "0":
             text = (
                 f"{me} did not reach rank 0 at {place} within {timeout.total_seconds():g} s: {reason}. Is MASTER_ADDR the host of rank 0, "

@@ -264,8 +264,8 @@ def joint_topology(topology: Topology) -> Topology:
         return data
     if data.world * topology.model.world != dist.get_world_size():
         raise UnsupportedError(
-            f"{data.world} data-parallel x {topology.model.world} model-parallel ranks do not make the {dist.get_world_size()} of the "
-            "default process group; checkpoints need all of them"
+            f"{data.world} data-parallel x {topology.model.world} model-parallel ranks are not the {dist.get_world_size()} "
+            "ranks of the default process group; a checkpoint needs all of them"
         )
     return axis_over(all_ranks(), topology.device)
 

@@ -21,7 +21,7 @@ _TELLING = frozenset(
 
 
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, str]:
-    """Return the value of every key that is not its default, by dotted path in order; without secrets and what ranks may have otherwise.
+    """Return the value of every key that is not its default, by dotted path in order; without secrets and keys in which ranks may differ.
 
     Args:
         resolved: Nested values with canonical names, as ``ResolvedConfig.resolved``.
@@ -30,18 +30,18 @@ def settings_of(resolved: Mapping[str, Any]) -> dict[str, str]:
 
 
 def default_text(path: str) -> str:
-    """What a key is that ``settings_of`` does not name."""
+    """Return the text for a key that ``settings_of`` leaves out: its default."""
     key = all_keys().get(path)
     return _text(key.default) if key is not None else "not there"
 
 
 def is_ranks_own(path: str) -> bool:
-    """Return whether ranks may have other values of a key: places on a machine, and what is told of a run."""
+    """Return whether ranks may have different values of a key: places on a machine, and reports about a run."""
     return path.partition(".")[0] in _TELLING or path in _TELLING or path.rpartition(".")[2].endswith(_PLACES)
 
 
 def _set(block: Mapping[str, Any], section: type[Section] | None, path: str) -> Iterator[tuple[str, str]]:
-    """Path and text of what is set below ``path``; ``section`` None where keys are the user's own."""
+    """Yield path and text of the keys set below ``path``; ``section`` is None where keys are the user's own."""
     for name, value in block.items():
         here = f"{path}.{name}" if path else str(name)
         field = section.model_fields.get(name) if section is not None else None
@@ -55,7 +55,7 @@ def _set(block: Mapping[str, Any], section: type[Section] | None, path: str) -> 
 
 
 def _text(value: Any) -> str:
-    """A value as text that is the same on every rank; of an object its class."""
+    """Return a value as text that is the same on every rank; for an object its class."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{key}: {_text(item)}' for key, item in value.items()))}}}"
     if isinstance(value, (list, tuple)):

@@ -11,7 +11,7 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True)
 class AutoRule:
-    """How one "auto" is filled.
+    """Rule that fills one "auto".
 
     Attributes:
         sources: Names in the mapping of sources; all must be there.

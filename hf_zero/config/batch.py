@@ -51,7 +51,7 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, world_
 
 
 def count_replicas_once(config: dict[str, Any], replicas: int, mistaken: Collection[int]) -> dict[str, Any]:
-    """``config`` with a ``train_batch_size`` over ``replicas`` where it was given over another number of ranks.
+    """Return ``config`` with a ``train_batch_size`` over ``replicas`` ranks, where it was given over another number of ranks.
 
     accelerate multiplies with the number of processes, or with the data-parallel sizes of its ParallelismConfig, which are 1 where a
     script has left them out; ranks that hold one model or one sequence together share their samples.

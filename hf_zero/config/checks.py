@@ -89,7 +89,7 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
 
 
 def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str, Any], Any]:
-    """Value (None when absent), metadata and default of a section's switch, which may lie one section deeper."""
+    """Return value (None when absent), metadata and default of a section's switch, which may be one section deeper."""
     holder: type[Section] = section
     value: Any = data
     steps = (section.switch or "").split(".")
@@ -132,7 +132,10 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.error("zero_optimization.allgather_bucket_size", text)
     experts = data.get("expert_parallel") or {}
     if experts.get("enabled") and experts.get("autoep_size") is None:
-        text = "is missing, and 1 then: every rank holds all experts, unless an argument or a DistributedConfig gives their number"
+        text = (
+            "is missing; using 1: every rank holds all experts, unless an argument or a DistributedConfig gives the number "
+            "of expert-parallel ranks"
+        )
         problems.warn("expert_parallel.autoep_size", text)
     for name in ("offload_optimizer", "offload_param"):
         block = data.get("zero_optimization", {}).get(name) or {}
@@ -158,7 +161,7 @@ def _check_patterns(patterns: list[str] | str | None, problems: Problems) -> Non
 
 
 def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:
-    """`mics_shard_size`, `zero_hpz_partition_size` and `hf_zero.param_shard_size`, as far as they can be judged without the ranks."""
+    """Check `mics_shard_size`, `zero_hpz_partition_size` and `hf_zero.param_shard_size`, as far as possible without the ranks."""
     size, stage, node = zero.get("mics_shard_size", -1), zero.get("stage", 0), zero.get("zero_hpz_partition_size", 1)
     if inside is not None and stage != 3:
         text = f"is {show(inside)} and `zero_optimization.stage` is {stage}, where parameters stay whole; set that to 3, or leave this out"
@@ -179,7 +182,7 @@ def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems:
 
 
 def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
-    """Keys of ZeRO++ where they would mean nothing, or less than they say."""
+    """Check keys of ZeRO++ whose value would have no effect, or less effect than it claims."""
     zero = data.get("zero_optimization", {})
     stage, here = zero.get("stage", 0), "zero_optimization"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
@@ -189,7 +192,8 @@ def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
     if not zero.get("zero_quantized_gradients"):
         if zero.get("zeropp_loco_param") is not None:
             text = (
-                f"it keeps what codes of gradients lose, and `{here}.zero_quantized_gradients` is false: set that to true, or remove this"
+                f"it keeps the rounding errors of quantized gradients, and `{here}.zero_quantized_gradients` is false: set that "
+                "to true, or remove this"
             )
             problems.refuse(f"{here}.zeropp_loco_param", zero["zeropp_loco_param"], text)
         return
@@ -209,7 +213,7 @@ def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
 
 
 def _check_type(section: str, name: str | None, known: tuple[str, ...], problems: Problems) -> None:
-    """`type` of the optimizer or scheduler section: a name of ours (any letter case for optimizers) or a torch class."""
+    """Check `type` of the optimizer or scheduler section: a name of hf_zero (any letter case for optimizers) or a torch class."""
     if name is None:
         problems.error(f"{section}.type", f"is missing; a `{section}` section needs one, for example {known[0]}")
         return
@@ -222,7 +226,7 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
 
 
 def _check_optimizer(data: dict[str, Any], problems: Problems) -> None:
-    """What every optimizer's constructor would refuse, and a rate that trains nothing, named as they stand in the file."""
+    """Report arguments that every optimizer's constructor would refuse, and a rate of 0, under their names in the file."""
     params = data["optimizer"].get("params") or {}
     betas = params.get("betas")
     if isinstance(betas, (list, tuple)) and (
@@ -235,7 +239,7 @@ def _check_optimizer(data: dict[str, Any], problems: Problems) -> None:
 
 
 def _check_arguments(section: str, block: dict[str, Any], problems: Problems) -> None:
-    """Arguments of a torch class beyond the keys of the schema, by the type of their defaults; numbers are finite in any case."""
+    """Check arguments of a torch class beyond the keys of the schema, by the type of their defaults; numbers must be finite."""
     params, name = block.get("params") or {}, block.get("type")
     further = sorted(params.keys() - spellings_of(_PARAMS[section]).keys())
     if not further:
@@ -258,7 +262,7 @@ def _check_arguments(section: str, block: dict[str, Any], problems: Problems) ->
 
 
 def _floats(value: Any) -> Iterator[float]:
-    """The numbers in a value, texts of them and items of lists included."""
+    """Yield the numbers in a value, including numbers written as text and items of lists."""
     if isinstance(value, (list, tuple)):
         for item in value:
             yield from _floats(item)

@@ -55,7 +55,7 @@ class ElasticityIncompatibleWorldSize(ElasticityError):
 
 @dataclass(frozen=True)
 class ElasticBatch:
-    """What elasticity settles.
+    """Batch sizes that elasticity computes.
 
     Attributes:
         total: Global batch, samples.
@@ -115,7 +115,7 @@ def _check(section: Elasticity) -> None:
 
 
 def _by_ranks(section: Elasticity, world_size: int) -> ElasticBatch:
-    """Version 0.1: any number of ranks."""
+    """Compute the batch by version 0.1: any number of ranks."""
     total, ranks = _most_flexible(section, section.max_train_batch_size, section.min_gpus, section.max_gpus)
     if world_size and world_size not in ranks:
         return ElasticBatch(total, ranks, None)
@@ -124,7 +124,7 @@ def _by_ranks(section: Elasticity, world_size: int) -> ElasticBatch:
 
 
 def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
-    """Version 0.2: whole nodes come and go, each with ranks that hold one model together."""
+    """Compute the batch by version 0.2: whole nodes join and leave, each with ranks that hold one model together."""
     per_node = section.num_gpus_per_node // section.model_parallel_size
     nodes = (section.min_gpus // section.num_gpus_per_node, section.max_gpus // section.num_gpus_per_node)
     share, fitting_nodes = _most_flexible(section, section.max_train_batch_size // per_node, *nodes)
@@ -166,13 +166,13 @@ def _scaled(base: int, largest: int) -> int:
 
 
 def _ranks_for(total: int, sizes: Sequence[int], fewest: int, most: int) -> list[int]:
-    """Return numbers of ranks whose share of ``total`` some micro batch divides."""
+    """Return the numbers of ranks for which some micro batch divides the share of ``total``."""
     shares = {total // size for size in sizes if total % size == 0}
     return [count for count in _divisors(total, most) if count >= fewest and any(share % count == 0 for share in shares)]
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Divisors of ``number`` up to ``most``, rising."""
+    """Return divisors of ``number`` up to ``most``, rising."""
     small = [divisor for divisor in range(1, min(math.isqrt(number), most) + 1) if number % divisor == 0]
     large = (number // divisor for divisor in reversed(small) if divisor * divisor != number)
     return [divisor for divisor in (*small, *large) if divisor <= most]
@@ -183,7 +183,7 @@ def _fitting(sizes: Sequence[int], total: int, world_size: int) -> int | None:
 
 
 def take_elastic_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], problems: Problems) -> None:
-    """Where `elasticity` is on, the batch keys are its result; others in the file contradict it unless it says to ignore them."""
+    """Set the batch keys from `elasticity`, if it is on; other values in the file contradict it unless it says to ignore them."""
     values = data.get("elasticity") or {}
     if not values.get("enabled"):
         return
@@ -205,7 +205,7 @@ def take_elastic_batch(data: dict[str, Any], world_size: int, origin: dict[str, 
 
 
 def _check_against_scheduler(section: Elasticity) -> None:
-    """A scheduler that counts ranks by other values would start jobs that cannot train."""
+    """Compare the section with the scheduler's: a scheduler that counts ranks by other values would start jobs that cannot train."""
     text = os.environ.get(SCHEDULER_VARIABLE)
     if not text:
         return

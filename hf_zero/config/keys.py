@@ -49,7 +49,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Nested:
-    """How a field nests: one section, a list of them (`list`), or a mapping from the user's names to them (`map`)."""
+    """Nesting of a field: one section, a list of them (`list`), or a mapping from the user's names to them (`map`)."""
 
     kind: str
     section: type[Section]
@@ -93,7 +93,7 @@ def adapter_of(section: type[Section], name: str) -> TypeAdapter[Any]:
 
 @cache
 def spellings_of(section: type[Section]) -> dict[str, str]:
-    """Every accepted spelling of a section's keys -> the field's name: names, aliases, and `stage3_` names without the prefix."""
+    """Return every accepted spelling of a section's keys -> the field's name: names, aliases, and `stage3_` names without the prefix."""
     spellings: dict[str, str] = {}
     for name, field in section.model_fields.items():
         for spelling in (name, *extra_of(field).get("also", ())):
@@ -108,7 +108,7 @@ def spellings_of(section: type[Section]) -> dict[str, str]:
 
 
 def type_text(section: type[Section], name: str) -> str:
-    """What may be written for a key, in words."""
+    """Return a description of the values that a key allows."""
     if nested_of(section, name):
         return "a block {...}"
     return _words(adapter_of(section, name).json_schema())
@@ -167,7 +167,7 @@ def _governor_of(section: type[Section], path: str, own: _Governor) -> _Governor
 
 
 def _inherited(extra: dict[str, Any], governor: _Governor, text: str) -> tuple[Fate, str]:
-    """Fate and effect of a field: its own, or those of its governor."""
+    """Return fate and effect of a field: its own, or those of its governor."""
     if extra["fate"] != "part":
         return extra["fate"], extra["effect"]
     if governor.fate == "used":
@@ -210,5 +210,5 @@ def _walk(section: type[Section], path: str, governor: _Governor) -> Iterator[Ke
 
 @cache
 def all_keys() -> dict[str, Key]:
-    """Every key of the configuration by path, in the order of the schema."""
+    """Return every key of the configuration by path, in the order of the schema."""
     return {key.path: key for key in _walk(ZeroConfig, "", _Governor("", "used", ""))}

@@ -20,7 +20,7 @@ _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
 
 @dataclass(frozen=True)
 class Claim:
-    """What one source says of one axis.
+    """Size of one axis as one source gives it.
 
     Attributes:
         axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
@@ -68,17 +68,17 @@ class Mesh:
 
     @property
     def replicas(self) -> int:
-        """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
+        """Return the data-parallel size: the number of ranks, or groups of ranks, that train on samples of their own."""
         return self.dp_replicate * self.dp_shard
 
     @property
     def sharers(self) -> int:
-        """Ranks that train on the same samples together."""
+        """Return the number of ranks that train on the same samples."""
         return self.cp * self.sp * self.tp * self.pp
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Every axis with its size, from the outside in."""
+        """Return every axis with its size, from the outside in."""
         return {axis: int(getattr(self, axis)) for axis in AXES}
 
     @property
@@ -94,7 +94,7 @@ class Mesh:
 
 
 def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
-    """What the keys of a configuration say, as the user gave it; of what is no number the schema says what is wrong with it.
+    """Return the sizes that the keys of a configuration give, as the user wrote them; the schema reports values that are no numbers.
 
     Args:
         config: The configuration.
@@ -117,7 +117,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
 
 
 def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
-    """What the sizes of accelerate's ParallelismConfig say; a 1 is a default and says nothing."""
+    """Yield the sizes of accelerate's ParallelismConfig; a 1 is a default and counts as not given."""
     for axis in AXES:
         size = getattr(parallelism_config, f"{axis}_size", None) or 1
         if size > 1:
@@ -125,35 +125,35 @@ def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
 
 
 def _alone(config: Mapping[str, Any]) -> set[str]:
-    """Axes that a configuration switches on with one rank, in so many words: that contradicts who asks for several."""
+    """Return the axes that a configuration explicitly enables with one rank; this contradicts a source that asks for several."""
     experts, pipeline = _section(config, "expert_parallel"), _section(config, "pipeline")
     switched_on = {EXPERT: _enabled(experts) and _number(experts.get("autoep_size")) == 1, "pp": _number(pipeline.get("stages")) == 1}
     return {axis for axis, said in switched_on.items() if said}
 
 
 def requested_ranks(config: Mapping[str, Any]) -> int:
-    """``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    """Return ``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it is not given."""
     return max(1, _number(_section(config, "tensor_parallel").get("autotp_size")) or 1)
 
 
 def requested_slices(config: Mapping[str, Any]) -> int:
-    """``sequence_parallel_size`` of a configuration as the user gave it; 1 where it asks for none."""
+    """Return ``sequence_parallel_size`` of a configuration as the user gave it; 1 where it is not given."""
     return max(1, _number(config.get("sequence_parallel_size")) or 1)
 
 
 def requested_experts(config: Mapping[str, Any]) -> int:
-    """``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 where it asks for none, or is not enabled."""
+    """Return ``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 where it is not given, or is not enabled."""
     section = _section(config, "expert_parallel")
     return max(1, _number(section.get("autoep_size")) or 1) if _enabled(section) else 1
 
 
 def requested_stages(config: Mapping[str, Any]) -> int:
-    """``pipeline.stages`` of a configuration as the user gave it; 1 where it asks for none."""
+    """Return ``pipeline.stages`` of a configuration as the user gave it; 1 where it is not given."""
     return max(1, _number(_section(config, "pipeline").get("stages")) or 1)
 
 
 def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
-    """What ``accelerate launch`` has written into the environment; a 1 there is a default and says nothing.
+    """Return the sizes that ``accelerate launch`` has written into the environment; a 1 is a default and counts as not given.
 
     Raises:
         ConfigError: A variable is no whole number from 1 on.
@@ -170,7 +170,7 @@ def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
 
 
 def claims_of_pair(mesh_param: Any) -> list[Claim]:
-    """What DeepSpeed's ``mesh_param`` says: (data-parallel size, sequence-parallel size), or None.
+    """Return the sizes of DeepSpeed's ``mesh_param``: (data-parallel size, sequence-parallel size), or None.
 
     Raises:
         ConfigError: It is no such pair.
@@ -239,7 +239,9 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
 
 
 def _require_experts_fit(mesh: Mesh) -> None:
-    """Ranks that hold a layer together hold different experts: all of them are among those that share the experts out."""
+    """Refuse an expert axis that does not divide the shard group: ranks that hold a layer together hold different experts, so all of
+    them are on this axis.
+    """
     group, size = mesh.dp_shard * mesh.cp * mesh.sp * mesh.tp, mesh.ep
     found = f"{EXPERT} {size} does not divide the {group} ranks that parameters are sharded over"
     if mesh.tp > 1:
@@ -281,20 +283,21 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
 
 
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
-    """Stages of a pipeline go with all axes but that of sequences, whose slices know nothing of parts of a batch."""
+    """Refuse a pipeline with sequence parallelism, whose slices cannot be computed in parts of a batch; all other axes are allowed."""
     if sizes.get("pp", 1) == 1:
         return
     other = next((claim for claim in claims if claim.axis == "sp" and claim.size > 1), None)
     if other is not None:
         raise UnsupportedError(
-            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: losses of slices are joined by the "
-            "script over a whole batch, and a pipeline computes it in parts. Data, tensor and expert parallelism and shard groups go with "
-            f"pipelines; for long sequences tensor parallelism divides activations too. The mesh is described by\n{_listed(claims)}"
+            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: the script joins the "
+            "losses of slices over a whole batch, and a pipeline computes it in parts. Pipelines can be combined with data, "
+            "tensor and expert parallelism and shard groups; for long sequences tensor parallelism divides activations too. "
+            f"The mesh is described by\n{_listed(claims)}"
         )
 
 
 def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int, data: int, fits_nodes: Callable[[int], bool]) -> int:
-    """``dp_replicate``, which the size of a shard group says too."""
+    """Return ``dp_replicate``, which the size of a shard group can also give."""
     group = sizes.get(SHARD_GROUP)
     if group is None:
         return sizes.get("dp_replicate", 1)

@@ -44,7 +44,7 @@ def _plain(name: str) -> str:
 
 
 def _likeness(name: str, known: str) -> float:
-    """Between 0 (unlike) and 1 (the same)."""
+    """Return the likeness of two names, from 0 (unlike) to 1 (the same)."""
     if not name or not known:
         return 0.0
     if name == known:
@@ -63,7 +63,7 @@ def _likeness(name: str, known: str) -> float:
 
 @lru_cache(maxsize=4096)
 def _edits(one: str, two: str) -> int:
-    """Insertions, deletions, substitutions and swaps of neighbours that lead from `one` to `two`."""
+    """Return the number of insertions, deletions, substitutions and swaps of neighbours that turn `one` into `two`."""
     before: list[int] = []
     row = list(range(len(two) + 1))
     for i, a in enumerate(one, start=1):

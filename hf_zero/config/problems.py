@@ -50,7 +50,7 @@ class Problems:
         return bool(self.errors or self.refusals or self.mismatches)
 
     def report(self) -> str:
-        """All findings that must stop the run, as one text, grouped by what the user has to do."""
+        """Return all findings that must stop the run, as one text, grouped by what the user has to do."""
         blocks = []
         if self.errors:
             blocks.append(_block("Please correct the following values of the DeepSpeed config:", self.errors))
@@ -80,7 +80,7 @@ def _block(head: str, lines: list[str]) -> str:
 
 
 def show(value: object) -> str:
-    """A value as it would stand in the JSON file, cut when long; secrets inside it are masked."""
+    """Return a value as it would be written in the JSON file, cut when long; secrets inside it are masked."""
     if value is None:
         return "null"
     if isinstance(value, bool):

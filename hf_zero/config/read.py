@@ -61,7 +61,7 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
 
 
 def _copied(value: Any, level: int) -> Any:
-    """Blocks and lists anew, everything else as it is: a config in code may hold objects that cannot be copied (process groups)."""
+    """Copy blocks and lists, and keep all other values: a config in code may hold objects that cannot be copied (process groups)."""
     if level > _MOST_LEVELS:
         raise ConfigError(f"The config has blocks or lists nested more than {_MOST_LEVELS} deep; its own keys need fewer than ten levels")
     if isinstance(value, Mapping):
@@ -72,7 +72,7 @@ def _copied(value: Any, level: int) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """`value`, which is no text or one that can be printed and written."""
+    """Return `value`; raise an error for a text that cannot be encoded."""
     if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ConfigError(f"The config holds half of a character in the text {ascii(value[:80])}; write whole characters")
     return value
@@ -108,7 +108,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 
 def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
-    """What ``text`` says that is no JSON by itself: with comments and trailing commas, or as Hjson."""
+    """Return the content of a ``text`` that is not plain JSON: JSON with comments and trailing commas, or Hjson."""
     if sum(text.count(mark) for mark in ('"', "/", "#", ",")) > 2 * MOST_VALUES:  # each may begin something to look at
         raise _not_json(name, error) from error
     relaxed = _without_comments(text)
@@ -124,7 +124,9 @@ def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 
 def _as_hjson(text: str) -> Any:
-    """What ``text`` says as Hjson (no quotes, no commas), which DeepSpeed's files may be; None where it is none, or hjson not installed."""
+    """Return the content of ``text`` as Hjson (no quotes, no commas), which DeepSpeed accepts; None where it is not Hjson, or hjson is
+    not installed.
+    """
     if len(text) > _MOST_HJSON:
         return None
     try:
@@ -153,7 +155,7 @@ def _not_json(name: str, error: json.JSONDecodeError) -> ConfigError:
 
 
 def _without_comments(text: str) -> str:
-    """JSON with comments blanked and trailing commas removed; line and column numbers stay the same."""
+    """Return JSON with comments blanked and trailing commas removed; line and column numbers stay the same."""
 
     def blank(match: re.Match[str]) -> str:
         found = match.group()

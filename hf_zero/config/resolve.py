@@ -49,13 +49,13 @@ class ResolvedConfig:
     warnings: list[str]
 
     def table(self, everything: bool = False) -> list[Row]:
-        """Rows (key, value, origin, fate, effect) of what was set or derived, or of every key."""
+        """Return rows (key, value, origin, fate, effect) of the keys that were set or derived, or of all keys."""
         return rows_of(self.resolved, self.origin, everything=everything)
 
 
 @dataclass
 class Analysis:
-    """Everything that can be said about a configuration, right or wrong. `explain` prints it, `resolve` raises its problems."""
+    """Findings about a configuration, right or wrong. `explain` prints them, `resolve` raises its problems."""
 
     raw: dict[str, Any]
     resolved: dict[str, Any]
@@ -73,7 +73,7 @@ def resolve(
     strict: bool = False,
     match_sources: bool = True,
 ) -> ResolvedConfig:
-    """Read a configuration, fill what it leaves open and check it.
+    """Read a configuration, fill the values that it leaves open, and check it.
 
     Args:
         source: Path, mapping, JSON text or base64 text (see `read_config`).
@@ -110,7 +110,7 @@ def analyse(
     strict: bool = False,
     match_sources: bool = True,
 ) -> Analysis:
-    """`resolve` without raising for what is wrong inside the configuration; same arguments.
+    """Do the same as `resolve` without raising errors for faults inside the configuration; same arguments.
 
     Raises:
         ConfigError: The source cannot be read at all, or `sources` holds an unknown name.
@@ -173,7 +173,7 @@ def _fill_block(data: dict[str, Any], section: type[Section], path: str, sources
 
 
 def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
-    """`warmup_max_lr: "auto"` without a learning rate among the sources means the rate that the optimizer section gives."""
+    """Fill `warmup_max_lr: "auto"` with the rate of the optimizer section, if no source gives a learning rate."""
     key = "scheduler.params.warmup_max_lr"
     if not origin.get(key, "").startswith("default (auto"):
         return
@@ -188,7 +188,7 @@ def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
 
 
 def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> dict[str, Any]:
-    """The same block with every value converted to its type; values that do not fit are reported and left out."""
+    """Return the same block with every value converted to its type; values that do not fit are reported and left out."""
     typed: dict[str, Any] = {}
     for name, value in data.items():
         here = f"{path}.{name}" if path else name
@@ -279,7 +279,7 @@ def _lookup(data: dict[str, Any], key: str) -> Any:
 
 
 def _settle_overlap(data: dict[str, Any], origin: dict[str, str]) -> None:
-    """`overlap_comm` is on unless the file says otherwise: overlapping changes no number here, at any stage."""
+    """Set `overlap_comm` to true unless the file gives it: overlapping changes no number here, at any stage."""
     zero = data.setdefault("zero_optimization", {})
     if isinstance(zero, dict) and "overlap_comm" not in zero:
         zero["overlap_comm"] = True

@@ -16,7 +16,7 @@ _INNER = ("text_config", "language_config", "llm_config", "text_encoder", "decod
 
 
 def hidden_size_of(model_or_config: Any) -> int | None:
-    """Hidden size of a model: the largest when the layers differ, that of the text part when there are several parts.
+    """Return the hidden size of a model: the largest when the layers differ, and that of the text part when there are several parts.
 
     Args:
         model_or_config: A module with `.config`, a transformers config, or a config as a mapping.
@@ -50,7 +50,7 @@ def _largest(value: Any) -> int | None:
 
 
 def infer_sources_from_model(model: Any) -> dict[str, Any]:
-    """What a model tells `resolve(sources=...)`.
+    """Return the values of a model for `resolve(sources=...)`.
 
     Args:
         model: A module, a transformers config, a folder or file with a config.json, or an ID on the Hub.
@@ -68,7 +68,7 @@ def infer_sources_from_model(model: Any) -> dict[str, Any]:
 
 
 def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
-    """What the config.json of a model on this machine says; None where ``place`` is neither a folder nor a file.
+    """Return the values from config.json of a model on this machine; None where ``place`` is neither a folder nor a file.
 
     Args:
         place: A folder that holds a config.json, or such a file.
@@ -94,7 +94,7 @@ def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
 
 
 def require_bounded_config(name: str) -> None:
-    """Refuses what transformers would read without bounds: a config.json that is no regular file, too large, or nested too deep.
+    """Refuse a config.json that transformers would read without bounds: not a regular file, too large, or nested too deep.
 
     Args:
         name: As a user names a model; where there is no such file transformers says so.

@@ -47,13 +47,13 @@ class Speller:
         self.origin: dict[str, str] = {}
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Nested dictionaries with canonical names. Nulls are gone (they mean "not given"); "auto" still stands."""
+        """Return nested dictionaries with canonical names. Nulls are removed (they mean "not given"); "auto" is kept."""
         if raw.keys() >= _OF_TRL:
             raw = {key: value for key, value in raw.items() if key not in _OF_TRL}
         return self._section(self._aio_at_the_top(raw), ZeroConfig, "", None)
 
     def _aio_at_the_top(self, raw: Mapping[str, Any]) -> Mapping[str, Any]:
-        """`raw` with an `aio` block that stands in `zero_optimization`, as in a published example, at its own place."""
+        """Return `raw` with an `aio` block moved out of `zero_optimization`, where a published example has it."""
         zero = raw.get("zero_optimization")
         if not isinstance(zero, Mapping) or "aio" not in zero:
             return raw
@@ -65,7 +65,9 @@ class Speller:
         return {"aio": zero["aio"], **raw, "zero_optimization": {key: value for key, value in zero.items() if key != "aio"}}
 
     def _section(self, raw: Mapping[str, Any], section: type[Section], path: str, kind: Any) -> dict[str, Any]:
-        """One block. `kind` is the `type` beside a `params` block, which decides what further keys it may hold."""
+        """Return one block with canonical names. `kind` is the `type` beside a `params` block, which decides which further keys it may
+        hold.
+        """
         data: dict[str, Any] = {}
         spelled: dict[str, str] = {}
         names = spellings_of(section)
@@ -94,7 +96,9 @@ class Speller:
         return data
 
     def _old_switch(self, section: type[Section], name: str, value: Any, here: str, raw: Mapping[str, Any]) -> tuple[str, Any]:
-        """`cpu_offload: true` and its like -> (name of the block that replaced it, its content), content None when off."""
+        """Translate an old switch such as `cpu_offload: true` to (name of the block that replaced it, its content), content None when
+        off.
+        """
         block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
         block = block_path.rpartition(".")[2]
         on = False if isinstance(value, str) and value == "auto" else truth(value)
@@ -108,7 +112,7 @@ class Speller:
         return block, {"device": "cpu"} if on else None
 
     def _value(self, value: Any, section: type[Section], name: str, path: str, kind: Any) -> Any:
-        """A field's value with the sections below it translated; None when it says that the section is off."""
+        """Return a field's value with the sections below it translated; None when it switches the section off."""
         nested = nested_of(section, name)
         if path in _COMPUTED_KEYS and isinstance(value, float) and math.isfinite(value) and not value.is_integer():
             self.origin[path] = f"file (rounded down from {value})"
@@ -172,7 +176,13 @@ class Speller:
             return
         guess = nearest(key, spellings_of(ZeroConfig)) or nearest_elsewhere(key)
         if key in _PUBLISHED_MISSPELLINGS:
-            self.problems.warn(key, f"is ignored, as by DeepSpeed, whose published files have it; write `{guess}` to set that")
+            self.problems.warn(
+                key,
+                (
+                    f"is ignored, as by DeepSpeed: it is a misspelling in configurations that DeepSpeed published; write `{guess}` to "
+                    "set that"
+                ),
+            )
         elif guess:
             self.problems.error(key, f"is unknown; did you mean `{guess}`?")
         else:
@@ -186,7 +196,7 @@ def truth(value: Any) -> bool | None:
 
 
 def without_unit(value: Any) -> int | None:
-    """Return the number that a size with a unit stands for (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
+    """Return the number that a size with a unit means (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
     found = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None:
         return None
@@ -199,7 +209,7 @@ def _some(names: list[str]) -> str:
 
 
 def nearest_elsewhere(key: str) -> str | None:
-    """Dotted path of a key of a core section that `key` resembles, for keys that stand at the wrong level.
+    """Return the dotted path of a key of a core section that `key` resembles, for keys written at the wrong level.
 
     Only names of two words and more count: `type`, `enabled` or `stage` are common names of users' own keys.
     """
@@ -217,7 +227,7 @@ def nearest_elsewhere(key: str) -> str | None:
 
 
 def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
-    """Argument names of the torch class that the `params` block at `path` is for.
+    """Return the argument names of the torch class whose arguments are in the `params` block at `path`.
 
     Returns:
         None when the block is for no torch class: then it may hold any key that resembles no known one.

@@ -32,7 +32,7 @@ class Row(NamedTuple):
 
 
 def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool = False) -> list[Row]:
-    """Rows in the order of the schema.
+    """Return rows in the order of the schema.
 
     Args:
         resolved: Nested values with canonical names; keys that are absent have their default.
@@ -56,7 +56,7 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
 
 
 def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
-    """Every key that is a plain value, by path, with the keys under a user's own names put beside their neighbours."""
+    """Return every key that is a plain value, by path, with the keys under a user's own names placed beside their neighbours."""
     keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}
     free: dict[str, list[str]] = {}
     for path in values.keys() - keys.keys():
@@ -71,7 +71,7 @@ def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
 
 
 def _fate_here(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
-    """Fate and effect of a key with this value: a refused key that asks for nothing is harmless."""
+    """Return fate and effect of a key with this value: a refused key that asks for nothing is harmless."""
     if key.fate != "refused":
         return key.fate, key.effect
     switch = all_keys().get(key.switch)
@@ -184,7 +184,7 @@ def _section_table(title: str, keys: Sequence[Key]) -> str:
 
 
 def _also(key: Key) -> str:
-    """Other spellings, but not those that only leave `stage3_` out (there is a rule for them)."""
+    """Return other spellings, except those that only leave out `stage3_` (there is a rule for them)."""
     others = [name for name in key.also if name not in (key.path.rpartition(".")[2].removeprefix("stage3_"),)]
     return f" (also {', '.join(f'`{name}`' for name in others)})" if others else ""
 

@@ -37,7 +37,7 @@ class ZeroView:
 
     @property
     def overlap_comm(self) -> bool:
-        """As written, else whether the stage is 3: what DeepSpeed makes of its absence, which changes no number here."""
+        """Return the written value, else whether the stage is 3, as DeepSpeed does; the value changes no number here."""
         return bool(self._section.overlap_comm) if self._overlap_written else self._section.stage == 3
 
     def __getattr__(self, name: str) -> Any:
@@ -70,7 +70,7 @@ class MonitorView:
 
 
 class ConfigView:
-    """What ``DeepSpeedConfig`` shows: DeepSpeed's attribute names, else the keys of the file.
+    """Attributes of ``DeepSpeedConfig``: DeepSpeed's attribute names, else the keys of the file.
 
     Args:
         resolved: The configuration.

@@ -200,7 +200,9 @@ class AveragedWeights:
         """
         engine = self._require("restore()")
         if engine.averages.applied != self.name:
-            raise StateError(f"restore() of averages {self.name!r}, which are not in the place of the weights: call apply() first")
+            raise StateError(
+                f"restore() of averages {self.name!r}, but apply() has not put them in place of the weights: call apply() first"
+            )
         engine.runtime.reshard_for_update()
         for value, kept in self._kept:
             value.copy_(kept)

@@ -219,6 +219,7 @@ class AppliedAverages:
         """
         if self.applied:
             raise StateError(
-                f"{what} while the averages {self.applied!r} are in the place of the weights (AveragedWeights.apply). Leave the `with "
-                "averages.applied():`, or call averages.restore() on all ranks, first; an error inside of the `with` leaves them there"
+                f"{what} while the averages {self.applied!r} replace the weights (AveragedWeights.apply). First leave the `with "
+                "averages.applied():` block, or call averages.restore() on all ranks; an error inside the block leaves the "
+                "averages in place"
             )

@@ -302,9 +302,10 @@ def warn_if_built_whole(module: nn.Module) -> None:
     if whole < _LARGE:
         return
     warn_once(
-        f"stage 3 is on, but {type(module).__name__} ({size_text(whole, unit='GiB')}) was built whole on every rank before it: make the "
-        "TrainingArguments with the configuration or the Accelerator (zero3_init_flag: true) first and call from_pretrained after it, or "
-        "build the model under hf_zero.zero.Init(config_dict_or_path=...); then each rank holds its share from the start"
+        f"stage 3 is on, but {type(module).__name__} ({size_text(whole, unit='GiB')}) was built before it, whole on every rank. "
+        "To load only a shard on each rank, create the TrainingArguments with the configuration (or the Accelerator with "
+        "zero3_init_flag: true) before from_pretrained, or build the model under "
+        "hf_zero.zero.Init(config_dict_or_path=...)"
     )
 
 

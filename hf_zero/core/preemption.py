@@ -63,4 +63,4 @@ class Preemption:
         signals.answer()
         if not self.signal:
             self.signal = signal.Signals(number).name
-            log_rank0("%s has reached a rank: the ranks end after this step, once it is saved", self.signal)
+            log_rank0("a rank received %s: all ranks save a checkpoint and end after this step", self.signal)

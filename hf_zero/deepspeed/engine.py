@@ -138,14 +138,14 @@ class Engine(ConfiguredEngine):
         return self.save_16bit_model(*args, **kwargs)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
+        """Return whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
         self.offloaded_states.require_none("gathering the weights")
         state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
         held_weights.note(self, state)
         return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """As ``_consolidated_16bit_state_dict``, for callers that know it under this name.
+        """Return the same as ``_consolidated_16bit_state_dict``, for callers that know it under this name.
 
         Raises:
             ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
@@ -179,7 +179,7 @@ class Engine(ConfiguredEngine):
         self._training = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """Refuses.
+        """Refuse to copy the engine.
 
         Raises:
             StateError: Always; its process groups, hooks and optimizer belong to one module.

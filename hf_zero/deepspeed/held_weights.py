@@ -24,7 +24,7 @@ _held: WeakKeyDictionary[ConfiguredEngine, tuple[tuple[int, int], _Held | None]]
 
 
 def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> None:
-    """Remembers ``state``, the whole weights of ``engine`` as they are now, for as long as somebody else holds its tensors.
+    """Remember ``state``, the whole weights of ``engine`` as they are now, for as long as a caller keeps its tensors.
 
     Args:
         engine: Whose weights were gathered.
@@ -42,14 +42,15 @@ def gathers(engine: ConfiguredEngine) -> bool:
         and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ):
         warn_once(
-            f"{_KEY} is false (the default answer of `accelerate config`), and whole weights are asked for: they are gathered, one unit at "
-            "a time, on the host of rank 0. Set the key to true to go without this line; to save without gathering, use save_checkpoint"
+            f"{_KEY} is false (the default answer of `accelerate config`), but the script asked for whole weights: they are "
+            "gathered on the host of rank 0, one unit at a time. To silence this warning set the key to true; to save "
+            "without gathering, use save_checkpoint"
         )
     return True
 
 
 def _age(engine: ConfiguredEngine) -> tuple[int, int]:
-    """What is another one when the weights have changed."""
+    """Return a pair that changes whenever the weights change."""
     return engine.progress.global_steps, engine.progress.loads
 
 
@@ -68,7 +69,7 @@ def given_to_another_rank(module: nn.Module) -> bool:
 
 
 def _of(module: nn.Module) -> Iterator[tuple[str, _Held | None]]:
-    """What was gathered of the engines that have ``module`` inside, with what comes before its names there."""
+    """Yield the remembered weights of the engines whose module contains ``module``, with the prefix of its names there."""
     for engine, (age, values) in list(_held.items()):
         prefix = next((f"{name}." if name else "" for name, inner in engine.module.named_modules() if inner is module), None)
         if prefix is not None and _age(engine) == age:

@@ -50,7 +50,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Any = None,
 ) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
-    """Makes an engine of ``model``; collective. The arguments are those of DeepSpeed's function.
+    """Make an engine for ``model``; collective. The arguments are those of DeepSpeed's function.
 
     Args:
         args: Namespace whose ``deepspeed_config`` names the configuration; ``config`` is not given then, or is the same.
@@ -132,5 +132,5 @@ def _source_of(args: Any, config: Any) -> Any:
 
 
 def _kind(config: Any) -> str:
-    """A configuration in a message, which shows nothing of what is in it."""
+    """Return a description of a configuration for messages, without any of its values."""
     return repr(str(config)) if isinstance(config, (str, os.PathLike)) and len(str(config)) < 200 else f"a {type(config).__name__}"

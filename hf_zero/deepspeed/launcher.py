@@ -18,7 +18,7 @@ DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command; whoever answers for `import deepspeed` answers here too, in whichever order both were installed.
+    """Run the command with the package that answers `import deepspeed`, in whichever order both were installed.
 
     Args:
         arguments: Command line without the program's name, by default that of the process.

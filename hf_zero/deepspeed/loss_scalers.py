@@ -21,7 +21,7 @@ class EngineLossScaler(own.LossScaler):
 
     @property
     def cur_scale(self) -> float:
-        """As ``scale``; a script may set it between steps, to the same value on every rank.
+        """Return the same as ``scale``; a script may set it between steps, to the same value on every rank.
 
         Raises:
             ConfigError: Of setting: no finite number above 0.
@@ -36,32 +36,32 @@ class EngineLossScaler(own.LossScaler):
 
     @property
     def loss_scale(self) -> float:
-        """As ``scale``."""
+        """Return the same as ``scale``."""
         return self.scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """As ``dynamic``."""
+        """Return the same as ``dynamic``."""
         return self.dynamic
 
     @property
     def scale_window(self) -> int:
-        """As ``window``."""
+        """Return the same as ``window``."""
         return self.window
 
     @property
     def scale_factor(self) -> float:
-        """What the scale is multiplied with, or divided by."""
+        """Return the number that the scale is multiplied with, or divided by."""
         return own.FACTOR
 
     @property
     def min_loss_scale(self) -> float:
-        """As ``min_scale``."""
+        """Return the same as ``min_scale``."""
         return self.min_scale
 
     @property
     def cur_hysteresis(self) -> int:
-        """As ``overflows_left``."""
+        """Return the same as ``overflows_left``."""
         return self.overflows_left
 
 
@@ -91,7 +91,7 @@ class LossScalerBase:
         return loss * self.cur_scale
 
     def backward(self, loss: torch.Tensor, retain_graph: bool = False) -> None:
-        """Backward of the loss times the factor."""
+        """Run the backward of the loss times the factor."""
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
@@ -146,8 +146,8 @@ class DynamicLossScaler(LossScalerBase):
         power = round(math.log2(init_scale)) if init_scale > 0 else 0
         if init_scale != 2.0**power or scale_factor != 2:
             raise ConfigError(
-                f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): the factor here is a power of two, and "
-                "doubles and halves"
+                f"DynamicLossScaler(init_scale={init_scale!r}, scale_factor={scale_factor!r}): init_scale must be a power of two, "
+                "and scale_factor 2"
             )
         self._scaler = own.LossScaler(0, power, scale_window, delayed_shift, consecutive_hysteresis, min_scale, raise_error_at_min_scale)
         super().__init__(self._scaler.scale)
@@ -165,7 +165,7 @@ class DynamicLossScaler(LossScalerBase):
 def CreateLossScaler(  # noqa: N802  (DeepSpeed's name)
     dtype: torch.dtype, static_loss_scale: float, dynamic_scaling: bool, dynamic_loss_args: dict[str, Any] | None
 ) -> LossScalerBase:
-    """A dynamic one for fp16 where it is asked for; for fp16 else the static one; 1 for other types."""
+    """Return a dynamic scaler for fp16 if it is requested, else a static one for fp16; for other types a scaler with factor 1."""
     if dtype == torch.half and dynamic_scaling:
         return DynamicLossScaler(**(dynamic_loss_args or {}))
     return LossScaler(static_loss_scale if dtype == torch.half else 1.0)

@@ -14,11 +14,11 @@ class _TraceCoordinator:
     """Has no trace: the order of gathers is fixed, so there is nothing to invalidate."""
 
     def is_invalid_trace(self) -> bool:
-        """Always False."""
+        """Return False: the order of gathers is fixed."""
         return False
 
     def _invalidate_trace(self) -> None:
-        """Nothing to do."""
+        """Do nothing: there is no trace to invalidate."""
 
 
 class _WalkedModule:
@@ -28,7 +28,7 @@ class _WalkedModule:
         self._module = module
 
     def ds_external_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Parameters declared external to the model itself, each with its id."""
+        """Yield parameters declared external to the model itself, each with its id."""
         return ((id(param), param) for param in external_parameters(self._module))
 
     def __getattr__(self, name: str) -> Any:
@@ -36,7 +36,7 @@ class _WalkedModule:
 
 
 class OffloadHandle:
-    """Stands where DeepSpeed keeps its hooks; empty, because ours may stay in place.
+    """Placeholder for the object in which DeepSpeed keeps its hooks; it does nothing, because the engine's hooks may stay in place.
 
     Callers remove the hooks, gather all parameters, generate, and put the hooks back. With ours left in place the same happens:
     gathered parameters are pinned, so the hooks find every block whole and do nothing.
@@ -55,8 +55,8 @@ class OffloadHandle:
         self.param_coordinator = _TraceCoordinator()
 
     def get_param_coordinator(self) -> _TraceCoordinator:
-        """``param_coordinator``."""
+        """Return ``param_coordinator``."""
         return self.param_coordinator
 
     def _register_deepspeed_module(self, module: Any, count: list[int] | None = None) -> None:
-        """Nothing to register: the engine's hooks were never taken off."""
+        """Do nothing: the engine's hooks were never removed."""

@@ -16,7 +16,9 @@ from hf_zero.errors import StateError
 
 
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
-    """By param group, the norm over all ranks of the gradients that wait for ``step``, times ``loss_scale``, 0-dim; collective."""
+    """Return for each param group the norm over all ranks of the gradients that wait for ``step``, times ``loss_scale``, 0-dim;
+    collective.
+    """
     engine = optimizer._engine()
     parts = optimizer.averaged_gradients
     squares = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=engine.device)
@@ -71,12 +73,14 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return bool(self.scaler.dynamic)
 
     def needs_scaler(self) -> bool:
-        """Whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than 1."""
+        """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than
+        1.
+        """
         return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     @property
     def loss_scaler(self) -> Any:
-        """As ``scaler``."""
+        """Return the same as ``scaler``."""
         return self.scaler
 
     loss_scale_config = loss_scaler
@@ -92,7 +96,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """``norm`` as a number."""
+        """Return ``norm`` as a number."""
         return None if self.norm is None else float(self.norm)
 
     def _engine(self) -> Any:
@@ -108,7 +112,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Return this rank's fp32 masters, live, (elements,) each: what the inner optimizer updates, in its order.
+        """Return this rank's fp32 masters, live, (elements,) each: the tensors that the inner optimizer updates, in its order.
 
         Where it updates whole tensors, which it is given for a step only: one for each unit.
         """
@@ -131,7 +135,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """By param group, this rank's part of each parameter's gradient, live, (elements,), maybe empty, times ``loss_scale``.
+        """Return by param group this rank's part of each parameter's gradient, live, (elements,), maybe empty, times ``loss_scale``.
 
         Without entries when no gradients wait for ``step``.
         """
@@ -144,7 +148,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return parts
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """As ``averaged_gradients``, in fp32, each by its place in the group."""
+        """Return the same as ``averaged_gradients``, in fp32, each by its place in the group."""
         return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
 
     def _own_state_dict(self) -> dict[str, Any]:
@@ -155,7 +159,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return state if self.engine is None else add_masters(state, self, self.engine.zero_optimization_stage())
 
     def _load_own_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restores what ``state_dict`` of the same rank and world size returned; with the masters the weights change, which is collective.
+        """Restore the result of ``state_dict`` of the same rank and world size; the weights change with the masters, which is collective.
 
         Raises:
             StateError: The state is of another model or number of ranks.

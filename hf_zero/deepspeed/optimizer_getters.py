@@ -12,7 +12,9 @@ from hf_zero.observe import warn_once
 
 
 def _parts_by_rank(engine: Any) -> list[list[torch.Tensor]]:
-    """By unit, what each rank owns of the whole flat buffer, live, (shard_numel,) each; none at stage 3, where no rank keeps that."""
+    """Return by unit the part of each rank in the whole flat buffer, live, (shard_numel,) each; empty at stage 3, where no rank keeps that
+    buffer.
+    """
     return [] if engine.stage_policy.parameters_sharded else [list(unit.full.chunk(unit.layout.world)) for unit in engine.optimizer.units]
 
 
@@ -52,7 +54,9 @@ class Value:
 
 
 def _reader(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
-    """Gives ``param``'s fp32 value, or its state ``optim_state_key``; what is raised and who takes part: ``safe_values``."""
+    """Return a method that gives ``param``'s fp32 value, or its state ``optim_state_key``; errors and participating ranks as in
+    ``safe_values``.
+    """
 
     def read(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
         found: torch.Tensor | None = whole(param) if optim_state_key is None else state(param, optim_state_key)
@@ -74,7 +78,7 @@ def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..
 
 
 def _quantize_nontrainable_params(optimizer: Any) -> None:
-    """Nothing is left to do: where the key is set, frozen weights travel as codes already; without it, warns."""
+    """Do nothing if the key is set, because frozen weights are then communicated as codes already; else warn."""
     if not optimizer._engine().zero_quantized_nontrainable_weights():
         warn_once("quantize_nontrainable_params() does nothing: zero_optimization.zero_quantized_nontrainable_weights is not set")
 

@@ -15,7 +15,7 @@ from hf_zero.errors import StateError
 
 
 def add_masters(state: dict[str, Any], optimizer: ShardedOptimizer, stage: int) -> dict[str, Any]:
-    """``state`` with this rank's masters, live, one (shard_numel,) for each unit that is trained.
+    """Return ``state`` with this rank's masters, live, one (shard_numel,) for each unit that is trained.
 
     Without them a run in 16 bit would go on from weights that were rounded. At stage 0 in fp32 they are the model's own weights.
     """
@@ -37,9 +37,9 @@ def take_masters(state: dict[str, Any], optimizer: ShardedOptimizer) -> list[tor
     saved, own = [tuple(master.shape) for master in found[0]], [(unit.layout.shard_numel,) for unit in _trained(optimizer)]
     if saved != own:
         raise StateError(
-            f"this optimizer state holds masters of {sum(shape[0] for shape in saved):,} elements in {len(saved)} parts, the optimizer has "
-            f"{sum(shape[0] for shape in own):,} in {len(own)}: it is of another model or another number of ranks; save_checkpoint and "
-            "load_checkpoint go from any number of ranks to any other"
+            f"this optimizer state holds fp32 masters of {sum(shape[0] for shape in saved):,} elements in {len(saved)} parts, "
+            f"but this optimizer has {sum(shape[0] for shape in own):,} in {len(own)}: the state is from another model or "
+            "another number of ranks. To change the number of ranks, use save_checkpoint and load_checkpoint"
         )
     return list(found[0])
 

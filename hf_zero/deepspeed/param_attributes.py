@@ -116,9 +116,10 @@ class OwnPartOfParameter(torch.Tensor):
         if not fits or (param is not None and unit is not None and not is_sharded(param)):
             name = "a parameter" if unit is None else unit.layout.slots[index].name
             raise StateError(
-                f"ds_tensor.data of {name} was given a tensor of shape {tuple(value.shape)}, and it "
-                f"{'is whole now' if fits else f'has {self.numel()} elements here'}. Give it what this rank holds, (elements,), while the "
-                "parameter is divided; or write to the whole inside `with deepspeed.zero.GatheredParameters([param], modifier_rank=0):`"
+                f"ds_tensor.data of {name} was given a tensor of shape {tuple(value.shape)}, but the parameter "
+                f"{'is whole now' if fits else f'has {self.numel()} elements here'}. While the parameter is divided, assign the "
+                "shard of this rank, of shape (elements,); to write the whole parameter, use `with "
+                "deepspeed.zero.GatheredParameters([param], modifier_rank=0):`"
             )
         self.detach().copy_(value)
         if unit is not None:
@@ -151,7 +152,7 @@ def _all_gather(itself: ref[Any], param_list: Iterable[torch.Tensor] | None = No
 
 
 class _Gathered:
-    """What has been gathered already, for callers that wait for it."""
+    """Handle of a gather that is already complete, for callers that wait for it."""
 
     def wait(self, **kwargs: object) -> None:
         """Returns at once."""

@@ -20,7 +20,7 @@ from hf_zero.observe import warn_once
 
 
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
-    """Releases what is gathered between forwards; parameters small enough to stay gathered for good do."""
+    """Release parameters that are gathered between forwards; parameters small enough to stay gathered for good are released too."""
     engine.runtime.reshard_for_update()
 
 
@@ -241,8 +241,8 @@ def offload_states(
         raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
     if not engine.runtime.idle:
         raise StateError(
-            "offload_states() in the middle of a forward or a backward, or between them: call it after backward() and step(), and run "
-            "forwards without a backward under torch.no_grad() or let go of what they returned"
+            "offload_states() was called during a forward or backward, or between a forward and its backward. Call it after "
+            "backward() and step(). Run forwards without a backward under torch.no_grad(), or delete their outputs"
         )
     if engine.collectives.topology.device.type == "cpu":
         warn_once("offload_states(): nothing to move, the engine lives in host memory already")
@@ -251,5 +251,5 @@ def offload_states(
 
 
 def reload_states(engine: ConfiguredEngine, non_blocking: bool = False) -> None:
-    """Brings back what ``offload_states`` moved; local. Does nothing when nothing was moved."""
+    """Move the state back that ``offload_states`` moved to the host; local. Does nothing when nothing was moved."""
     engine.offloaded_states.bring_back(non_blocking)

@@ -23,7 +23,7 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class Training:
-    """What trains a unit: its gradients, the optimizer and the loss scale. The engine holds it; with the engine it goes.
+    """Objects that train a unit: its gradients, the optimizer and the loss scale. The engine holds this object, which ends with it.
 
     Attributes:
         gradients: Of the unit.
@@ -44,7 +44,7 @@ _training: WeakValueDictionary[Unit, Training] = WeakValueDictionary()
 
 
 def register_training(unit: Unit, training: Training) -> None:
-    """Notes who trains ``unit``, for the functions of this file, for as long as somebody holds ``training``."""
+    """Register ``training`` as the trainer of ``unit`` for the functions of this file, for as long as a caller keeps ``training``."""
     _training[unit] = training
 
 
@@ -133,17 +133,19 @@ def _require_own(training: Training, unit: Unit, index: int, what: str) -> None:
     param = unit.params[index]
     if param is not None and training.shown.is_written(param):
         name = unit.layout.slots[index].name
-        raise StateError(f"{what} of {name}, whose {name}.grad was written by hand: use safe_get_full_grad and safe_set_full_grad")
+        raise StateError(f"{what} of {name}: {name}.grad was written by hand; use safe_get_full_grad and safe_set_full_grad instead")
 
 
 def _everyone(gradients: UnitGradients) -> Collectives:
-    """All ranks whose gradients are in the sum, those with the same shards among them."""
+    """Return the axis of all ranks whose gradients are in the sum, including ranks with the same shards."""
     network = gradients.exchange.collectives
     return network if network.topology.of_experts else network.data
 
 
 def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
-    """The gradient of parameter ``index`` averaged over ranks, of what is not reduced yet, or not by the engine. Collective, and a copy."""
+    """Return the gradient of parameter ``index`` averaged over ranks, if it is not reduced yet, or not by the engine. Collective; the
+    result is a copy.
+    """
     slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
     own = gradients.own_whole()[slot.range.start : slot.range.stop].clone()
     network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()
@@ -166,7 +168,8 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replaces each gradient by ``update_func(gradient, param)``, whole and without loss scale; those without gradient stay so. Collective.
+    """Replace each gradient by ``update_func(gradient, param)``, whole and without loss scale; parameters without a gradient keep none.
+    Collective.
 
     Raises:
         StateError: The new gradient has another shape.

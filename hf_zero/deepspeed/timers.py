@@ -63,7 +63,7 @@ class Stopwatch:
         self._laps.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Milliseconds of all laps, the running one included; with ``reset`` it counts from here on."""
+        """Return the milliseconds of all laps, the running one included; with ``reset`` the count starts again."""
         running = self.started_
         if running:
             self.stop()
@@ -75,7 +75,7 @@ class Stopwatch:
         return total
 
     def mean(self) -> float:
-        """Mean lap in milliseconds without the slowest and fastest tenth."""
+        """Return mean lap in milliseconds without the slowest and fastest tenth."""
         return trim_mean(self._laps, 0.1)
 
 
@@ -102,7 +102,7 @@ class SynchronizedWallClockTimer:
         memory_breakdown: bool = False,
         ranks: Sequence[int] | None = None,
     ) -> None:
-        """Prints the milliseconds of those that exist, divided by ``normalizer``, on ``ranks`` (default: rank 0)."""
+        """Print the milliseconds of the existing timers among ``names``, divided by ``normalizer``, on ``ranks`` (default: rank 0)."""
         times = {name: self.timers[name].elapsed(reset) / normalizer for name in names if name in self.timers}
         text = "time (ms)" + "".join(f" | {name}: {value:.2f}" for name, value in times.items())
         if memory_breakdown:
@@ -111,12 +111,12 @@ class SynchronizedWallClockTimer:
             print(f"[Rank {observe.global_rank()}] {text}", flush=True)
 
     def get_mean(self, names: Iterable[str], normalizer: float = 1.0, reset: bool = True) -> dict[str, float]:
-        """Mean milliseconds of a lap, divided by ``normalizer``, of those that exist."""
+        """Return the mean milliseconds of a lap, divided by ``normalizer``, for the existing timers among ``names``."""
         return {name: self.timers[name].mean() / normalizer for name in names if name in self.timers}
 
     @staticmethod
     def memory_usage() -> str:
-        """Allocated and peak memory of the device, in words."""
+        """Return allocated and peak memory of the device, in words."""
         return memory_line(default_device())
 
 
@@ -124,20 +124,20 @@ class _Idle:
     """A stopwatch that measures nothing."""
 
     def start(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def stop(self, **kwargs: Any) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def reset(self) -> None:
-        """Nothing to do."""
+        """Do nothing."""
 
     def elapsed(self, **kwargs: Any) -> float:
-        """Zero."""
+        """Return zero."""
         return 0.0
 
     def mean(self) -> float:
-        """Zero."""
+        """Return zero."""
         return 0.0
 
 
@@ -153,14 +153,14 @@ class NoopTimer:
         return self.timer
 
     def get_timers(self) -> dict[str, Stopwatch]:
-        """None are kept."""
+        """Return an empty dict: no timers are kept."""
         return {}
 
     def log(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing to print."""
+        """Do nothing: there is nothing to print."""
 
     def get_mean(self, *args: Any, **kwargs: Any) -> dict[str, float]:
-        """Nothing to average."""
+        """Return an empty dict: there is nothing to average."""
         return {}
 
 
@@ -204,12 +204,12 @@ class ThroughputTimer:
         self.initialized = self.started = False
 
     def update_epoch_count(self) -> None:
-        """A new epoch begins."""
+        """Count a new epoch."""
         self.epoch_count += 1
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """A micro-step begins."""
+        """Note that a micro-step begins."""
         if not self.config.enabled:
             return
         self.initialized = self.started = True
@@ -217,7 +217,7 @@ class ThroughputTimer:
             self.start_time = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """A micro-step ends; with ``global_step`` an optimizer step does."""
+        """Note that a micro-step ends; with ``global_step`` an optimizer step ends."""
         if not self.started:
             return
         self.started = False
@@ -234,7 +234,7 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Samples per second of the counted steps; minus infinity before there is one."""
+        """Return the samples per second of the counted steps; minus infinity before there is one."""
         counted = self.global_step_count - self.start_step
         return self.batch_size * counted / self.total_elapsed_time if counted > 0 and self.total_elapsed_time else float("-inf")
 
@@ -251,14 +251,14 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Mean of ``data`` without its smallest and largest ``trim_percent`` (a share from 0 to 1 of each); 0 for no data."""
+    """Return mean of ``data`` without its smallest and largest ``trim_percent`` (a share from 0 to 1 of each); 0 for no data."""
     cut = int(len(data) * trim_percent)
     kept = sorted(data)[cut : len(data) - cut]
     return sum(kept) / len(kept) if kept else 0.0
 
 
 def instrument_w_nvtx(function: Function) -> Function:
-    """Decorator: calls appear in profiles as a range with the function's name."""
+    """Decorate ``function`` so that its calls appear in profiles as a range with its name."""
 
     @functools.wraps(function)
     def instrumented(*args: Any, **kwargs: Any) -> Any:
@@ -269,7 +269,7 @@ def instrument_w_nvtx(function: Function) -> Function:
 
 
 def _now(synchronized: bool = True) -> float:
-    """Seconds, after the device has done what was asked of it."""
+    """Return the time in seconds, after the device has finished all its work."""
     if synchronized and default_device().type != "cpu":
         torch.accelerator.synchronize()
     return time.perf_counter()

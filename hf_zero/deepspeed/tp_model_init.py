@@ -25,7 +25,7 @@ _ASKED = "_hf_zero_tp_asked"
 
 
 def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
-    """Compares what ``tp_model_init`` was given with what ``initialize`` is.
+    """Compare the arguments of ``tp_model_init`` with those of ``initialize``.
 
     Raises:
         ConfigError: Another element type, or ``tp_group`` there and ``mpu`` here.
@@ -41,7 +41,7 @@ def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
 
 
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
-    """As ``hf_zero.tensor_parallel.split.tp_model_init``, which this calls; collective.
+    """Split ``model`` with ``hf_zero.tensor_parallel.split.tp_model_init``; collective.
 
     Where ``config`` has a pipeline nothing is done: stages are found from whole layers, so ``initialize`` finds them and splits then. So it
     does with a model that cannot be traced where no ``config`` is given: that of ``initialize`` may name its layers.

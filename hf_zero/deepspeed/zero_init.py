@@ -136,6 +136,6 @@ def _group_of(mpu: Any) -> Any:
 
 
 def _without_batch_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """``config`` with any batch size: only ``initialize`` knows how many ranks share their samples."""
+    """Return ``config`` with any batch size: only ``initialize`` knows how many ranks share their samples."""
     kept = {key: value for key, value in config.items() if key not in ("train_batch_size", "gradient_accumulation_steps", "elasticity")}
     return {**kept, "train_micro_batch_size_per_gpu": 1}

@@ -101,9 +101,10 @@ def require_divided(model: nn.Module) -> None:
 
 def _made_late(path: str, wrapper: Any) -> StateError:
     return StateError(
-        f"expert_parallel: the adapter of {wrapper.parameter_name} at {path} is not one of all experts: it was made when this rank had its "
-        "own experts alone. Add adapters before initialize; and, with a peft that does not see that from_pretrained has read a share of "
-        "the experts, load the model before there is a configuration with expert_parallel"
+        f"expert_parallel: the adapter of {wrapper.parameter_name} at {path} does not cover all experts: it was created "
+        "when this rank held only its own experts. Add adapters before initialize. If your peft version does not support "
+        "experts that from_pretrained has divided, load the model before you create the configuration with "
+        "expert_parallel"
     )
 
 

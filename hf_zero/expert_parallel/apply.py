@@ -172,8 +172,9 @@ def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) 
         for param in _params(layer):
             if is_part(param) and not is_expert(param) and not is_elsewhere(param):
                 raise StateError(
-                    f"{names[id(param)]} was divided by tensor parallelism before expert parallelism was known of: leave tp_model_init and "
-                    "tp_plan out (initialize divides both, as the configuration says), or give deepspeed.tp_model_init this configuration"
+                    f"{names[id(param)]} was split by tensor parallelism before expert parallelism was configured: remove "
+                    "tp_model_init and tp_plan (initialize splits both, as the configuration says), or pass this configuration to "
+                    "deepspeed.tp_model_init"
                 )
             if plan is not None and names[id(param)] in plan.summed:
                 raise UnsupportedError(

@@ -98,9 +98,10 @@ def _refuse_hidden(model: nn.Module) -> None:
         named = _WORD in type(module).__name__.lower() and next(module.parameters(), None) is not None
         if path and (named or _count_of(module)):
             raise UnsupportedError(
-                f"expert_parallel: {path} ({type(module).__name__}) has experts of a form that cannot be divided: neither weights with an "
-                "entry per expert, used by a forward that is given tokens, indices of experts and weights, nor a list of alike modules. "
-                "Leave expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
+                f"expert_parallel: {path} ({type(module).__name__}) has experts in a form that cannot be divided. Supported are "
+                "weights with one entry per expert and a forward that takes tokens, expert indices and expert weights, and lists "
+                "of modules of one class. Leave expert_parallel out for this model; zero_optimization.stage 3 shards its experts "
+                "with all other parameters"
             )
 
 

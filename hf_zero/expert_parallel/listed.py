@@ -105,8 +105,8 @@ class ListedLayer:
 
     def _differs(self, how: str) -> UnsupportedError:
         return UnsupportedError(
-            f"expert_parallel: {self._label} does not call its experts alike in two runs ({how}), so their tokens cannot be collected. "
-            "Leave expert_parallel out for this model"
+            f"expert_parallel: {self._label} does not call the same experts with the same tokens when it runs twice ({how}), "
+            "so their tokens cannot be collected. Leave expert_parallel out for this model"
         )
 
     def _compute(self, noted: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:

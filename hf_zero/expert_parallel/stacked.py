@@ -133,8 +133,8 @@ def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implem
             return inner(experts, hidden, indices, weights, *args, **kwargs)
         if args or kwargs:
             raise UnsupportedError(
-                f"expert_parallel: {type(experts).__name__} is given more than tokens, indices of experts and weights, which travels "
-                "nowhere. Leave expert_parallel out for this model"
+                f"expert_parallel: {type(experts).__name__} takes further arguments beside tokens, expert indices and expert "
+                "weights, and these cannot be sent to other ranks. Leave expert_parallel out for this model"
             )
         return dispatcher.run(experts, inner, hidden, indices, weights)
 

@@ -196,7 +196,7 @@ def require_address(environ: Mapping[str, str]) -> None:
     if found is not None and found.local_world != found.world and "MASTER_ADDR" not in environ:
         how = _NAME_IT[found.launcher].format("HOST_OF_RANK_0")
         raise ConfigError(
-            f"{found.launcher} started {found.world} ranks on several hosts and does not say where rank 0 is: {how}, "
+            f"{found.launcher} started {found.world} ranks on several hosts, but does not give the address of rank 0: {how}, "
             "or start with hf-zero launch --hostfile"
         )
 

@@ -149,7 +149,9 @@ def _locked_by_torch(nbytes: int) -> torch.Tensor | None:
     try:
         memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
-        warn_once(f"no page-locked host memory ({error}): ordinary memory is used, whose copies do not overlap")
+        warn_once(
+            f"page-locked host memory could not be allocated ({error}); using ordinary memory, whose copies do not overlap with compute"
+        )
         return None
     return memory[-memory.data_ptr() % ALIGNMENT :][:nbytes]
 

@@ -151,5 +151,5 @@ def _load(path: Path, isa: str) -> Library:
     bits = handle.hfz_supported_isas()
     supported = tuple(name for name, bit in ISAS.items() if bits & bit)
     if isa and isa not in supported:
-        raise OSError(f"{isa!r} does not run here, of the instruction sets in {path} only {', '.join(supported)}")
+        raise OSError(f"{isa!r} does not run on this processor; of the instruction sets in {path} it runs only {', '.join(supported)}")
     return Library(handle, str(path), isa or supported[0], supported)

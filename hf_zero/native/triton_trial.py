@@ -32,8 +32,8 @@ def _works(device: torch.device, what: str, agrees: Callable[[torch.device], boo
     try:
         same = agrees(device)
     except Exception as error:  # whatever it is, there is another way
-        log_rank0("%s: Triton does not work on %s (%s: %s), torch's operations serve", what, device, type(error).__name__, error)
+        log_rank0("%s: Triton does not work on %s (%s: %s); using torch's operations", what, device, type(error).__name__, error)
         return False
     if not same:
-        log_rank0("%s: Triton's kernels and torch's operations do not agree on %s, the latter serve", what, device)
+        log_rank0("%s: Triton's kernels and torch's operations give different results on %s; using torch's operations", what, device)
     return same

@@ -174,7 +174,7 @@ class Offloading:
         if self._param.device == "nvme":
             ways["offload_param.max_in_cpu: 0"], ways["offload_param.device: nvme"] = parameters, 0
         found = [f"{way} by {gib(nbytes)}" for way, nbytes in sorted(ways.items(), key=lambda item: -item[1]) if nbytes > 0]
-        return f"Per rank this is lessened by: {', '.join(found)}. Or give the job more memory"
+        return f"These changes reduce it per rank: {', '.join(found)}. Or give the job more memory"
 
     @property
     def updates_overlap(self) -> bool:

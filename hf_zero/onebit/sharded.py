@@ -174,7 +174,8 @@ class OneBitSharded(ShardedOptimizer):
         still = [name for compressed in self._compressed for name in compressed.still_parameters()]
         if still:
             log_rank0(
-                "1-bit Adam: %d parameters had no gradient in the warm-up and do not move any more (%s); a longer freeze_step helps",
+                "1-bit Adam: %d parameters had no gradient during the warm-up, so they will not be updated any more (%s); use a "
+                "larger freeze_step",
                 len(still),
                 ", ".join(still[:3]) + (", ..." if len(still) > 3 else ""),
             )

@@ -66,8 +66,8 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
         raise UnsupportedError("OneBitAdam with tensor parallelism or pipelines is not provided: use Adam, or data parallelism alone")
     if topology.expert is not None:
         raise UnsupportedError(
-            "OneBitAdam with expert parallelism is not provided: it sends the momentum of all ranks as signs with one error for each, and "
-            "an expert's gradient, which few ranks have, is reduced among these. Use Adam, or set expert_parallel.enabled to false"
+            "OneBitAdam with expert parallelism is not provided: it exchanges the momentum among all ranks, but the gradient "
+            "of an expert is reduced among few ranks only. Use Adam, or set expert_parallel.enabled to false"
         )
 
 

@@ -188,8 +188,8 @@ def _checked_freeze_step(value: int | str) -> int | str:
     steps = number("optimizer.params.freeze_step", value)
     if steps != int(steps) or steps < 1:
         raise ConfigError(
-            f'optimizer.params.freeze_step is {value!r}; a number of steps of at least 1 or "auto" is expected: the variance that '
-            "is frozen comes from the warm-up"
+            f"optimizer.params.freeze_step is {value!r}; allowed are a number of steps of at least 1, and 'auto': the frozen "
+            "variance is estimated in these warm-up steps"
         )
     return int(steps)
 

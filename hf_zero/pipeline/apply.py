@@ -60,7 +60,9 @@ class Pipeline:
 
     @property
     def held_by(self) -> dict[str, tuple[int, ...]]:
-        """Name of each parameter -> the ranks that hold it: all, of a trained one that is a single number, which cannot be left empty."""
+        """Return the name of each parameter -> the ranks that hold it; all ranks for a trained single number, which cannot be left
+        empty.
+        """
         single = {name for name, param in self.skeleton.named_parameters() if param.dim() == 0 and param.requires_grad}
         every = tuple(range(self.placement.ranks))
         return {name: every if name in single else self.placement.ranks_of(stages) for name, stages in self.plan.holders.items()}
@@ -72,13 +74,14 @@ class Pipeline:
 
 
 def pipeline_of(model: nn.Module) -> Pipeline | None:
-    """What is known of a divided model; None of every other."""
+    """Return the pipeline of a divided model; None for any other model."""
     found = model.__dict__.get(_PIPELINE)
     return found if isinstance(found, Pipeline) else None
 
 
 def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topology) -> Pipeline | None:
-    """Decides which stage gets what, before anything of ``model`` is divided; collective over the pipeline. None where there is none.
+    """Decide which parts of ``model`` each stage gets, before anything of ``model`` is divided; collective over the pipeline. Return None
+    without a pipeline.
 
     Args:
         model: Whole, the same on every rank; a model that is divided already stays so.
@@ -101,8 +104,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if pipe is None:
         if is_held(model):
             raise StateError(
-                f"{type(model).__name__} was loaded by the stages of a pipeline, and here there is none: pipeline.stages has to be what it "
-                "was for from_pretrained, or the model is loaded before that configuration"
+                f"{type(model).__name__} was loaded for a pipeline, and this engine has none. Set pipeline.stages to the value "
+                "that it had at from_pretrained, or load the model before that configuration is created"
             )
         return None
     if any(find_unit(param) is not None for param in model.parameters()):
@@ -114,8 +117,9 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if isinstance(model, DividesItself):
         if topology.expert is not None:
             raise UnsupportedError(
-                "expert_parallel and a PipelineModule cannot be combined: each stage has made its own layers alone, and whether others "
-                "have experts is not known there. Give initialize the model itself, with pipeline.stages, or leave expert_parallel out"
+                "expert_parallel and a PipelineModule cannot be combined: each stage builds only its own layers and does not "
+                "know whether other stages have experts. Pass the model itself to initialize, with pipeline.stages, or leave "
+                "expert_parallel out"
             )
         return Pipeline(model.pipeline_plan(), Placement(pipe.world, pipe.world), model, pipe.ranks, None, schedule_of(settings))
     collectives = open_collectives(topology.model or pipe)
@@ -125,8 +129,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     starts = held.starts if held is not None else None
     if any(other != starts for other in collectives.gather_objects(starts, "loaded by stages")):
         raise StateError(
-            f"the ranks of a pipeline have loaded other stages of {type(model).__name__}, or some of them all of it: call from_pretrained "
-            "on every rank, under the same configuration"
+            f"the ranks of a pipeline loaded {type(model).__name__} in different ways: for other stages, or whole on some "
+            "ranks. Call from_pretrained on every rank, under the same configuration"
         )
     plan = _agree(collectives, whole, placement.stages, settings.partition_method, starts)
     wanted = settings.micro_batches
@@ -148,13 +152,14 @@ def placement_of(settings: Settings, ranks: int) -> Placement:
 
 
 def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, collectives: Collectives) -> None:
-    """Refuses a plan by which a rank holds what it has not loaded: the model has changed since; collective."""
+    """Refuse a plan that gives a rank layers it has not loaded: the model has changed since it was loaded; collective."""
     here = [name for name, ranks in pipeline.held_by.items() if name in held.missing and rank in ranks]
     wanted = next((names[0] for names in collectives.gather_objects(here, "parameters without values") if names), None)
     if wanted is not None:
         raise StateError(
-            f"{model} needs {wanted} on a stage that has not loaded it: the model has been changed since from_pretrained, which read the "
-            "layers of each stage alone. Load it before the configuration is in use; then every rank reads all"
+            f"{model} needs {wanted} on a stage that has not loaded it: the model was changed after from_pretrained, which "
+            "loads only the layers of a stage. Load the model before you create the configuration; then every rank loads all "
+            "layers"
         )
 
 
@@ -175,7 +180,7 @@ def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str,
 
 
 def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
-    """Keeps what this rank's stage holds of ``model``; collective.
+    """Keep only this rank's stage of ``model``; collective.
 
     Args:
         model: The module that ``pipeline`` was planned for; tensor parallelism may have split it since.
@@ -223,7 +228,7 @@ def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
 
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
-    """Marks what this rank of the pipeline holds of ``param``, one of ``holders``, or empties it."""
+    """Mark the part of ``param`` that this rank of the pipeline, one of ``holders``, holds, or empty the parameter."""
     if param.dim() == 0:  # cannot be left empty: every stage has it
         if param.requires_grad:
             mark_on_all_stages(param, holders)
@@ -252,7 +257,7 @@ def _counted(part: TpShard, size: int, holders: int) -> tuple[tuple[Range, int],
 
 
 def summary(plan: PipelinePlan, model: nn.Module) -> str:
-    """One line: stages, and how many calls each runs."""
+    """Return one line with the stages and the number of calls that each runs."""
     spans = [plan.span(stage) for stage in range(plan.stages)]
     told = "; ".join(
         f"stage {stage} from {plan.calls[span.start].path} to {plan.calls[span.stop - 1].path}" for stage, span in enumerate(spans)

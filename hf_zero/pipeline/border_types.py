@@ -39,11 +39,11 @@ class BorderTypes:
 
     @property
     def known(self) -> bool:
-        """Return whether the stages need not be told any more; the same on every rank."""
+        """Return whether the stages already know the types; the same on every rank."""
         return not self.sent or bool(self._known)
 
     def of(self, border: int, metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """``metas`` with the types that have gone over ``border``."""
+        """Return ``metas`` with the types that have crossed ``border``."""
         dtypes = self._known.get(border, [meta.dtype for meta in metas])
         return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, dtypes, strict=True)]
 
@@ -56,7 +56,7 @@ class BorderTypes:
         link.send([numbers], target, _LABEL)
 
     def hear(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
-        """``metas`` with the types in which the rank ``source`` sends them."""
+        """Return ``metas`` with the types in which the rank ``source`` sends them."""
         if not self.sent:
             return list(metas)
         if border not in self._known:

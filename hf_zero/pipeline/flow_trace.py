@@ -114,14 +114,15 @@ class Flow:
     hidden: tuple[tuple[int, int], ...] = ()
 
     def readers(self) -> Iterator[tuple[int, Sources]]:
-        """Position of each call with what it is made of; the model's result stands at the last call's position."""
+        """Yield the position of each call with the sources of its arguments; the model's result has the last call's position."""
         for place, call in enumerate(self.calls):
             yield place, call.needs
         yield len(self.calls) - 1, self.result
 
 
 def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """The blocks of a model by dotted name: those of ``find_blocks``, or of its outermost lists, which may be of one that is called often.
+    """Return the blocks of a model by dotted name: those of ``find_blocks``, or of its outermost lists, which may be inside a block that is
+    called often.
 
     A list cannot be called: its members are the blocks (ALBERT has one that is called many times, Funnel lists of lists).
     """
@@ -132,7 +133,7 @@ def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
-    """Members of the outermost lists."""
+    """Return members of the outermost lists."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block in found):
@@ -141,7 +142,7 @@ def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the module, or what is in it when it is a list; nothing where it has no parameters."""
+    """Return the module, or the members of a list; nothing where it has no parameters."""
     if next(module.parameters(), None) is None:
         return {}
     if not isinstance(module, nn.ModuleList):
@@ -150,7 +151,7 @@ def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def possible_items(model: nn.Module) -> dict[str, nn.Module]:
-    """By dotted name, the modules whose calls are calls of items when no other item is running.
+    """Return by dotted name the modules whose calls count as items when no other item is running.
 
     These are the blocks, modules outside of them that have parameters and hold no block, and dropout. Of nested ones the outermost that is
     called counts: where a model calls the layers of a head one by one, they are the items and not the head.
@@ -236,7 +237,7 @@ class FlowTracer:
         self._shared[storage] |= sources
 
     def sources(self, tensor: torch.Tensor) -> Sources:
-        """What a tensor is made of; one that nobody has made here is a constant."""
+        """Return the sources of a tensor; a tensor that no recorded operation has made is a constant."""
         storage = _storage(tensor)
         known = self._known.get(id(tensor))
         if known is None:
@@ -245,7 +246,7 @@ class FlowTracer:
         return known.sources.union(*(sources for time, sources in self._changes.get(storage, ()) if time > known.time))
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
-        """One operation has run (what ``valueless`` calls)."""
+        """Record one operation that has run; ``valueless`` calls this."""
         self._time += 1
         read = [tensor for _, tensor in tensors_in([args, kwargs])]
         sources = frozenset().union(*map(self.sources, read))
@@ -291,12 +292,12 @@ class FlowTracer:
         return _storage(args[0]) in self._uniform and not 0 < args[1] < 1
 
     def decide(self, tensor: torch.Tensor) -> None:
-        """The code has read the values of a tensor."""
+        """Note that the code has read the values of a tensor."""
         if self._inside is None:
             self.control |= self.sources(tensor)
 
     def enter(self, path: str) -> None:
-        """A module is called."""
+        """Note that a module is called."""
         self._places.append(path)
         if self._inside is None and path in self._items:
             module = self._items[path]
@@ -308,7 +309,9 @@ class FlowTracer:
             self._depth = len(self._places)
 
     def leave(self, output: Any) -> Any:
-        """The call ends. Returns its output, where tensors that came in are other objects of the same values: results of this call."""
+        """Note that the call ends. Return its output, in which input tensors are replaced by new objects of the same values: results of
+        this call.
+        """
         ends = self._inside is not None and len(self._places) == self._depth
         self._places.pop()
         if not ends:
@@ -368,7 +371,7 @@ def _reporting(tracer: FlowTracer, path: str, original: Callable[..., Any]) -> C
 
 @contextmanager
 def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
-    """Stands before every module's forward, as a stage does: some models call that without the module's hooks."""
+    """Replace every module's forward, as a stage does, because some models call the forward without the module's hooks."""
     before = [(module, module.__dict__.get("forward")) for module in model.modules()]
     for path, module in model.named_modules():
         module.forward = _reporting(tracer, path, module.forward)

@@ -35,7 +35,7 @@ _CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the who
 
 @dataclass(frozen=True)
 class _Kind:
-    """What is known of calls with arguments of one kind: what runs when, how losses of parts add up (None: one part only), types."""
+    """Knowledge about calls with arguments of one kind: the order of calls, how losses of parts add up (None: one part only), types."""
 
     plan: PipelinePlan
     weighs: str | None
@@ -52,7 +52,7 @@ class Batch:
 
 
 class PipelinedForward:
-    """Stands in the place of ``model.forward``.
+    """Replacement of ``model.forward``.
 
     Attributes:
         begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
@@ -100,7 +100,7 @@ class PipelinedForward:
         self._shapes = ResultShapes(pipe, self._source)
 
     def attach(self) -> None:
-        """Another engine runs the model; ``remove`` is called when it is destroyed."""
+        """Count another engine that runs the model; ``remove`` is called when it is destroyed."""
         self._engines += 1
 
     def remove(self) -> None:
@@ -140,7 +140,7 @@ class PipelinedForward:
         return self._everywhere(given, micro_batches.merge(results, weights) if self._last else None)
 
     def prepare(self, calls: Sequence[Mapping[str, Any]], around: Callable[[], AbstractContextManager[Any]]) -> Batch:
-        """Several calls of the model as ``train`` takes them; collective.
+        """Prepare several calls of the model for ``train``; collective.
 
         Args:
             calls: Arguments of each; all of one kind, with tensors of any sizes.
@@ -164,7 +164,7 @@ class PipelinedForward:
         return Batch(first, given, around)
 
     def train(self, batch: Batch, scale: float) -> torch.Tensor:
-        """Forward and backward of a batch as the schedule has them; the mean of its losses, on every rank. Collective.
+        """Run forward and backward of a batch in the order of the schedule; return the mean of its losses, on every rank. Collective.
 
         Args:
             batch: What ``prepare`` gave.
@@ -192,8 +192,8 @@ class PipelinedForward:
         for name in _NOT_KEPT:
             if given.get(name):
                 raise UnsupportedError(
-                    f"pipeline: {name}=True asks for what is inside all layers, and each stage has its own alone. Leave it out, or leave "
-                    "pipeline.stages out"
+                    f"pipeline: {name}=True needs values from all layers, and each stage has only its own layers. Leave it out, or "
+                    "leave pipeline.stages out"
                 )
         takes_any = any(item.kind is inspect.Parameter.VAR_KEYWORD for item in self._signature.parameters.values())
         if "use_cache" in self._signature.parameters or (takes_any and getattr(self._own.model, "config", None) is not None):
@@ -201,7 +201,7 @@ class PipelinedForward:
         return given
 
     def _common(self, rows: int) -> int:
-        """Rows whose divisors are those of every rank's batch that goes side by side with this one's; collective over these."""
+        """Return a number of rows that divides evenly wherever the batches of all ranks beside this one do; collective over these ranks."""
         return rows if self._beside is None else math.gcd(*self._beside.gather_objects(rows, "rows of a batch"))
 
     # -- kinds of calls -------------------------------------------------------------------------------------------------
@@ -227,7 +227,7 @@ class PipelinedForward:
         return new if self._beside is None else self._beside.any_rank(new, "a new kind of batch")
 
     def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
-        """How the losses of parts add up, tried with this batch and no dropout; None where they do not.
+        """Return how the losses of parts add up, tried with this batch and without dropout; None where they do not.
 
         [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no
         mean at all. So the first batch goes through whole and in parts, with some labels of the first part masked, and what agrees is
@@ -244,8 +244,8 @@ class PipelinedForward:
             found = None  # parts go through side by side
         if found is None:
             log_rank0(
-                "pipeline: the result of %s for a batch is not made of results for parts of it; each batch goes through the %d stages as a "
-                "whole, and a stage waits while others compute",
+                "pipeline: the output of %s for a batch cannot be put together from outputs for parts of the batch; each batch "
+                "goes through the %d stages as a whole, so stages wait for each other",
                 type(self._own.model).__name__,
                 self._pipe.world,
             )
@@ -275,13 +275,13 @@ class PipelinedForward:
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A tensor of the last stage, or what has its shape elsewhere, on every rank."""
+        """Return a tensor of the last stage on every rank; other stages pass a tensor of its shape."""
         value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._own.device)
         self._pipe.broadcast(value, self._source, "result")
         return value
 
     def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
-        """Return the result with a graph: the loss at once, the rest when somebody looks."""
+        """Return the result with a graph: the loss at once, other tensors when they are used."""
         by_part, token = passes.joined(results)
         merged = None
         if self._last:
@@ -319,7 +319,7 @@ class PipelinedForward:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """``model`` is in evaluation mode inside."""
+    """Put ``model`` into evaluation mode inside the context."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -345,6 +345,6 @@ def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def pipelined(model: nn.Module) -> PipelinedForward | None:
-    """What stands in the place of the forward of ``model``, where it is divided over stages."""
+    """Return the object that replaces the forward of ``model``, where it is divided over stages."""
     found = model.__dict__.get("forward")
     return found if isinstance(found, PipelinedForward) else None

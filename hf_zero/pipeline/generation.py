@@ -18,7 +18,7 @@ from hf_zero.system.sizes import size_text
 
 
 class WholeGeneration(StandsBefore):
-    """Stands in front of the ``generate`` methods inside a divided module.
+    """Wrapper of the ``generate`` methods inside a divided module.
 
     [Note: generation in a pipeline] A token passes all stages before the next one can begin, so a pipeline would leave all but one of
     its ranks waiting. The whole model on each rank generates as fast as that rank can, with keys and values kept; it takes the memory
@@ -48,7 +48,9 @@ class WholeGeneration(StandsBefore):
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """Every rank has the parameters of all stages inside; collective over the pipeline. Changes to others' are lost."""
+        """Give every rank the parameters of all stages inside the context; collective over the pipeline. Changes to parameters of other
+        stages are lost.
+        """
         brought = self._bring()
         self._here = self._forward.whole = True
         try:
@@ -59,7 +61,7 @@ class WholeGeneration(StandsBefore):
                 param.data = empty
 
     def _bring(self) -> list[tuple[nn.Parameter, torch.Tensor]]:
-        """Fills the parameters of other stages; returns them with what stood there."""
+        """Fill the parameters of other stages; return them with their former values."""
         params = [(name, param) for name, param in self._module.named_parameters() if param.dim() > 0]
         own = {name: tuple(param.shape) for name, param in params if not is_elsewhere(param)}
         held = self._pipe.gather_objects(own, "parameters of each stage")

@@ -25,7 +25,7 @@ _NOTE = "_hf_zero_held_stages"  # of a module
 
 @dataclass
 class _Note:
-    """What is known of one module: the stages that begin with a call of it (stage, which call), and its parameters of other stages."""
+    """Knowledge about one module: the stages that begin with a call of it (stage, which call), and its parameters of other stages."""
 
     begins: tuple[tuple[int, int], ...] = ()
     elsewhere: tuple[str, ...] = ()
@@ -33,7 +33,7 @@ class _Note:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of a model.
+    """The layers of a model that one rank has loaded.
 
     Attributes:
         starts: Path and number of the call that each stage but the first begins with.
@@ -98,7 +98,7 @@ def _note(module: nn.Module) -> _Note:
 
 
 def _refuse(module: nn.Module, *_: Any) -> None:
-    """The forward pre-hook of a module whose parameters are other stages'.
+    """Refuse a call, as the forward pre-hook of a module whose parameters are on other stages.
 
     Raises:
         StateError: Always.

@@ -28,7 +28,7 @@ def refuse_sharded_parameters(config: ZeroConfig) -> None:
     """
     if config.zero_optimization.stage == 3:
         raise UnsupportedError(
-            "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: each stage of a pipeline keeps "
-            "its layers whole while many parts of a batch pass, and gathering them for each part would send the model once per part. Set "
-            "zero_optimization.stage to 1 or 2, or leave the pipeline out and let stage 3 shard all layers"
+            "a pipeline (pipeline.stages, PipelineModule) and zero_optimization.stage 3 exclude each other: at stage 3 a "
+            "stage of the pipeline would gather its layers again for each part of a batch, and so send the whole model once "
+            "per part. Set zero_optimization.stage to 1 or 2, or leave the pipeline out and let stage 3 shard all layers"
         )

@@ -18,7 +18,7 @@ labels behind the first position, labels, samples. Labels of ``IGNORED`` do not 
 
 
 def rows_of(kwargs: Mapping[str, Any]) -> int:
-    """Samples in the batch.
+    """Return the number of samples in the batch.
 
     Raises:
         UnsupportedError: No argument is a tensor with samples.
@@ -31,7 +31,7 @@ def rows_of(kwargs: Mapping[str, Any]) -> int:
 
 
 def count_for(rows: int, wanted: int | None, stages: int) -> int:
-    """Into how many parts a batch of ``rows`` is divided: as many as ``wanted``, or, with None, the most that divide it up to two a stage.
+    """Return the number of parts of a batch of ``rows``: ``wanted``, or, with None, the largest divisor up to two per stage.
 
     Raises:
         ConfigError: ``wanted`` does not divide ``rows``.
@@ -73,7 +73,7 @@ def split(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | torch.Tensor:
-    """What the loss of each part counts by, (parts,)."""
+    """Return the weight of each part's loss, (parts,)."""
     if how == "sum":
         return [1.0] * len(parts)
     if how == "samples":
@@ -84,7 +84,7 @@ def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | to
 
 
 def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
-    """Those of ``WEIGHTS`` that may be right for a batch, likeliest first."""
+    """Return the entries of ``WEIGHTS`` that may be right for a batch, likeliest first."""
     labels = kwargs.get("labels")
     if kwargs.get("num_items_in_batch") is not None:
         return ["sum"]
@@ -94,7 +94,9 @@ def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
-    """The loss in a model's result: the entry of that name, or the result itself or its first tensor where that is a single number."""
+    """Return the loss in a model's result: the entry of that name, or the result itself or its first tensor where that is a single
+    number.
+    """
     if isinstance(result, Mapping):
         found = result.get("loss")
         return found if isinstance(found, torch.Tensor) else None

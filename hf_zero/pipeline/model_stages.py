@@ -48,14 +48,14 @@ class ModelStage:
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def expected(self, part: int) -> Border:
-        """What the stage before sends: found by a forward that runs no item, once for calls of a kind."""
+        """Return the tensors that the previous stage sends: found by a forward that runs no item, once for calls of a kind."""
         key = (id(self.plan), self.index, _kind_of(self.calls[part]))
         if key not in self.borders:
             self.borders[key] = self._border(part)
         return self.borders[key]
 
     def forward(self, part: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs the stage; returns what goes to the next one, or the loss.
+        """Run the stage; return the tensors for the next one, or the loss.
 
         Raises:
             UnsupportedError: The model returns no loss.
@@ -72,7 +72,7 @@ class ModelStage:
         return [loss]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What this stage may read: schedules that divide the backward look at each of them in every part."""
+        """Yield the parameters that this stage may read: schedules that divide the backward look at each of them in every part."""
         return iter(self._parameters)
 
     @cached_property
@@ -96,5 +96,5 @@ class ModelStage:
 
 
 def _kind_of(call: Mapping[str, Any]) -> Hashable:
-    """What shapes and types at the borders depend on, beside the plan: those of the arguments."""
+    """Return a key for the arguments on which shapes and types at the borders depend, beside the plan."""
     return frozenset((name, value.shape, value.dtype) for name, value in call.items() if isinstance(value, torch.Tensor))

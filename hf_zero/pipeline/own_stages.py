@@ -86,7 +86,7 @@ class OwnStages:
             refuse(module)
 
     def remove(self) -> None:
-        """Gives modules their own forwards back; those of other stages refuse to be called."""
+        """Restore the forwards of modules; modules of other stages refuse to be called."""
         for path, original in self._originals.items():
             module = self.model.get_submodule(path)
             give_back(module, original)
@@ -95,7 +95,7 @@ class OwnStages:
         self._originals.clear()
 
     def run(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> Run:
-        """One forward of one stage.
+        """Run one forward of one stage.
 
         Args:
             plan: For calls with arguments of this kind.
@@ -120,7 +120,7 @@ class OwnStages:
         return run
 
     def look(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """A forward of any stage up to its first call, for the shapes of what it is given."""
+        """Run a forward of any stage up to its first call, for the shapes of the stage's input."""
         self._run = Run(self, plan, index, receive, only_before=True)
         try:
             with suppress(_StageIsOver):
@@ -164,20 +164,20 @@ class Run:
 
     @property
     def sent(self) -> list[torch.Tensor]:
-        """What goes over the border behind this stage, in order."""
+        """Return the tensors that cross the border behind this stage, in order."""
         last = self._index == self._plan.stages - 1
         return [] if last else [self._values[crossing] for crossing in self._plan.crossings[self._index]]
 
     def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """One call of an item: runs it, or stands for it."""
+        """Run one call of an item, or return a replacement of its result."""
         if self._inside:
             return original(*args, **kwargs)
         place, calls = self._place, self._plan.calls
         if place >= len(calls) or calls[place].path != path:
             expected = calls[place].path if place < len(calls) else "its end"
             raise UnsupportedError(
-                f"pipeline: the model called {path} where {expected} was expected: its modules run in an order that depends on data or on "
-                "chance (layer dropout), which no pipeline can follow. Switch that off, or leave pipeline.stages out"
+                f"pipeline: the model called {path}, but {expected} was expected: the order of its modules depends on data or on "
+                "random numbers (layer dropout), which a pipeline does not support. Switch that off, or leave pipeline.stages out"
             )
         stage = calls[place].stage
         if stage >= self._limit:
@@ -193,7 +193,7 @@ class Run:
         return self._copied(result, self._changed[place]) if place in self._changed else result
 
     def _refuse_reentrant(self, path: str) -> None:
-        """What crosses a border must bring gradients back; a model that switches them off itself wants none."""
+        """Refuse reentrant checkpointing, because gradients must cross the border; a model that switches gradients off is not affected."""
         if getattr(self._own.model.get_submodule(path), "gradient_checkpointing", False):
             raise UnsupportedError(
                 f"pipeline: {path} is checkpointed with use_reentrant=True, where no gradient would come back to it over a border. Set "
@@ -213,7 +213,7 @@ class Run:
         return map_tensors(result, lambda tensor: tensor.clone() if next(counted) in leaves else tensor)
 
     def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
-        """What a call of an earlier stage returns here."""
+        """Return the replacement, on this rank, of the result of an earlier stage's call."""
         templates, device = self._own.templates, self._own.device
         if place not in self._incoming:
             return templates.stand_in(path, args, kwargs, device)
@@ -244,7 +244,7 @@ class Run:
 
 
 def give_back(module: nn.Module, original: Callable[..., Any]) -> None:
-    """Takes the stand-in before ``module`` away: ``original`` is what was there, the class's own or another's."""
+    """Restore the forward ``original`` of ``module``, the class's own or another's."""
     if getattr(original, "__func__", None) is type(module).forward and getattr(original, "__self__", None) is module:
         module.__dict__.pop("forward", None)
     else:
@@ -256,7 +256,7 @@ def _is_other(module: nn.Module) -> bool:
 
 
 def refuse(module: nn.Module, *_: Any) -> None:
-    """The forward pre-hook of a module that another stage holds.
+    """Refuse a call, as the forward pre-hook of a module that another stage holds.
 
     Raises:
         StateError: Always.

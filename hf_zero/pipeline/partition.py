@@ -22,7 +22,8 @@ from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, req
 
 
 def balanced_runs(weights: Sequence[float], runs: int) -> list[range]:
-    """Positions in ``weights`` by run: none empty, the heaviest as light as possible, and of those the most even ones.
+    """Return positions in ``weights`` by run: no run is empty, the heaviest is as light as possible, and among such divisions the most even
+    one.
 
     Dynamic programming over the prefixes, first for the heaviest run, then for the sum of squares with no run above it:
     O(runs * len(weights) ** 2).
@@ -71,7 +72,7 @@ def make_plan(
     inputs: Mapping[str, Any] | None = None,
     starts: Sequence[tuple[str, int]] | None = None,
 ) -> PipelinePlan:
-    """How to divide ``model`` over ``stages``.
+    """Return a plan that divides ``model`` over ``stages``.
 
     Args:
         model: Any model; values and device of its parameters do not matter, and ``zero.Init`` may hold them.
@@ -99,7 +100,8 @@ def make_plan(
 
 
 def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -> PipelinePlan:
-    """The plan for another kind of call (with labels, in evaluation, with other arguments): stages begin with the calls they begin with.
+    """Return the plan for another kind of call (with labels, in evaluation, with other arguments): stages begin with the same calls as
+    before.
 
     Args:
         skeleton: The model without values, in training mode or not, as the call finds it.
@@ -175,20 +177,21 @@ def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
 
 
 def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
-    """What makes a call known: arguments that nobody can make up need a default."""
+    """Return advice to describe a call: arguments without a known value need a default."""
     needed = [name for name in required_arguments(copy) if inputs is None and name not in example_inputs(copy)]
     if not needed:
         return "Make a call that runs it known (inputs=...)"
     defaults = ", ".join(f"{name}=None" for name in needed)
     return (
-        f"{type(copy).__name__}.forward requires {', '.join(needed)}, of which nothing is known: give that a default ({defaults}) with "
-        "which it returns its logits without a loss, as transformers' models do"
+        f"{type(copy).__name__}.forward requires {', '.join(needed)}, and hf_zero does not know which values to pass. "
+        f"Give the parameter a default ({defaults}) with which forward returns its logits without a loss, as "
+        "transformers' models do"
     )
 
 
 @contextmanager
 def _forwards(copy: nn.Module, put: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """A context in which modules have the forwards that are ``put`` in their place, and all others their class' own."""
+    """Give modules in ``put`` these forwards, and all other modules their class' own, inside the context."""
     present = {module: module.__dict__.pop("forward") for module in copy.modules() if "forward" in module.__dict__}
     for module, forward in put.items():
         module.__dict__["forward"] = forward
@@ -236,7 +239,7 @@ def _constraints(flow: Flow) -> Iterator[_Constraint]:
         yield _Constraint(
             first,
             max([last, *readers]),
-            f"{flow.calls[first]} is called inside of an autograd function of the model's own, past which no gradient comes to a stage",
+            f"{flow.calls[first]} is called inside an autograd function of the model, through which no gradient reaches another stage",
         )
     for source, readers in drawn.items():
         yield _Constraint(
@@ -272,14 +275,14 @@ def _atoms(flow: Flow, stages: int) -> list[range]:
 
 
 def _block_calls(flow: Flow) -> list[int]:
-    """Positions of the calls of blocks: of classes that are called more than once, where there are such."""
+    """Return the positions of the calls of blocks: of classes that are called more than once, where there are such."""
     often = Counter(call.kind for call in flow.calls if call.block)
     repeated = {kind for kind, count in often.items() if count > 1} or set(often)
     return [place for place, call in enumerate(flow.calls) if call.block and call.kind in repeated]
 
 
 def _weights(flow: Flow, method: str) -> list[int]:
-    """What each call counts for."""
+    """Return the weight of each call."""
     kind, _, pattern = method.partition(":")
     if method == "uniform":
         blocks = set(_block_calls(flow))
@@ -301,7 +304,7 @@ def _weights(flow: Flow, method: str) -> list[int]:
 
 
 def _used(flow: Flow, of_stage: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Parameters with the stages that read them."""
+    """Yield parameters with the stages that read them."""
     for place, sources in flow.readers():
         stage = of_stage[place]
         yield from ((source.parameter, stage) for source in sources if isinstance(source, Read))
@@ -325,7 +328,7 @@ def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
 
 
 def _holders(flow: Flow, of_stage: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Who holds each parameter; one that nothing reads goes with the one before it."""
+    """Return the stages that hold each parameter; a parameter that no call reads goes with the one before it."""
     used: dict[str, set[int]] = {name: set() for name in flow.parameters}
     for name, stage in _used(flow, of_stage):
         used[name].add(stage)

@@ -87,7 +87,8 @@ class Passes:
             self._link.send(tensors, target, "activations to the next stage")
 
     def joined(self, results: Sequence[Any]) -> tuple[list[dict[int, torch.Tensor]], torch.Tensor]:
-        """What a script may differentiate: per part, the tensors of its result by position; and a token from which backward comes here.
+        """Return the tensors that a script may differentiate: per part, those of its result by position; and a token through which backward
+        reaches this node.
 
         The token alone where the last stage is elsewhere.
         """
@@ -104,7 +105,7 @@ class Passes:
     # -- backward -----------------------------------------------------------------------------------------------------------
 
     def backward(self, gradients: Sequence[torch.Tensor | None]) -> None:
-        """Backward of every part, the last one first.
+        """Run the backward of every part, the last one first.
 
         Args:
             gradients: Of what ``joined`` gave, in order.
@@ -157,7 +158,7 @@ class Passes:
 
 
 class _Outer(torch.autograd.Function):
-    """Where the graph of a script ends and the passes begin."""
+    """Node between the graph of a script and the passes of the pipeline."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, passes: Passes, tensors: Sequence[torch.Tensor]) -> Any:

@@ -42,7 +42,9 @@ class PendingTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor], source: Any) -> PendingTensor:
-        """A stand-in for what ``fetch`` gives, which has the shape and type of ``like``; its gradient goes to the node ``source``."""
+        """Return a placeholder for the result of ``fetch``, with the shape and type of ``like``; its gradient goes to the node
+        ``source``.
+        """
         made: PendingTensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
         made._fetch, made._value, made._source, made._hooks = fetch, None, source, OrderedDict()
         return made

@@ -60,7 +60,7 @@ class PipelinePlan:
     changed: tuple[Crossing, ...] = ()
 
     def span(self, stage: int) -> range:
-        """Positions in ``calls`` of those that ``stage`` runs."""
+        """Return the positions in ``calls`` of the calls that ``stage`` runs."""
         return self._spans[stage]
 
     @cached_property
@@ -70,7 +70,9 @@ class PipelinePlan:
 
     @cached_property
     def crossings_by_call(self) -> list[dict[int, list[Crossing]]]:
-        """Per border, what goes over it by the call whose result it is part of; nothing goes over a last one, behind the last stage."""
+        """Return per border the tensors that cross it, by the call whose result they are part of; nothing crosses the last one, behind
+        the last stage.
+        """
         return [_by_call(border) for border in (*self.crossings, ())]
 
     @cached_property
@@ -79,12 +81,12 @@ class PipelinePlan:
         return {call: {crossing.leaf for crossing in found} for call, found in _by_call(self.changed).items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """As values of JSON."""
+        """Return the plan as JSON values."""
         return asdict(self)
 
     @classmethod
     def from_dict(cls, content: Mapping[str, Any]) -> PipelinePlan:
-        """What ``to_dict`` gave, also after JSON."""
+        """Return the plan from the result of ``to_dict``, also after JSON."""
         return cls(
             content["stages"],
             tuple(ItemCall(**call) for call in content["calls"]),
@@ -116,14 +118,14 @@ class Placement:
     folded: bool = False
 
     def rank_of(self, stage: int) -> int:
-        """Who runs ``stage``."""
+        """Return the rank that runs ``stage``."""
         turn, place = divmod(stage, self.ranks)
         return self.ranks - 1 - place if self.folded and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """What ``rank`` runs, rising."""
+        """Return the stages that ``rank`` runs, in rising order."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Who runs any of ``stages``, rising."""
+        """Return the ranks that run any of ``stages``, in rising order."""
         return tuple(sorted({self.rank_of(stage) for stage in stages}))

@@ -23,16 +23,16 @@ _NOTHING = torch.zeros(1)
 
 
 class StageWork(Protocol):
-    """What one stage does with the parts of a batch."""
+    """Work of one stage on the parts of a batch."""
 
     def expected(self, part: int) -> Sequence[torch.Tensor]:
-        """What the stage before sends of ``part``, as shapes and types; nothing on the first stage."""
+        """Return the tensors that the previous stage sends of ``part``, as shapes and types; nothing on the first stage."""
 
     def forward(self, part: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Runs the stage; returns what it sends to the next one, or on the last stage the loss alone."""
+        """Run the stage; return the tensors for the next one, or on the last stage the loss alone."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What gradients may be for."""
+        """Yield the parameters that gradients may be computed for."""
 
 
 class ScheduledStage:
@@ -79,7 +79,7 @@ class ScheduledStage:
     # -- forward --------------------------------------------------------------------------------------------------------
 
     def get_fwd_recv_ops(self, part: int) -> list[dist.P2POp]:
-        """What is received before ``part`` can run."""
+        """Return the receive operations before ``part`` can run."""
         if self.is_first:
             return []
         with self._own_errors() as work:
@@ -87,7 +87,7 @@ class ScheduledStage:
         return [self._operation(dist.irecv, place, -1) for place in self._arriving[part]]
 
     def forward_one_chunk(self, part: int, *_args: Any, **_kwargs: Any) -> Any:
-        """Runs ``part``; returns what goes on, on the last stage its loss."""
+        """Run ``part``; return its output, on the last stage its loss."""
         received = [tensor.to(self.device) for tensor in self._arriving.pop(part, ())]
         for tensor in received:
             tensor.requires_grad_(self.has_backward and tensor.is_floating_point())
@@ -100,27 +100,29 @@ class ScheduledStage:
         return tuple(sent) if not self.is_last else sent[0] if sent else None
 
     def get_fwd_send_ops(self, part: int) -> list[dist.P2POp]:
-        """What goes on when ``part`` has run."""
+        """Return the send operations after ``part`` has run."""
         if self.is_last:
             return []
         tensors = self._sent[part] if self.has_backward else self._sent.pop(part)
         return [self._operation(dist.isend, _carried(tensor, self._transport), 1) for tensor in tensors]
 
     def set_local_fwd_input(self, outputs: Sequence[torch.Tensor], part: int) -> None:
-        """``part`` comes from a stage of this rank."""
+        """Set the input of ``part`` that another stage of this rank has computed."""
         self._arriving[part] = [tensor.detach() for tensor in outputs]
 
     # -- backward -------------------------------------------------------------------------------------------------------
 
     def get_bwd_recv_ops(self, part: int) -> list[dist.P2POp]:
-        """What is received before the backward of ``part``."""
+        """Return the receive operations before the backward of ``part``."""
         if self.is_last or not self.has_backward:  # of which GPipe's schedule takes no notice
             return []
         self._gradients[part] = [_place(tensor, self._transport) for tensor in self._sent[part] if tensor.is_floating_point()]
         return [self._operation(dist.irecv, place, 1) for place in self._gradients[part]]
 
     def backward_one_chunk(self, part: int, loss: torch.Tensor | None = None, full_backward: bool = True, **_kwargs: Any) -> None:
-        """Backward of ``part``, on the last stage of its ``loss``; without ``full_backward`` weights get their gradients later."""
+        """Run the backward of ``part``, on the last stage from its ``loss``; without ``full_backward`` weights get their gradients
+        later.
+        """
         sent = self._sent.pop(part, [])
         if not self.has_backward:
             return
@@ -137,12 +139,12 @@ class ScheduledStage:
         self._returned[part] = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received]
 
     def backward_weight_one_chunk(self, part: int, **_kwargs: Any) -> None:
-        """The gradients of weights that ``backward_one_chunk`` has left."""
+        """Compute the gradients of weights that ``backward_one_chunk`` has left out."""
         with self._own_errors():
             self._later.pop(part)()
 
     def _ends(self, part: int, sent: Sequence[torch.Tensor], loss: Any) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """What backward begins with, and the gradients of it."""
+        """Return the tensors at which the backward begins, and their gradients."""
         if self.is_last:
             whole = loss.float()
             return [whole], [torch.full_like(whole, self.scale)]
@@ -152,15 +154,15 @@ class ScheduledStage:
         return [tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]
 
     def get_bwd_send_ops(self, part: int) -> list[dist.P2POp]:
-        """What goes back after the backward of ``part``."""
+        """Return the send operations after the backward of ``part``."""
         return [self._operation(dist.isend, _carried(gradient, self._transport), -1) for gradient in self._returned.pop(part, ())]
 
     def get_local_bwd_output(self, part: int) -> list[torch.Tensor]:
-        """What goes back to a stage of this rank."""
+        """Return the gradients for another stage of this rank."""
         return self._returned.pop(part)
 
     def set_local_bwd_input(self, gradients: list[torch.Tensor], part: int) -> None:
-        """The gradients of ``part`` come from a stage of this rank."""
+        """Set the gradients of ``part`` that another stage of this rank has computed."""
         self._gradients[part] = gradients
 
     # -- what else schedules call -----------------------------------------------------------------------------------------
@@ -172,10 +174,10 @@ class ScheduledStage:
             kept.clear()
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Nothing: the engine reduces."""
+        """Do nothing: the engine reduces gradients."""
 
     def scale_grads(self, grad_scale_factor: int) -> None:
-        """Nothing: losses are scaled."""
+        """Do nothing: losses are scaled already."""
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
         return []
@@ -190,7 +192,7 @@ class ScheduledStage:
 
     @contextmanager
     def _own_errors(self) -> Iterator[StageWork]:
-        """A context in which the work runs; its errors are noted."""
+        """Note errors of the work that runs in this context."""
         assert self.work is not None
         try:
             yield self.work
@@ -266,7 +268,7 @@ class Scheduler:
         self._orders: dict[tuple[str, int], _Order] = {}  # one is found once: that of many parts takes time
 
     def train(self, works: Mapping[int, StageWork], parts: int, scale: float = 1.0) -> None:
-        """Forward and backward of all ``parts``; gradients come into ``param.grad``, or where hooks of parameters take them.
+        """Run forward and backward of all ``parts``; gradients arrive in ``param.grad``, or in hooks of parameters.
 
         Args:
             works: What each stage of this rank does.
@@ -280,7 +282,7 @@ class Scheduler:
         self._run(_WITH_FEW if few else self._name, works, parts, True, scale)
 
     def look(self, works: Mapping[int, StageWork], parts: int) -> None:
-        """Forward of all ``parts`` alone, one stage on each rank."""
+        """Run only the forward of all ``parts``, one stage on each rank."""
         self._run(_WITH_FEW, works, parts, False, 1.0)
 
     def _run(self, name: str, works: Mapping[int, StageWork], parts: int, trains: bool, scale: float) -> None:

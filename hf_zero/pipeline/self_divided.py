@@ -21,7 +21,7 @@ class DividesItself(Protocol):
     """A model that knows its stages, one on each rank, and runs them itself."""
 
     def pipeline_plan(self) -> PipelinePlan:
-        """Who holds what."""
+        """Return the plan that assigns layers to stages."""
 
 
 def schedule_of(settings: Pipeline) -> str:
@@ -40,7 +40,7 @@ def schedule_of(settings: Pipeline) -> str:
 
 
 def equal_where_shared(model: nn.Module, held_by: Mapping[str, tuple[int, ...]], pipe: Collectives) -> None:
-    """Parameters that several ranks of a pipeline hold get the values of the first of them; collective over the pipeline.
+    """Give parameters that several ranks of a pipeline hold the values of the first of these ranks; collective over the pipeline.
 
     Args:
         model: Its parameters are whole on the ranks that hold them.

@@ -76,7 +76,7 @@ class Templates:
         return map_tensors(self.result(path, args, kwargs), lambda meta: self.placeholder(meta, device))
 
     def placeholder(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """As ``placeholder``, for ranks that make many: all of one shape and type are the same number."""
+        """Do the same as ``placeholder`` for ranks that make many: all placeholders of one shape and type share one number."""
         key = like.shape, like.dtype
         if key not in self._placeholders:
             with torch.inference_mode(False):  # it is for training, too
@@ -104,6 +104,6 @@ def _shape_only(tensor: torch.Tensor, values: bool) -> torch.Tensor:
 
 
 def placeholder(meta: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the shape of ``meta`` that stands for values this rank does not have: one NaN (or 0) seen many times, in no memory."""
+    """Return a tensor with the shape of ``meta`` for values this rank does not have: one NaN (or 0) expanded, so it takes no memory."""
     value = float("nan") if meta.dtype.is_floating_point else 0
     return torch.full((), value, dtype=meta.dtype, device=device).expand(meta.shape)

@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 def require_iterator(source: Any) -> Iterator[Any]:
-    """``source`` itself.
+    """Return ``source`` if it is an iterator; else raise an error.
 
     Raises:
         ConfigError: It is no iterator.
@@ -32,7 +32,8 @@ def require_iterator(source: Any) -> Iterator[Any]:
 
 
 def read_together(networks: Sequence[Collectives], read: Callable[[], T], tell: Callable[[T], Any] = lambda _: None) -> tuple[T, list[Any]]:
-    """What ``read`` gives, and what the ranks of the first network tell of theirs; collective over all networks, one after the other.
+    """Return the result of ``read``, and the reports of the ranks of the first network about theirs; collective over all networks, one
+    after the other.
 
     No rank goes on without the others: one that had no data would leave them waiting in the batch.
 
@@ -144,7 +145,7 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
 
 @contextmanager
 def whole_step(engine: Engine) -> Iterator[None]:
-    """Forwards and backwards inside, in any order, are those of all micro-steps of one optimizer step; the end reduces. Collective.
+    """Treat all forwards and backwards in the context, in any order, as the micro-steps of one optimizer step; its end reduces. Collective.
 
     Raises:
         StateError: The engine does not train.
@@ -170,7 +171,7 @@ def _require_training(engine: Engine) -> None:
 
 
 def _take_left(reducer: Reducer) -> None:
-    """Takes gradients that are in ``param.grad``: schedules that compute those of weights by themselves run no hook of a parameter."""
+    """Take gradients that are in ``param.grad``: schedules that compute weight gradients separately run no hook of a parameter."""
     for entry in reducer.gradients:
         for index in range(len(entry.unit.params)):
             reducer.collect(entry, index)

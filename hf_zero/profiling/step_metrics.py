@@ -217,7 +217,9 @@ class StepMetrics:
         """Operations that the model needed; None where the step that was counted had no backward of the engine's."""
         counted = self._counted
         if counted is None or not counted.backward or not counted.operations.needed:
-            warn_once("hf_zero.step_metrics: no operations are told, because loss.backward() is not seen; call engine.backward(loss)")
+            warn_once(
+                "hf_zero.step_metrics: operations are not reported, because loss.backward() was called directly; call engine.backward(loss)"
+            )
             return None
         if window.tokens and counted.tokens:
             return counted.operations.needed * window.tokens / counted.tokens
@@ -238,7 +240,9 @@ def _known_peak(device: torch.device) -> float | None:
     name = module.get_device_name(device) if hasattr(module, "get_device_name") else device.type
     peak = peak_tflops(name)
     if peak is None:
-        warn_once(f"hf_zero.step_metrics: the peak of {name!r} is not known, so no utilisation is told: set hf_zero.peak_tflops")
+        warn_once(
+            f"hf_zero.step_metrics: utilisation is not reported, because the peak speed of {name!r} is not known: set hf_zero.peak_tflops"
+        )
     return peak
 
 

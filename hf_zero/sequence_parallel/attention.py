@@ -75,7 +75,10 @@ class SlicedAttention:
         ranks, rank, heads = self.collectives.world, self.collectives.rank, query.shape[1]
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
-            raise UnsupportedError(f"sequence parallelism: {', '.join(given)} of a slice cannot be used for whole sequences")
+            raise UnsupportedError(
+                f"sequence parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its "
+                "slice only"
+            )
         length = query.shape[2] * ranks
         own = slice(rank * (heads // ranks), (rank + 1) * (heads // ranks))
         mask = _mask_of_heads(attention_mask, length, key.shape[2] * ranks, own)

@@ -164,7 +164,10 @@ class UlyssesSPDataLoaderAdapter:
         ended = sum(told.ended for told in everyone)
         if ended:
             if ended < len(everyone):
-                warn_once("the loaders of a sequence-parallel group do not end together: what the longer ones have left over is not used")
+                warn_once(
+                    "the data loaders of a sequence-parallel group have different lengths: the remaining batches of the longer ones "
+                    "are not used"
+                )
             return deque(), True
         problems = [told.problem for told in everyone if told.problem]
         if problems:

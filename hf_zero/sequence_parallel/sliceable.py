@@ -80,7 +80,8 @@ def _require_causal(model: nn.Module) -> None:
     own = [kind for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
     if own and not own[0].__name__.endswith("PreTrainedModel") and not any(kind.__name__ in causal for kind in own):
         raise UnsupportedError(
-            f"sequence parallelism: {name} is no causal language model; labels are shifted by one token, so ...ForCausalLM it must be"
+            f"sequence parallelism: {name} is not a causal language model (...ForCausalLM), which is needed because labels "
+            "are shifted by one token"
         )
     if any(getattr(part, "is_decoder", None) is False for part in base.modules()) or getattr(base.config, "is_causal", True) is False:
         raise UnsupportedError(
@@ -95,8 +96,8 @@ def _require_alike(name: str, config: Any) -> None:
         value = getattr(config, key, None)
         if isinstance(value, (int, float)) and value > 0:
             raise UnsupportedError(
-                f"sequence parallelism: {key} of {name} is {value}: the ranks of a group would leave out other layers and wait for each "
-                f"other; set config.{key} = 0"
+                f"sequence parallelism: {key} of {name} is {value}: the ranks of a group would skip different layers and wait for "
+                f"each other; set config.{key} = 0"
             )
     if getattr(config, ROUTERS, False):
         raise UnsupportedError(NO_ROUTERS)

@@ -60,7 +60,7 @@ def leave(text: str, where: str = "", seconds: float | None = None, kind: str = 
     try:
         own_files.write_text(Path(name), json.dumps({"message": {"message": text, "extraInfo": extra}}))
     except OSError as error:
-        logger.warning("the launcher cannot be told why this rank ends: %s", error)
+        logger.warning("the error of this rank could not be reported to the launcher: %s", error)
 
 
 class _Hook:

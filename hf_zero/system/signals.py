@@ -104,8 +104,8 @@ def listen(number: int) -> Callable[[bool], None] | None:
         if not _said_deaf:
             _said_deaf = True
             logger.warning(
-                "rank %d does not hear %s: handlers can be installed in the main thread of Python alone, and this is %r. It hears of "
-                "a signal to another rank",
+                "rank %d does not catch %s: Python installs signal handlers in the main thread only, and this is %r. The rank "
+                "still learns of a signal that another rank catches",
                 global_rank(), signal.Signals(number).name, threading.current_thread().name,
             )  # fmt: skip
         return None

@@ -72,8 +72,9 @@ def require_whole(model: nn.Module) -> None:
     tp = dims.get("tp", 1)
     split = f'"tensor_parallel": {{"autotp_size": {tp}}} in the configuration splits it over {tp} ranks, and ' if tp > 1 else ""
     raise UnsupportedError(
-        f"{type(model).__name__}: parameter {name!r} is a DTensor over {shown}: the model was divided over ranks before (from_pretrained "
-        "with distributed_config, tp_plan or device_mesh; fully_shard; distribute_tensor), and an engine shards whole models itself. Load "
-        f"it without: {split}zero_optimization.stage 3 shards parameters over all others; ParallelismConfig(dp_replicate_size=...) or "
-        "zero_optimization.mics_shard_size keep replicas of the shards"
+        f"{type(model).__name__}: parameter {name!r} is a DTensor over {shown}: the model was already divided over ranks "
+        "(from_pretrained with distributed_config, tp_plan or device_mesh; fully_shard; distribute_tensor), but an "
+        f"engine needs a whole model and shards it itself. Load it without: {split}zero_optimization.stage 3 shards "
+        "parameters over all other ranks; ParallelismConfig(dp_replicate_size=...) or zero_optimization.mics_shard_size "
+        "keep replicas of the shards"
     )

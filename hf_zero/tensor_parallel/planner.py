@@ -106,8 +106,8 @@ def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -
         reason, kind = plan.modules[path].reason, overrides.families[path]
         if reason.startswith(READ_ELSEWHERE):
             raise ConfigError(
-                f"{path} cannot be split by {kind}: {reason}, outside of it. Leave it out of {overrides.source}: it stays "
-                "whole on every rank then"
+                f"{path} cannot be split by {kind}: {reason}, outside of it. Remove it from {overrides.source}: it then stays "
+                "whole on every rank"
             )
         weight = dict(model.named_parameters(remove_duplicate=False))[f"{path}.weight"]
         sizes = [number for number in _USABLE if all(size % number == 0 for size in weight.shape)]

@@ -316,7 +316,7 @@ def sharded_before() -> str:
 
 def test_a_model_that_is_sharded_already_gets_a_clear_answer() -> None:
     for text in ranks.run_ranks(sharded_before, 4):
-        assert "parameter '1.weight' is a DTensor over fsdp 2, tp 2: the model was divided over ranks before" in text
+        assert "parameter '1.weight' is a DTensor over fsdp 2, tp 2: the model was already divided over ranks" in text
         assert '"tensor_parallel": {"autotp_size": 2}' in text and "distributed_config" in text
 
 

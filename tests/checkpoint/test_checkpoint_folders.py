@@ -185,7 +185,7 @@ def test_a_former_checkpoint_is_removed_only_when_the_new_one_is_complete(tmp_pa
 def test_a_folder_that_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "corpus.txt").write_text("precious")
-    with pytest.raises(CheckpointError, match="data exists and is no checkpoint of ours"):
+    with pytest.raises(CheckpointError, match="data exists and is not a checkpoint that hf_zero wrote"):
         staging.begin(tmp_path, "data")
     broken = _finalized(tmp_path, "t")
     (broken / "index.json").unlink()
@@ -211,7 +211,9 @@ def test_what_others_made_stays(tmp_path: Path, name: str) -> None:
             os.utime(tmp_path / folder / file, (0, 0))
         os.utime(tmp_path / folder, (0, 0))
     _finalized(tmp_path, "old")
-    with pytest.raises(CheckpointError, match="best exists and is no checkpoint of ours.*choose another tag, or move it away"):
+    with pytest.raises(
+        CheckpointError, match="best exists and is not a checkpoint that hf_zero wrote.*choose another tag, or move it away"
+    ):
         staging.begin(tmp_path, "best")
     for folder in ("best", ".other.0123abcd.part"):
         assert {path.name: path.read_text() for path in (tmp_path / folder).iterdir()} == FOREIGN[name]
@@ -260,7 +262,7 @@ def test_a_second_job_that_saves_the_same_tag_is_refused_by_name(tmp_path: Path)
     try:
         part = Path(other.stdout.readline().strip())  # type: ignore[union-attr]
         with pytest.raises(
-            CheckpointError, match=rf"process {other.pid} of .*, which runs, is saving checkpoint 't' .*{re.escape(str(part))}"
+            CheckpointError, match=rf"process {other.pid} of .* is still running and is saving checkpoint 't' .*{re.escape(str(part))}"
         ):
             staging.begin(tmp_path, "t")
         assert (part / "master-00000-of-00001.safetensors").read_text() == "theirs"

@@ -97,7 +97,7 @@ def test_torchrun_hears_of_a_last_save_that_was_lost(launched: Launched) -> None
     assert launched.status != 0
     run = launched.folder / "run"
     assert (run / "latest").read_text() == "global_step5"
-    told = [line for line in launched.err.splitlines() if "nothing waited for it" in line]
+    told = [line for line in launched.err.splitlines() if "the script ended without waiting for it" in line]
     assert any("global_step6" in line and f"newest complete one is {run / 'global_step5'}" in line for line in told), launched.err[-3000:]
 
 

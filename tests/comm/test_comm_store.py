@@ -101,7 +101,7 @@ def test_groups_and_attempts_under_torchrun_find_nothing_of_each_other(monkeypat
     ("rank", "text"),
     [
         ("1", "did not reach rank 0 at 127.0.0.1:{port} within 1.2 s: "),
-        ("0", "could not meet the others at 127.0.0.1:{port}: "),
+        ("0", "could not meet the other ranks at 127.0.0.1:{port}: "),
     ],
 )
 def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

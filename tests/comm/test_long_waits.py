@@ -192,10 +192,14 @@ WAITS = Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"0": 3, "1": 7
 @pytest.mark.parametrize(
     ("answers", "silent", "end"),
     [
-        ({1: Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"1": 7})}, [], "All its ranks have come, so they run different "),
+        ({1: Standing("hf_zero::vote (x)", "1", "a.py:1 in f", issued={"1": 7})}, [], "All ranks have reached this collective, so "),
         ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 6}, host="h")}, [], "Not come: rank 1 on h is at b.py:2 in g"),
         # It has issued its part and computes; and more elsewhere.
-        ({1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")}, [], "is slow or gone. Elsewhere: rank 1 on h is at b.py:2"),
+        (
+            {1: Standing(place="b.py:2 in g", issued={"0": 9, "1": 7}, host="h")},
+            [],
+            "is slow or broken. Elsewhere: rank 1 on h is at b.py:2",
+        ),
         # Rank 1 has come to another place than the making of a group, which no back end counts.
         (
             {1: Standing(place="b.py:2 in g", issued={"1": 7}, host="h")},

@@ -193,7 +193,7 @@ def test_a_rate_of_zero_is_said() -> None:
 
 def test_experts_that_nothing_divides_are_said() -> None:
     (warning,) = resolve({"expert_parallel": {"enabled": True}}).warnings
-    assert "`expert_parallel.autoep_size` is missing, and 1 then: every rank holds all experts" in warning
+    assert "`expert_parallel.autoep_size` is missing; using 1: every rank holds all experts" in warning
     for section in ({"enabled": True, "autoep_size": 2}, {"enabled": False}):
         assert resolve({"expert_parallel": section}).warnings == []
 

@@ -64,4 +64,4 @@ def test_a_micro_batch_that_nothing_says_is_1_and_told(config: dict[str, object]
     assert not told
     found = resolve(config, world_size=2)
     announce(found)
-    assert found.batch.micro == 1 and [line for line in told if "train_micro_batch_size_per_gpu" in line and "1 is taken" in line]
+    assert found.batch.micro == 1 and [line for line in told if "train_micro_batch_size_per_gpu" in line and "using 1" in line]

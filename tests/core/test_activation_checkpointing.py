@@ -174,7 +174,7 @@ def test_random_states_are_named_seeded_and_kept_apart() -> None:
         second = torch.rand(4)
     assert torch.equal(torch.get_rng_state(), before) and not torch.equal(first, second)
     assert torch.equal(first, torch.rand(4, generator=torch.Generator().manual_seed(1)))
-    with pytest.raises(StateError, match="'two' with seed 1: seed 1 is taken"):
+    with pytest.raises(StateError, match="'two' with seed 1: seed 1 is already in use"):
         states.add("two", 1)
     with pytest.raises(StateError, match="no random state 'three'; there are: one"):
         with states.fork("three"):

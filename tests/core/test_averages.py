@@ -119,7 +119,7 @@ def _rules() -> None:
     step(engine, 11)
     with averages.applied():
         for refused in (lambda: step(engine, 12), averages.update, averages.apply, lambda: engine.save_checkpoint("never_written")):
-            with pytest.raises(StateError, match=r"averages 'average' are in the place of the weights"):
+            with pytest.raises(StateError, match=r"averages 'average' replace the weights"):
                 refused()
         engine.zero_grad()
     before = weights(engine)

@@ -130,5 +130,5 @@ def check_refusals() -> None:
         parity.initialize(model, with_experts(Run(1), 2))
     model = build(MIXTRAL)
     parity.initialize(model, with_experts(Run(1), 2)).destroy()
-    with pytest.raises(StateError, match="it was made when this rank had its own experts alone. Add adapters before initialize"):
+    with pytest.raises(StateError, match="it was created when this rank held only its own experts. Add adapters before initialize"):
         parity.initialize(with_adapters(model, **BOTH), with_experts(Run(1), 2))

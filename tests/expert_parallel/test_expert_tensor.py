@@ -192,7 +192,7 @@ def check_refusals() -> None:
     biased = with_adapters(build(GPT_OSS), target_modules=[], target_parameters=["mlp.experts.down_proj_bias"])
     refused(UnsupportedError, "the adapter of down_proj_bias .* is not provided together with tensor_parallel", 2, 2, biased)
     split = tp_model_init(build(MIXTRAL), 2)
-    refused(StateError, "was divided by tensor parallelism before expert parallelism was known of", 2, 2, split)
+    refused(StateError, "was split by tensor parallelism before expert parallelism was configured", 2, 2, split)
     engine = parity.initialize(build(MIXTRAL), with_experts(with_split_layers(Run(1), 2), 4))
     again = parity.initialize(engine.module, with_experts(with_split_layers(Run(1), 2), 4))
     loss = zoo.loss(again, mixed(MIXTRAL)(0, 0, ranks.rank() // 2))

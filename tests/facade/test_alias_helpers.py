@@ -352,7 +352,7 @@ def test_curricula_that_cannot_be() -> None:
         ({"min_difficulty": 1}, "max_difficulty, schedule_type must be given"),
         (settings | {"schedule_type": "square"}, "'square'"),
         (settings | {"schedule_type": "fixed_linear"}, r"schedule_config\.total_curriculum_step"),
-        (settings | {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": [1]}}, "one longer"),
+        (settings | {"schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [1], "max_step": [1]}}, "one entry more"),
     ):
         with pytest.raises(ConfigError, match=text):
             CurriculumScheduler(wrong)

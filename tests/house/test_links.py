@@ -360,7 +360,7 @@ def test_a_disk_without_capitals_replaces_nothing_of_another_spelling(tmp_path: 
             work()
     own_files.remove_file(tmp_path / "latest")
     (tmp_path / "t").mkdir()
-    with pytest.raises(CheckpointError, match="differs in capitals"):
+    with pytest.raises(CheckpointError, match="differs only in upper and lower case"):
         staging.clear(tmp_path, "t")
     assert (tmp_path / "latest").read_text() == OURS
 

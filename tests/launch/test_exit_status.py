@@ -36,7 +36,8 @@ unflushed.write("the last line")
 atexit.register(lambda: print("handler after", flush=True))
 """
 LOST = re.compile(
-    r"saving checkpoint 'second' to .* failed, and nothing waited for it: .*No space left on device.*newest complete one is .*/first\b"
+    r"saving checkpoint 'second' to .* failed, and the script ended without waiting for it: .*No space left on device"
+    r".*newest complete one is .*/first\b"
 )
 ENDS = {
     "by itself": ("", 120),
@@ -139,7 +140,10 @@ def test_every_end_tells_of_a_last_save_that_failed(tmp_path: Path) -> None:
 
 def test_an_error_that_was_heard_is_not_told_again(ended: dict[str, Ended]) -> None:
     found = ended["heard"]
-    assert (found.status, found.out) == (0, "heard\nhandler after\nhandler before\n") and "nothing waited for it" not in found.err
+    assert (found.status, found.out) == (
+        0,
+        "heard\nhandler after\nhandler before\n",
+    ) and "the script ended without waiting for it" not in found.err
 
 
 def test_a_run_that_a_signal_ends_has_its_own_status(ended: dict[str, Ended]) -> None:

@@ -407,11 +407,11 @@ def _refusals(base: Path, folder: Path) -> None:
     with pytest.raises(UnsupportedError, match="tensor parallelism cannot divide packed weights"):
         initialize(model, Run(0, extra={"tensor_parallel": {"autotp_size": 2}}))
     unquantized = nn.Sequential(bitsandbytes.nn.Linear4bit(64, 64), nn.Linear(64, 1))
-    with pytest.raises(StateError, match=r"0.weight is to be quantized by bitsandbytes and is not yet"):
+    with pytest.raises(StateError, match=r"0.weight is marked for bitsandbytes but not quantized yet"):
         hf_zero.initialize(model=unquantized, config=Run(3).config())
     unquantized.to("cpu")
     unquantized[0].weight.quant_state.packing_format_for_cpu = True  # as a forward in eval mode leaves it, on some CPUs
-    with pytest.raises(StateError, match="0 has run in eval mode on this CPU"):
+    with pytest.raises(StateError, match="0 ran in eval mode on this CPU"):
         hf_zero.initialize(model=unquantized, config=Run(3).config())
     whole = AutoModelForCausalLM.from_pretrained(base)
     engine = initialize(whole, Run(3))

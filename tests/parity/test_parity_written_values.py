@@ -181,7 +181,7 @@ def _refused() -> None:
         engine.backward(loss)
         if ranks.rank() == 1:
             model[0].weight.data = torch.zeros(5, 5)
-        text = "was given data while it was divided" if stage == 3 else "a parameter of an engine keeps its shape"
+        text = "was given data while it was divided" if stage == 3 else "A parameter of an engine keeps its shape"
         with pytest.raises(StateError, match=rf"{text}[^$]*rank 1"):
             engine.step()
         engine.destroy()

@@ -124,7 +124,7 @@ def test_names_are_those_of_classes_and_functions() -> None:
         (lambda: require_layers([]), "at least one layer"),
         (lambda: require_layers([nn.ReLU(), 3]), "layer 1 is 3"),
         (lambda: require_layers([nn.ReLU]), "layer 0 is <class"),
-        (lambda: require_layers([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.Embedding, 2, 2)]), "layers of one key"),
+        (lambda: require_layers([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.Embedding, 2, 2)]), "Layers with one key"),
         (lambda: without_values(TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="wte")), "'wte' is no parameter.*weight, bias"),
     ],
 )

@@ -72,7 +72,7 @@ def check_calls() -> None:
         engine.train_batch()
     with pytest.raises(ConfigError, match=r"is a list; an iterator is allowed"):
         engine.train_batch([1])
-    with pytest.raises(ConfigError, match=r"gave a tuple of 3; \(inputs, labels\)"):
+    with pytest.raises(ConfigError, match=r"gave a tuple of 3; allowed is \(inputs, labels\)"):
         engine.train_batch(iter([(1, 2, 3)]))
     engine.destroy()
 
@@ -289,7 +289,7 @@ def check_refusals() -> None:
         PipelineModule([nn.Linear(2, 2), LayerSpec(Scalar)], num_stages=2)
     divided = PipelineModule(layers, topology=PipeModelDataParallelTopology(1, 2, 1))
     assert divided.mpu().get_slice_parallel_world_size() == 2  # what takes the list apart asks for no more
-    with pytest.raises(UnsupportedError, match="layers that are divided over the ranks of an axis model"):
+    with pytest.raises(UnsupportedError, match="layers split over the ranks of a 'model' axis"):
         parity.initialize(divided, Run(1))
     for stages in (1, 2):
         with pytest.raises(UnsupportedError, match="PipelineModule.*stage 3 exclude each other"):

@@ -118,9 +118,9 @@ def check_noted(folder: str) -> None:
     assert torch.allclose(zoo.loss(engine.eval(), batch), wanted, rtol=1e-5)  # adapters begin with nothing
     engine.destroy()
     model, _ = loaded_under(config, kind, folder)
-    with pytest.raises(StateError, match="loaded by the stages of a pipeline, and here there is none"):
+    with pytest.raises(StateError, match="loaded for a pipeline, and this engine has none"):
         hf_zero.initialize(model=model, config=plain, model_parameters=model.parameters())
     if ranks.rank() == 0:
         model = pp_breadth.build("LlamaForCausalLM", 4)
-    with pytest.raises(StateError, match="call from_pretrained on every rank"):
+    with pytest.raises(StateError, match="Call from_pretrained on every rank"):
         hf_zero.initialize(model=model, config=config, model_parameters=model.parameters())

@@ -298,7 +298,7 @@ def reversible(model: Net, x: Tensor, ids: Tensor) -> Tensor:
 
 
 REFUSED = [
-    (reversible, Block, 3, ["at most 3 stages", "layers.1 (Block) is called inside of an autograd function"]),
+    (reversible, Block, 3, ["at most 3 stages", "layers.1 (Block) is called inside an autograd function"]),
     (cache, Keeping, 3, ["at most 3 stages", "layers.1 (Keeping) keeps a tensor", "layers.2 (Keeping) reads it"]),
     (cache_for_the_result, Keeping, 2, ["at most 2 stages", "layers.1 (Keeping) keeps", "head (Linear) reads it"]),
     (dropout_for_all, Block, 2, ["at most 2 stages", "Net draws random numbers", "layers.0 (Block)", "layers.2 (Block)"]),

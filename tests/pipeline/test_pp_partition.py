@@ -78,7 +78,9 @@ def test_what_does_not_fit_is_said_with_what_would(llama: nn.Module) -> None:
         make_plan(llama, 2, "type:(")
     with pytest.raises(ConfigError, match=r"At most 0 stages fit|calls none of its repeated blocks"):
         make_plan(nn.Linear(2, 2), 2, inputs={"input": torch.zeros(1, 2)})
-    with pytest.raises(ConfigError, match=r"requires labels, of which nothing is known: give that a default \(labels=None\)"):
+    with pytest.raises(
+        ConfigError, match=r"requires labels, and hf_zero does not know which values to pass. Give the parameter a default \(labels=None\)"
+    ):
         make_plan(Labelled(), 2)
 
 

@@ -125,7 +125,7 @@ def kinds() -> list[str]:
 def test_what_slices_would_make_wrong_is_refused() -> None:
     texts = [
         "layerdrop of OPTForCausalLM is 0.1",
-        "BertForMaskedLM is no causal language",
+        "BertForMaskedLM is not a causal language",
         "make it with is_decoder=True",
         "output_router_logits",
     ]

@@ -34,7 +34,7 @@ def on_all(collectives: Collectives, what: str, work: Callable[[], T]) -> list[T
 
 
 def quickly(collectives: Collectives, what: str, work: Callable[[], T]) -> T:
-    """As ``on_all``, where a rank needs its own result alone: one small sum over ranks as long as all goes well; collective."""
+    """Do the same as ``on_all``, where a rank needs only its own result: one small sum over ranks if no rank fails; collective."""
     result, text, cause = _attempt(work)
     label = f"checkpoint: {what}"
     if _exchange(what, lambda: collectives.any_rank(bool(text), label)):

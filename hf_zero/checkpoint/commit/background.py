@@ -37,7 +37,7 @@ _POLL_SECONDS = 0.05
 
 @dataclass(frozen=True)
 class Written:
-    """What a rank has written.
+    """Report of a rank about the files it has written.
 
     Attributes:
         files: Records by file name.
@@ -48,12 +48,12 @@ class Written:
     client_state: Any = None
 
     def to_json(self) -> str:
-        """For a note to rank 0."""
+        """Return the record as JSON, for the note to rank 0."""
         return json.dumps(asdict(self))
 
     @staticmethod
     def from_json(text: str, where: str) -> Written:
-        """From ``to_json``; ``where`` is for messages."""
+        """Return the record from the text of ``to_json``; ``where`` names the source in messages."""
         data = json.loads(text)
         return Written({name: read_file_record(record, f"{where}: {name}") for name, record in data["files"].items()}, data["client_state"])
 
@@ -129,7 +129,7 @@ class Background:
         return direct, copied
 
     def _reserve(self, nbytes: int, device: torch.device | None) -> None:
-        """Memory for the copy; ``device``: one that copies to it."""
+        """Allocate memory for the copy; ``device`` is the device that copies to it."""
         if self._memory.numel() >= nbytes and (device is None or self._locked is not None):
             return
         self._memory = torch.empty(0, dtype=torch.uint8)  # before the new one is there
@@ -153,7 +153,7 @@ class Background:
     # -- the thread
 
     def start(self, task: Task, told: list[dict[str, Any]]) -> None:
-        """Begins to write; ``told`` is what every rank said of its share."""
+        """Begin to write; ``told`` has the description of every rank's share."""
         running = _Running(task.what, task.folder)
         running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
@@ -175,7 +175,7 @@ class Background:
                 _tell(task.folder / staging.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
-        """What all other ranks have written, as soon as they are there.
+        """Return the reports of all other ranks, as soon as all have arrived.
 
         Raises:
             CheckpointError: A rank failed, died, or makes no progress.
@@ -267,7 +267,7 @@ class _Running:
             raise self.error
 
     def lost(self, wait: bool) -> str:
-        """What the end of the process says, see ``exit_status``."""
+        """Return the message for the end of the process if the save was lost, see ``exit_status``."""
         if wait:
             self.thread.join()
         if self.done:
@@ -275,9 +275,12 @@ class _Running:
         try:
             newest = folders.say_newest(self.folder.parent)
         except OSError as error:
-            newest = f"which is the newest complete one cannot be told: {error}"
+            newest = f"the newest complete checkpoint cannot be determined: {error}"
         cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"
-        return f"{self.what} in the background failed, and nothing waited for it: {cause}; {newest}. The exit status tells that it failed"
+        return (
+            f"{self.what} in the background failed, and the script ended without waiting for it: {cause}; {newest}. The exit "
+            "status is therefore not 0"
+        )
 
 
 class _ToldByRank(CheckpointError):
@@ -294,4 +297,4 @@ def _tell(path: Path, error: Exception) -> None:
     try:
         own_files.write_text(path, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     except OSError as second:
-        logger.error("rank 0 cannot be told: %s", second)
+        logger.error("the failure of this save could not be reported to rank 0: %s", second)

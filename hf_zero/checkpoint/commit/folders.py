@@ -83,7 +83,8 @@ def find(load_dir: Path, tag: str) -> Path:
 
 
 def find_latest(load_dir: Path) -> Path | None:
-    """The folder that ``latest`` names; when that is not complete, the newest that is, with a warning; None when nothing was ever saved.
+    """Return the folder that ``latest`` names, or, if that is incomplete, the newest complete one, with a warning; None when nothing was
+    ever saved.
 
     Raises:
         CheckpointError: ``latest`` names no folder name, or what it names is incomplete and there is no other.
@@ -95,7 +96,7 @@ def find_latest(load_dir: Path) -> Path | None:
     newest = newest_complete(load_dir)
     if newest is not None:
         problem = f"{load_dir} has no file {LATEST_FILE!r}" if tag is None else f"{LATEST_FILE!r} names {tag!r}: {_problem(load_dir, tag)}"
-        logger.warning("%s; the newest complete checkpoint is loaded in its place: %s", problem, newest)
+        logger.warning("%s; loading the newest complete checkpoint instead: %s", problem, newest)
         return newest
     if tag is not None:
         raise CheckpointError(f"{_problem(load_dir, tag)}; no other is complete there")
@@ -128,7 +129,7 @@ def newest_complete(load_dir: Path) -> Path | None:
 
 
 def complete_ones(load_dir: Path) -> dict[tuple[str, str], Path]:
-    """Return all complete checkpoints in ``load_dir`` by tag and digest, the newest first, those that were replaced behind all others."""
+    """Return all complete checkpoints in ``load_dir`` by tag and digest, the newest first; checkpoints that were replaced come last."""
     present: list[tuple[str, Path]] = []
     replaced: list[tuple[str, Path]] = []
     for folder in load_dir.iterdir() if load_dir.is_dir() else ():
@@ -147,7 +148,7 @@ def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
 
 
 def _age(folder: Path) -> tuple[int, int]:
-    """Return the optimizer steps that were made when a checkpoint was saved, as its index tells, and then when it was finished.
+    """Return the number of optimizer steps of a checkpoint, from its index, and the time when it was finished.
 
     A clock may have been set back, or be another machine's; steps only go up.
     """
@@ -171,7 +172,9 @@ def marker_of(folder: Path) -> str:
 
 
 def say_newest(save_dir: Path) -> str:
-    """A sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for each)."""
+    """Return a sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for
+    each).
+    """
     found = newest_complete(save_dir)
     if found is None:
         beside = (newest_complete(folder) for folder in save_dir.absolute().parent.iterdir() if folder.is_dir())
@@ -180,7 +183,7 @@ def say_newest(save_dir: Path) -> str:
 
 
 def digest(index: str) -> str:
-    """What the marker says of the text of an index."""
+    """Return the digest of the text of an index, as the marker file holds it."""
     return hashlib.sha256(index.encode()).hexdigest()
 
 
@@ -231,7 +234,8 @@ def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
 
 
 def _is_whole_trainer_checkpoint(folder: Path) -> bool:
-    """Whether what Trainer writes last is there, and if there is any sign of the engine's checkpoint, that and every rank's random state.
+    """Return whether the file that Trainer writes last exists and, if there is any sign of the engine's checkpoint, that checkpoint is
+    complete and the random state of every rank exists.
 
     Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
     """
@@ -257,7 +261,9 @@ def _is_archive(path: Path) -> bool:
 
 
 def _random_states(checkpoint: Path) -> Iterator[str]:
-    """Names of Trainer's files beside a checkpoint of ours; none when that was converted, or does not say how many ranks wrote it."""
+    """Yield the names of Trainer's files beside an hf_zero checkpoint; none when it was converted, or does not say how many ranks
+    wrote it.
+    """
     path = checkpoint / INDEX_FILE
     index = whole_json(path, limit_beside(path))
     if index is None:

@@ -48,7 +48,7 @@ class Disks:
         return self.leaders[self.rank] == self.rank
 
     def only(self, work: Callable[[], object]) -> Callable[[], object]:
-        """``work`` on leaders, nothing elsewhere."""
+        """Return ``work`` on leader ranks, and a function that does nothing on other ranks."""
         return work if self.leads else lambda: None
 
 
@@ -121,7 +121,7 @@ def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list
 
 
 def _copy_file(net: Collectives, owner: int, source: Path, target: Path | None, nbytes: int, what: str) -> None:
-    """Sends ``source`` of rank ``owner``, ``nbytes`` long, to the ranks that have a ``target``. An error is told after the last window."""
+    """Send ``source`` of rank ``owner``, ``nbytes`` long, to the ranks that have a ``target``. An error is raised after the last window."""
     problem: OSError | None = None
     with ExitStack() as stack:
         file: Any = None
@@ -156,7 +156,8 @@ def _raise(problem: OSError | None) -> None:
 
 
 def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str], folder: Path, index: str, latest: bool) -> None:
-    """Index, marker, name, and last of all ``latest`` on every disk, each step on all of them before the next; collective.
+    """Write index, marker, name and last of all ``latest`` on every disk; each step is done on all disks before the next begins;
+    collective.
 
     Args:
         net: All ranks.
@@ -240,7 +241,7 @@ def _missing(load_dir: Path, tag: str | None, found: list[dict[str, Any]]) -> st
 
 
 def check_parts(folder: Path, files: Mapping[str, FileRecord], needed: set[str]) -> None:
-    """Sizes of the files that are here, and whether all that this rank needs are.
+    """Check the sizes of the files on this node, and that all files this rank needs exist.
 
     Raises:
         CheckpointError: One is missing or has another size.

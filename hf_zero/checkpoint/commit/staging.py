@@ -43,7 +43,7 @@ _NOTE = re.compile(r"rank-\d{5,}\.json|failed-\d{5,}")  # of a save in the backg
 
 
 def note_of(rank: int) -> str:
-    """Return the file by which a rank of a save in the background tells rank 0 what it has written."""
+    """Return the file in which a rank of a background save reports its written files to rank 0."""
     return f"rank-{rank:05d}.json"
 
 
@@ -59,7 +59,7 @@ def _is_ours(name: str) -> bool:
 
 
 def save_number() -> str:
-    """A number for a save, which is in the name of its hidden folder."""
+    """Return a number for a save; the name of its hidden folder contains it."""
     return os.urandom(4).hex()
 
 
@@ -67,7 +67,7 @@ def save_number() -> str:
 
 
 def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
-    """Makes the empty hidden folder that a checkpoint is written into; what killed saves left in ``save_dir`` goes away.
+    """Make the empty hidden folder that a checkpoint is written into; remove the remains of killed saves in ``save_dir``.
 
     Args:
         save_dir: Folder of all checkpoints; made if missing.
@@ -121,7 +121,10 @@ def _refuse_foreign(final: Path) -> None:
         return
     with Folder(final.parent) as save_dir, save_dir.below(final.name) if final.is_dir() else nullcontext() as there:
         if not save_dir.has(final.name):
-            raise CheckpointError(f"{final} exists under a name that differs in capitals, and this disk does not tell them apart; {advice}")
+            raise CheckpointError(
+                f"{final} exists under a name that differs only in upper and lower case, and this file system treats both as one "
+                f"name; {advice}"
+            )
         if there is not None and not there.is_own(save_dir):
             raise CheckpointError(f"{final} belongs to another user, so it cannot be replaced; {advice}")
     if is_complete(final) and _has_sign(final):
@@ -129,11 +132,11 @@ def _refuse_foreign(final: Path) -> None:
     names = sorted(path.name for path in final.iterdir() if path.is_dir() or not _is_ours(path.name)) if final.is_dir() else ["a file"]
     if names or not _has_sign(final):
         found = f" (it holds {', '.join(names[:3])})" if final.is_dir() and names else ""
-        raise CheckpointError(f"{final} exists and is no checkpoint of ours{found}; {advice}")
+        raise CheckpointError(f"{final} exists and is not a checkpoint that hf_zero wrote{found}; {advice}")
 
 
 def _has_sign(folder: Path) -> bool:
-    """Whether nobody else could have made this folder: by the name of a shard, or what marker or index say; or because it is empty."""
+    """Return whether hf_zero must have made this folder: it is empty, or has a file named like a shard, or a valid marker or index."""
     names = os.listdir(folder)
     if not names or any(_SHARD.fullmatch(name) for name in names):
         return True
@@ -148,14 +151,16 @@ def _refuse_second(folder: Path, tag: str, writer: Process) -> None:
     who = f"process {writer.pid} of {writer.place.partition(' ')[0]}"
     if writer.is_alive():
         raise CheckpointError(
-            f"{who}, which runs, is saving checkpoint {tag!r} to {folder.parent} (it writes {folder}): two runs must not save one tag of "
-            "one folder. End one of them, or give it a folder of its own"
+            f"{who} is still running and is saving checkpoint {tag!r} to {folder.parent} (it writes {folder}). Two runs must "
+            "not save the same tag to the same folder: end one of them, or give it another folder"
         )
-    logger.warning("%s is perhaps being written by %s; this save of %r has a folder of its own, the last one stays", folder, who, tag)
+    logger.warning(
+        "%s may be in use by %s; this save of %r uses a folder of its own, and the save that finishes last is kept", folder, who, tag
+    )
 
 
 def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
-    """Makes the hidden folder unless another rank was first; ``leader_of`` tells who was.
+    """Make the hidden folder unless another rank was first; ``leader_of`` returns that rank.
 
     Args:
         save_dir: Folder of all checkpoints.
@@ -231,7 +236,7 @@ def abandon(folder: Path) -> None:
 
 
 def drop_previous(save_dir: Path) -> None:
-    """Removes what complete checkpoints have replaced: a save that was killed may have left it."""
+    """Remove folders that complete checkpoints have replaced and that a killed save has left."""
     for previous in _all_previous(save_dir):
         final = save_dir / previous.name[1 : -len(".former")]
         if is_complete(final):
@@ -243,7 +248,7 @@ def _all_previous(save_dir: Path) -> Iterator[Path]:
 
 
 def _drop(folder: Path, kept: Path) -> None:
-    """Removes a checkpoint in whose place ``kept`` is; what is not ours in it (a user's notes) moves there."""
+    """Remove a checkpoint that ``kept`` replaces; move files in it that hf_zero did not write (a user's notes) to ``kept``."""
     if not folder.exists() or not _has_sign(folder):
         return
     own_files.remove_file(folder / MARKER_FILE)  # first: from here on nobody takes it for complete
@@ -254,7 +259,9 @@ def _drop(folder: Path, kept: Path) -> None:
 
 
 def _remove_named(folder: Path) -> None:
-    """Removes what has or had the name of a checkpoint: nobody writes it any more, whatever a save that was killed left in it."""
+    """Remove folders that have or had the name of a checkpoint, with everything a killed save left in them; no process writes there any
+    more.
+    """
     own_files.remove_file(folder / own_files.WRITER_FILE)
     own_files.remove_folder(folder, _is_ours)
 

@@ -27,7 +27,7 @@ _OF_A_MODEL = (
 
 
 def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Configuration and tokenizer of the model in ``place``; the configuration says ``dtype`` then.
+    """Copy configuration and tokenizer of the model in ``place``; the copied configuration names ``dtype``.
 
     Raises:
         CheckpointError: ``config.json`` is no JSON object.
@@ -47,20 +47,22 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def copy_beside(place: Path, folder: Path) -> None:
-    """What Trainer and Accelerate keep beside the engine's checkpoint: their own state, random states, configuration, tokenizer."""
+    """Copy the files that Trainer and Accelerate keep beside the engine's checkpoint: their state, random states, configuration,
+    tokenizer.
+    """
     found = sorted(place.iterdir())
     _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)
 
 
 def _copy_all(paths: Sequence[Path], folder: Path) -> None:
-    """Copies files; of names that differ in capitals alone the first one, as not every disk tells them apart."""
+    """Copy files; of names that differ only in upper and lower case copy the first, because not every file system distinguishes them."""
     known: dict[str, Path] = {}
     for path in paths:
         first = known.setdefault(path.name.casefold(), path)
         if first.name == path.name:
             _copy(path, folder)
         elif path.is_file():
-            logger.warning("%s has the name of %s but for capitals: it is not copied", path, first.name)
+            logger.warning("%s is not copied: its name differs from that of %s only in upper and lower case", path, first.name)
 
 
 def _copy(path: Path, folder: Path) -> None:
@@ -82,7 +84,7 @@ def _may_be_copied(path: Path) -> bool:
 
 
 def stays_inside(path: Path) -> bool:
-    """Return whether what ``path`` leads to lies in its folder, or in the blobs of the repository that the folder is a snapshot of."""
+    """Return whether the target of ``path`` is in its folder, or in the blobs of the repository that the folder is a snapshot of."""
     folder, target = path.parent.resolve(), path.resolve()
     if target.is_relative_to(folder):
         return True

@@ -80,7 +80,7 @@ class DcpFolder:
                     self.tensors[name] = _stored(name, entry, places)
 
     def _places(self, data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        """Items by name and first index; each inside its file, none over another."""
+        """Return the place of each item by name and first index; each is inside its file, and no two overlap."""
         sizes: dict[str, int] = {}
         found: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, info in data.items():
@@ -88,7 +88,7 @@ class DcpFolder:
             offsets = index.get("offset")
             file, offset, nbytes = (_attribute(info, "_StorageInfo", key, kind) for key, kind in _STORAGE_INFO)
             if info.get("transform_descriptors"):
-                raise ValueError(f"{name!r} is stored with {shown(info.get('transform_descriptors'))}, which is not read")
+                raise ValueError(f"{name!r} is stored with {shown(info.get('transform_descriptors'))}, which hf_zero cannot read")
             if file not in sizes:
                 if Path(file).name != file or not (self.folder / file).is_file():
                     raise ValueError(f"it lists {name!r} in {shown(file)}, which is not in the folder")
@@ -111,7 +111,7 @@ class DcpFolder:
         return self._item(self.objects[name], name)
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor on the host.
+        """Return a whole tensor on the host.
 
         Raises:
             CheckpointError: A chunk cannot be read, has another type or shape, or lies over another.

@@ -77,7 +77,8 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
     if stage > 3 or [_rank_of(path) for path in files] != list(range(world)):
         raise CheckpointError(
-            f"{folder} says stage {stage} and has the ranks {[_rank_of(path) for path in files]}, expected 1 to 3 and each once"
+            f"{folder} says stage {stage}, and its files are of the ranks {[_rank_of(path) for path in files]}; expected a "
+            "stage from 1 to 3, and one file per rank"
         )
     model_files = [fields.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
     if stage == 3 and len(model_files) != world:
@@ -87,7 +88,7 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
 
 
 def _said(part: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """A value, also of an enumeration whose class is not loaded."""
+    """Return ``part[key]``; for an enumeration whose class is not loaded, its value."""
     value = part.get(key, default)
     return value.arguments[0] if isinstance(value, Inert) and value.arguments else value
 
@@ -106,7 +107,7 @@ def _optimizer_part(data: Any, path: Path) -> Mapping[str, Any]:
 
 
 class _Reader:
-    """What all stages have in common; a subclass finds the flat pieces of a parameter."""
+    """Reader of a DeepSpeed checkpoint, common to all stages; a subclass finds the flat pieces of a parameter."""
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         self.folder = folder
@@ -125,7 +126,7 @@ class _Reader:
             raise CheckpointError(f"{folder}: the ranks' files *_model_states.pt have different param_shapes")
 
     def source(self, stage: int) -> Source:
-        """All of it."""
+        """Return the whole checkpoint as the source of a conversion."""
         shared = fields.mapping(self.model.get("shared_params") or {}, "shared_params")
         aliases = {str(alias): str(name) for alias, name in shared.items()}
         lost = [alias for alias, name in aliases.items() if name in self.module and alias not in self.module]
@@ -157,15 +158,15 @@ class _Reader:
         )
 
     def _config(self, key: str) -> Mapping[str, Any]:
-        """A section of the configuration it was trained with; empty when there is none."""
+        """Return a section of the configuration it was trained with; empty when there is none."""
         return fields.mapping(fields.mapping(self.model.get("ds_config") or {}, "ds_config").get(key) or {}, f"ds_config.{key}")
 
     def _optimizer_name(self) -> str:
-        """As the configuration named it; DeepSpeed does not write the class of a client's optimizer."""
+        """Return the optimizer's name from the configuration; DeepSpeed does not write the class of a client's optimizer."""
         return str(self._config("optimizer").get("type") or "")
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """Hyper-parameters as rank 0 has them."""
+        """Return hyper-parameters as rank 0 has them."""
         raise NotImplementedError
 
     def _scaler(self) -> Any:
@@ -194,11 +195,11 @@ class _Reader:
         return found
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
-        """Master, flat states and single numbers of a parameter."""
+        """Return master, flat states and single numbers of a parameter."""
         raise NotImplementedError
 
     def frozen(self, taken: set[str]) -> list[SourceParam]:
-        """Parameters that no optimizer trains."""
+        """Return parameters that no optimizer trains."""
         raise NotImplementedError
 
     def _dtype(self, name: str, master: torch.dtype) -> torch.dtype:
@@ -223,7 +224,7 @@ class _Reader:
         return row[:numel]
 
     def _numbers(self, by_rank: Sequence[Mapping[Any, Any]], name: str) -> tuple[list[str], dict[str, Any]]:
-        """Return names of the flat states, and the states of one number, which all ranks have alike."""
+        """Return the names of the flat states, and the single-number states, which must be equal on all ranks."""
         flat, numbers = [], {}
         for state in by_rank:
             if state.keys() != by_rank[0].keys():
@@ -259,7 +260,7 @@ class _Stage12(_Reader):
         self._check_mappings()
 
     def _check_mappings(self) -> None:
-        """Where the parameters lie in the flat arrays: every one, inside of them, none over another."""
+        """Check the places of the parameters in the flat arrays: each has one, inside the array, and no two overlap."""
         named: list[set[Any]] = [set() for _ in self.shapes]
         for rank, part in enumerate(self.ranks):
             for group, addresses in enumerate(part.get("param_slice_mappings") or ()):
@@ -293,7 +294,7 @@ class _Stage12(_Reader):
         return master, {str(key): self._check(_cut(found, places), name, numel) for key, found in rows.items()}, numbers
 
     def _place(self, rank: int, group: int, name: str, numel: int) -> tuple[int, int]:
-        """First element and length of a parameter's part in a rank's flat array."""
+        """Return first element and length of a parameter's part in a rank's flat array."""
         mappings = self.ranks[rank].get("param_slice_mappings")
         if mappings:
             address = mappings[group].get(name)
@@ -326,7 +327,7 @@ class _Stage12(_Reader):
 
 
 def _address(address: Any) -> tuple[int, int]:
-    """(numel, start) of a ``fragment_address``, a named tuple or data class that is not loaded."""
+    """Return (numel, start) of a ``fragment_address``, a named tuple or data class that is not loaded."""
     if isinstance(address, Inert):
         named = address.state
         address = address.arguments if len(address.arguments) >= 2 else (named["numel"], named["start"])
@@ -381,7 +382,7 @@ class _Stage3(_Reader):
         return master, states, numbers
 
     def _sub_groups(self, rank: int) -> list[Mapping[str, Any]]:
-        """States by sub-group; the base optimizer counts one parameter per sub-group."""
+        """Return states by sub-group; the base optimizer counts one parameter per sub-group."""
         state = fields.mapping(self._state(rank)["state"], "state")
         return [fields.mapping(state.get(number, {}), "state") for number in range(len(self._lengths))]
 

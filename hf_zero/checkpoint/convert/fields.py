@@ -18,40 +18,40 @@ def _refused(value: Any, what: str, expected: str) -> ValueError:
 
 
 def mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    """A dict."""
+    """Return ``value`` if it is a dict; else raise an error that names ``what``."""
     if not isinstance(value, Mapping):
         raise _refused(value, what, "a dict")
     return value
 
 
 def sequence(value: Any, what: str) -> Sequence[Any]:
-    """A list or tuple."""
+    """Return ``value`` if it is a list or tuple."""
     if not isinstance(value, (list, tuple)):
         raise _refused(value, what, "a list")
     return value
 
 
 def integer(value: Any, what: str, least: int = 0) -> int:
-    """A whole number from ``least`` on."""
+    """Return ``value`` if it is a whole number of at least ``least``."""
     if type(value) is not int or value < least:
         raise _refused(value, what, f"a whole number from {least} on")
     return value
 
 
 def integers(value: Any, what: str) -> list[int]:
-    """Whole numbers from 1 on, at least one."""
+    """Return ``value`` if it is a non-empty list of whole numbers of at least 1."""
     if not value:
         raise _refused(value, what, "whole numbers")
     return [integer(item, what, 1) for item in sequence(value, what)]
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
-    """A shape."""
+    """Return ``value`` if it is a shape."""
     return tuple(integer(item, what) for item in sequence(value, what))
 
 
 def number(value: Any, what: str) -> float:
-    """A real number, also as a tensor of one."""
+    """Return ``value`` if it is a real number, or a tensor of one."""
     found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise _refused(value, what, "a number")
@@ -59,14 +59,14 @@ def number(value: Any, what: str) -> float:
 
 
 def tensor(value: Any, what: str) -> torch.Tensor:
-    """A tensor."""
+    """Return ``value`` if it is a tensor."""
     if not isinstance(value, torch.Tensor):
         raise _refused(value, what, "a tensor")
     return value
 
 
 def rows(value: Any, what: str) -> list[torch.Tensor]:
-    """Tensors of one dimension."""
+    """Return ``value`` if it is a list of 1D tensors."""
     found = [tensor(item, what) for item in sequence(value, what)]
     if any(row.ndim != 1 for row in found):
         raise _refused([tuple(row.shape) for row in found], f"the shapes of {what}", "one dimension")

@@ -68,7 +68,9 @@ def read_checkpoint(folder: Path) -> Source:
         buffers.append(SourceTensor(name, record.shape, _buffer_row(reader, file, name)))
     optimizer = index.optimizer
     if optimizer is not None and optimizer.params:
-        warn_once(f"{folder}: the state of {optimizer.name}, which it keeps for whole parameters, is not converted; weights are")
+        warn_once(
+            f"{folder}: the weights are converted, but not the state of {optimizer.name}, which holds whole parameters instead of shards"
+        )
     return Source(
         what=f"the checkpoint {folder}",
         params=tuple(params),
@@ -143,7 +145,7 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
 
 
 def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
-    """What the index will say but of files, and the tensors of its values.
+    """Return the future index without its files, and the encoder that holds the tensors of its values.
 
     Raises:
         CheckpointError: A value cannot be saved, or the source says what no run can have been; names the source.

@@ -25,7 +25,7 @@ _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
 
 
 class Inert:
-    """Stands for an object of a class that is not loaded: keeps what the pickle says of it, does nothing.
+    """Placeholder for an object of a class that is not loaded: holds the data of the pickle, and does nothing.
 
     Attributes:
         kind: Module and name of the class.
@@ -91,7 +91,7 @@ class Names:
         }
 
     def find(self, module: Any, name: Any) -> Any:
-        """What a name stands for: an element type or layout of torch, else a ``Name``.
+        """Return the object of a global name: an element type or layout of torch, else a ``Name``.
 
         Raises:
             TypeError: It is no text.
@@ -106,7 +106,7 @@ class Names:
         return self._known[key]
 
     def call(self, what: Any, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
-        """What a call in a pickle gives: a plain value or tensor, else an ``Inert``.
+        """Return the result of a call in a pickle: a plain value or tensor, else an ``Inert``.
 
         Raises:
             Exception: Of any kind, when the arguments are not those of a plain value.
@@ -148,7 +148,7 @@ class Names:
 
 
 def checked_key(key: Any) -> Any:
-    """``key`` itself: what can be hashed in no time.
+    """Return ``key`` if it can be hashed in a short time.
 
     Raises:
         TypeError: Another kind of key.
@@ -178,7 +178,7 @@ class Machine:
         self._memo: dict[int, Any] = {}
 
     def run(self, source: bytes | BinaryIO) -> Any:
-        """The value of the pickle that begins at the position of ``source``; a file is left behind its end.
+        """Return the value of the pickle that begins at the position of ``source``; a file is left positioned behind its end.
 
         Raises:
             Exception: Of any kind, when it is broken or asks for what is not done.
@@ -214,7 +214,7 @@ class Machine:
         self.stack = []
 
     def items(self) -> list[Any]:
-        """What lies above the last mark; both go."""
+        """Return the items above the last mark of the stack, and remove both."""
         items, self.stack = self.stack, self._below.pop()
         return items
 
@@ -224,7 +224,7 @@ class Machine:
 
 
 def _check_unfolded(value: Any, most: int) -> None:
-    """Refuses values that are small because they share parts: whoever prints or walks them meets each part many times.
+    """Refuse values that are small only because they share parts: code that prints or walks them would meet each part many times.
 
     Raises:
         ValueError: Walked as a tree there are more than ``most`` values.

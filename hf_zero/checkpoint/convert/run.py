@@ -22,7 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 @dataclass(frozen=True)
 class Conversion:
-    """What is asked for.
+    """Request of a conversion.
 
     Attributes:
         source: A folder of checkpoints or of one tag, of ours or DeepSpeed's; a model folder; a torch.distributed.checkpoint folder.
@@ -46,7 +46,7 @@ class Conversion:
 
 
 def convert(wanted: Conversion) -> str:
-    """Carries out a conversion; returns a line that says what was written.
+    """Carry out a conversion; return a line that names the files written.
 
     Raises:
         CheckpointError: The source is not understood, is a pickle that is not trusted, or the target cannot be written.
@@ -99,15 +99,15 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
     if hugging_face.is_hugging_face(folder):
         return False, hugging_face.read_hugging_face(folder, trust)
     raise CheckpointError(
-        f"{folder} is none of these: a checkpoint of ours (index.json, or latest), one of DeepSpeed (*_optim_states.pt, or latest), "
-        "a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face model (model.safetensors, pytorch_model.bin, or "
-        "an index)"
+        f"{folder} is not in a known format. Known are: a checkpoint of hf_zero (index.json, or latest), one of DeepSpeed "
+        "(*_optim_states.pt, or latest), a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face "
+        "model (model.safetensors, pytorch_model.bin, or an index)"
     )
 
 
 @contextmanager
 def _progress(source: Source, to: str, wanted: Conversion) -> Iterator[Progress]:
-    """A bar on standard error that counts bytes."""
+    """Show a bar on standard error that counts bytes, while the context is open."""
     total = 0
     for param in source.params:
         rows = [param.value.row] if to == "hf" else [param.value.row, *param.states.values()]

@@ -45,7 +45,7 @@ class SourceParam:
 
     @property
     def name(self) -> str:
-        """Its dotted name."""
+        """Return the dotted name."""
         return self.value.name
 
 
@@ -76,7 +76,7 @@ class Source:
     stage: int = 0
 
     def require_any(self) -> Source:
-        """Itself.
+        """Return this source if it has parameters; else raise an error.
 
         Raises:
             CheckpointError: It has no parameter, or one lacks states that its like in the same group have.
@@ -96,7 +96,7 @@ class Source:
 
 
 def row_of(get: Callable[[], torch.Tensor], count: int, dtype: torch.dtype) -> Elsewhere:
-    """A row over a tensor that ``get`` returns, whole or mapped, each time a window is wanted."""
+    """Return a row over a tensor that ``get`` returns, whole or mapped, each time a window is wanted."""
 
     def read(first: int, target: torch.Tensor) -> None:
         target.copy_(get().reshape(-1)[first : first + target.numel()])
@@ -105,7 +105,7 @@ def row_of(get: Callable[[], torch.Tensor], count: int, dtype: torch.dtype) -> E
 
 
 def joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Elsewhere:
-    """A row of 1D tensors one behind the other."""
+    """Return a row that consists of 1D tensors one after the other."""
     ends, count = [], 0
     for piece in pieces:
         count += piece.numel()
@@ -123,7 +123,7 @@ def joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Elsewhere:
 
 
 def tensor_source(name: str, tensor: torch.Tensor) -> SourceTensor:
-    """A tensor that is in memory, or mapped."""
+    """Return a tensor that is in memory, or mapped."""
     return SourceTensor(name, tuple(tensor.shape), row_of(lambda: tensor, tensor.numel(), tensor.dtype))
 
 

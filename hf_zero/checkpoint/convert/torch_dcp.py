@@ -62,7 +62,7 @@ class _Streaming(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _Own:
-    """What the names of torch have no place for; attributes as in ``Source``.
+    """Record of the values that torch's names have no place for; attributes as in ``Source``.
 
     Attributes:
         values: Encoded.
@@ -134,7 +134,7 @@ def _require_empty(folder: Path) -> None:
 
 @contextmanager
 def _alone() -> Iterator[None]:
-    """Without torch's warning that there is no process group: none is wanted."""
+    """Suppress torch's warning that there is no process group, because none is needed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
@@ -191,7 +191,7 @@ class _Reader:
         elif inner == "param_groups" and stored in self.folder.objects:
             self.groups_item = stored
         elif stored in self.folder.tensors:
-            raise CheckpointError(f"{self.path}: {stored} is in no place that torch gives the tensors of an optimizer")
+            raise CheckpointError(f"{self.path}: {stored} is not at a place where torch stores optimizer tensors")
 
     def _own(self) -> _Own:
         if _OURS not in self.folder.objects:
@@ -203,7 +203,7 @@ class _Reader:
         return replace(own, values={key: decoder.decode(value) for key, value in own.values.items()})
 
     def source(self) -> Source:
-        """All of it."""
+        """Return the whole folder as the source of a conversion."""
         groups, group_of = self._groups()
         params, buffers = [], []
         for name, stored in self.values.items():
@@ -232,7 +232,7 @@ class _Reader:
         )
 
     def _states_of(self, name: str, shape: tuple[int, ...]) -> tuple[dict[str, Elsewhere], dict[str, Any]]:
-        """Flat states and single numbers of a parameter."""
+        """Return flat states and single numbers of a parameter."""
         flat: dict[str, Elsewhere] = {}
         numbers: dict[str, Any] = {}
         for state, stored in self.states.get(name, {}).items():
@@ -245,7 +245,7 @@ class _Reader:
         return flat, numbers
 
     def _tensor(self, stored: str, name: str) -> SourceTensor:
-        """A tensor that is read whole when its first window is wanted, and dropped when another is read."""
+        """Return a tensor that is read whole when its first window is wanted, and dropped when another is read."""
         entry = self.folder.tensors[stored]
         held: list[torch.Tensor] = []
 
@@ -259,7 +259,7 @@ class _Reader:
         return SourceTensor(name, entry.shape, Elsewhere(entry.dtype, math.prod(entry.shape), read, read_only))
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Hyper-parameters by group, and the group of each parameter: from one object, or one item each; else nothing."""
+        """Return hyper-parameters by group, and the group of each parameter: from one object, or from one item for each; else nothing."""
         found: Any = []
         if self.groups_item is not None:
             found = self.folder.object(self.groups_item)

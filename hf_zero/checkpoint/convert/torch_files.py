@@ -49,7 +49,7 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytearray, what: str) -> Any:
-    """As ``load_torch_file``, of bytes in memory, which the tensors are views of; ``what`` is for messages."""
+    """Return the same as ``load_torch_file`` for bytes in memory; the tensors are views of them. ``what`` is for messages."""
     with reading(what, CheckpointError):
         if not data:
             raise ValueError("it is empty")
@@ -68,7 +68,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def _load(file: BinaryIO, whole: torch.Tensor) -> Any:
-    """``whole`` are the bytes of ``file``."""
+    """Return the content of ``file``; ``whole`` has its bytes."""
     return _load_zip(file, whole) if zipfile.is_zipfile(file) else _load_legacy(file, whole)
 
 
@@ -122,7 +122,7 @@ class _Tensors:
 
 
 def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
-    """Type, key and number of elements that a persistent id names."""
+    """Return Type, key and number of elements that a persistent id names."""
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Name):
         raise ValueError(f"it refers to {shown(pid)}, which is no storage")
     module, _, name = pid[1].kind.rpartition(".")
@@ -216,7 +216,7 @@ class _Bounded(io.RawIOBase):
         return self._file.read(left if count < 0 else min(count, left))
 
     def readline(self, size: int | None = -1) -> bytes:
-        """A line."""
+        """Return a line."""
         return self._file.readline()
 
     def tell(self) -> int:
@@ -229,7 +229,9 @@ class _Bounded(io.RawIOBase):
 
 
 def _load_legacy(archive: BinaryIO, whole: torch.Tensor) -> Any:
-    """Magic number, version, system, the pickle, the keys of the storages as pickles; then each storage: its length and its bytes."""
+    """Return the content of a file in the format before PyTorch 1.6: magic number, version, system, the pickle, the keys of the storages as
+    pickles; then for each storage its length and its bytes.
+    """
     file: Any = _Bounded(archive, whole.numel())
     file.seek(0)
     head = [_small_pickle(file) for _ in range(3)]
@@ -282,6 +284,6 @@ def require_trust(trusted: bool, path: Path) -> None:
     """
     if not trusted:
         raise CheckpointError(
-            f"{path} is a pickle, and is not opened unless you say so: add --trust-pickle. Tensors and plain values are then "
-            "taken from it; nothing that it names is imported or run"
+            f"{path} is a pickle. To open it, add --trust-pickle: tensors and plain values are then read from it, and nothing "
+            "that it names is imported or run"
         )

@@ -50,7 +50,7 @@ class Located:
 
     @property
     def whole(self) -> SavedTpShard:
-        """All of it."""
+        """Return the whole tensor as a shard."""
         return SavedTpShard(self.shape)
 
     @property
@@ -98,11 +98,11 @@ class Catalog:
         return name if name in self._params else self.index.aliases.get(name, name)
 
     def find(self, name: str) -> Located | None:
-        """The saved parameter that goes by ``name``, tied names included; None when there is none."""
+        """Return the saved parameter that goes by ``name``, tied names included; None when there is none."""
         return self._params.get(self.canonical(name))
 
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
-        """Type of the stored elements of ``param`` in files of ``kind`` (None: its values); None when there are none."""
+        """Return type of the stored elements of ``param`` in files of ``kind`` (None: its values); None when there are none."""
         for part in param.parts:
             if part.unit is None:
                 return self.index.files[part.file].tensors[param.name].dtype if kind is None else None
@@ -161,7 +161,7 @@ class Catalog:
 
 
 def _without(ranges: list[Range], taken: list[Range]) -> list[Range]:
-    """What is left of ``ranges``; ``taken`` rises, and each lies inside one of them."""
+    """Return ``ranges`` without ``taken``, which is sorted; each taken range is inside one of ``ranges``."""
     left = []
     for whole in ranges:
         start = whole.start

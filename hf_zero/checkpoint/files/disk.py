@@ -74,7 +74,7 @@ class Disk:
 
     @contextmanager
     def writing(self, path: Path, nbytes: int, folder: Folder | None = None) -> Iterator[DiskFile]:
-        """The new file ``path``, which will have ``nbytes``; it is one of these from then on. ``folder`` is its folder, where that is open.
+        """Write the new file ``path`` of ``nbytes`` in a context, which gives the open file. ``folder`` is its folder, if that is open.
 
         Raises:
             FileExistsError: It is there.
@@ -108,7 +108,7 @@ class Disk:
     # -- buffers
 
     def buffer(self) -> mmap.mmap:
-        """One that nothing is written from any more."""
+        """Return a buffer that no pending write reads any more."""
         if self._free is None:
             self._free = [_aligned() for _ in range(_BUFFERS if self._helpers is not None else 1)]
         while not self._free:
@@ -118,7 +118,7 @@ class Disk:
         return self._free.pop()
 
     def store(self, buffer: mmap.mmap, work: Callable[[], None]) -> None:
-        """Has ``work`` write what is in ``buffer``, which is free afterwards."""
+        """Let ``work`` write the content of ``buffer``, which is free afterwards."""
         if self._helpers is not None:
             self._pending.append((self._helpers.submit(work), buffer))
             return
@@ -178,7 +178,7 @@ class DiskFile:
             data = data[len(part) :]
 
     def start_writeback(self) -> None:
-        """Has the kernel begin to store what has been written so far: ``fsync`` has less to wait for. Advice, no more."""
+        """Ask the kernel to begin to store the bytes written so far, so that ``fsync`` waits less. It is only a hint."""
         function = _sync_file_range()
         if not self.direct and function is not None:
             function(self.descriptor, self._begun, self._position - self._begun, _SYNC_FILE_RANGE_WRITE)
@@ -225,7 +225,7 @@ class DiskFile:
 
 
 def _aligned() -> mmap.mmap:
-    """Memory that begins at a page."""
+    """Return memory that begins at a page."""
     return mmap.mmap(-1, _BUFFER_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 
 
@@ -261,5 +261,5 @@ def _through_the_cache(descriptor: int) -> None:
 
 @cache
 def _sync_file_range() -> Any:
-    """Linux's call of that name; None elsewhere."""
+    """Return Linux's call of that name; None elsewhere."""
     return linux_function("sync_file_range", ctypes.c_int, ctypes.c_int64, ctypes.c_int64, ctypes.c_uint)

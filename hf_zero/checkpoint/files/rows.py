@@ -41,7 +41,7 @@ class Elsewhere:
         return Elsewhere(self.dtype, max(0, stop - start), self.read, self.write, self.start + start)
 
     def fetch(self) -> torch.Tensor:
-        """A new host tensor with all elements; for rows of a window's length."""
+        """Return a new host tensor with all elements; for rows of a window's length."""
         values = torch.empty(self.count, dtype=self.dtype)
         self.read(self.start, values)
         return values
@@ -84,7 +84,7 @@ def whole(name: str, tensor: torch.Tensor) -> Entry:
 
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Elements ``start`` to ``stop`` of rows that lie one behind the other; zeros where they end before ``stop``."""
+    """Yield elements ``start`` to ``stop`` of rows that lie one behind the other; zeros where they end before ``stop``."""
     position = start
     end = 0
     for piece in pieces:

@@ -77,14 +77,14 @@ class RangeReader:
             raise CheckpointError(f"cannot read {self.folder / name}: {error}") from error
 
     def _ranges(self, file: str, copies: Mapping[str, list[Copy]]) -> Iterator[tuple[int, int]]:
-        """(position, bytes) of all windows of ``file`` that will be read, in order."""
+        """Yield (position, bytes) of all windows of ``file`` that will be read, in order."""
         for tensor, parts in copies.items():
             record = self.record(file, tensor)
             for start, stop in _spans(parts, ITEM_BYTES[record.dtype], record.nbytes):
                 yield record.offset + start, stop - start
 
     def whole(self, file: str, tensor: str) -> torch.Tensor:
-        """A new host tensor with all of ``tensor``."""
+        """Return a new host tensor with all of ``tensor``."""
         record = self.record(file, tensor)
         with self._opened(file):  # as long as the index says, before there is room for what it says
             pass
@@ -93,7 +93,7 @@ class RangeReader:
         return value.view(record.shape)
 
     def record(self, file: str, tensor: str) -> TensorRecord:
-        """What the index says of a tensor.
+        """Return the record of a tensor in the index.
 
         Raises:
             CheckpointError: It lists no such file or tensor.
@@ -116,7 +116,9 @@ class RangeReader:
             _check_size(path, path.stat().st_size, record.nbytes)
 
     def _check_header(self, descriptor: int, name: str) -> None:
-        """Before anything is read or made room for: the file is as long as the index says, and its header says the same of its tensors."""
+        """Check, before anything is read or allocated, that the file has the length of the index and its header describes the same
+        tensors.
+        """
         if name in self._verified:
             return
         record, path = self.files[name], self.folder / name
@@ -180,7 +182,7 @@ def _check_size(path: Path, found: int, expected: int) -> None:
 
 
 def _described(file: FileRecord, tensor: str) -> dict[str, object]:
-    """What the header of ``file`` must say of a tensor."""
+    """Return the entry that the header of ``file`` must have for a tensor."""
     record = file.tensors[tensor]
     start = record.offset - file.header_nbytes
     return {"dtype": record.dtype, "shape": list(record.shape), "data_offsets": [start, start + record.nbytes]}
@@ -196,14 +198,14 @@ class _ReadAhead:
             self.advance()
 
     def advance(self) -> None:
-        """One window is being read."""
+        """Note that one window is being read."""
         offset, nbytes = next(self._ranges, (0, 0))
         if nbytes and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
 
 def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int, int]]:
-    """Byte ranges (start, stop) of whole chunks that cover sorted ``copies``, each at most a window long."""
+    """Yield byte ranges (start, stop) of whole chunks that cover sorted ``copies``, each at most a window long."""
     merged: list[list[int]] = []
     for copy in copies:
         start = copy.start * itemsize // CHUNK_BYTES * CHUNK_BYTES
@@ -218,7 +220,7 @@ def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int
 
 
 def _deliver(copies: list[Copy], waiting: int, values: torch.Tensor, first: int) -> int:
-    """Copies from ``values``, elements ``first`` on of a tensor, what sorted ``copies`` want of them.
+    """Copy from ``values``, elements ``first`` on of a tensor, the ranges that sorted ``copies`` request.
 
     Returns:
         The first copy that may want something of later elements.

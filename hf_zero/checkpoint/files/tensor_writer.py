@@ -19,19 +19,19 @@ from hf_zero.system.folder import Folder
 
 
 class Described(Protocol):
-    """What a header says of a tensor; ``nbytes`` follows from the other two."""
+    """Description of a tensor in a header; ``nbytes`` follows from dtype and shape."""
 
     @property
     def name(self) -> str:
-        """Its name in the file."""
+        """Return the name in the file."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """Type of its elements."""
+        """Return the type of the elements."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Its shape."""
+        """Return the shape."""
 
     @property
     def nbytes(self) -> int:
@@ -42,12 +42,12 @@ D = TypeVar("D", bound=Described)
 
 
 def in_file_order(tensors: Iterable[D]) -> list[D]:
-    """Wide elements first, as the safetensors library does: every tensor is aligned to its element."""
+    """Return ``tensors`` with wide elements first, as the safetensors library orders them: every tensor is aligned to its element."""
     return sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
 
 
 def header_of(tensors: Iterable[Described], file: str) -> bytes:
-    """Length prefix and JSON header of a file with ``tensors`` one behind the other, padded with spaces to a multiple of 8 bytes.
+    """Return length prefix and JSON header of a file with ``tensors`` one after the other, padded with spaces to a multiple of 8 bytes.
 
     Raises:
         CheckpointError: Two have one name, or an element type that safetensors lacks; names ``file`` or the tensor.
@@ -134,14 +134,14 @@ class _HostWindow:
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def of(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """(numel,), at most a window; what it holds is undefined."""
+        """Return a tensor (numel,) with at most the elements of a window; its values are undefined."""
         if not self._buffer.numel():
             self._buffer = torch.empty(WINDOW_BYTES, dtype=torch.uint8)
         return self._buffer[: numel * dtype.itemsize].view(dtype)
 
 
 def _windows(pieces: Iterable[Piece], itemsize: int, window_buffer: _HostWindow) -> Iterator[memoryview]:
-    """The bytes of ``pieces``; a window is good until the next one is asked for."""
+    """Yield the bytes of ``pieces`` in windows; a window is valid until the next one is requested."""
     step = WINDOW_BYTES // itemsize
     for piece in pieces:
         if isinstance(piece, int):

@@ -28,7 +28,7 @@ def first_damaged(data: memoryview, digits: str) -> int | None:
 
 
 def digits_of_range(digits: str, start: int, nbytes: int) -> str:
-    """Of the checksums of a tensor those of ``nbytes`` from byte ``start`` on, the first byte of a chunk."""
+    """Return the checksums of ``nbytes`` from byte ``start`` on, the first byte of a chunk, out of all checksums of a tensor."""
     return digits[start // CHUNK_BYTES * _DIGITS : -(-(start + nbytes) // CHUNK_BYTES) * _DIGITS]
 
 
@@ -51,7 +51,7 @@ class Checksum:
             self._fill(data[whole:])
 
     def _fill(self, data: memoryview) -> memoryview:
-        """Takes bytes into the chunk that has begun; returns what it has no room for."""
+        """Add bytes to the chunk that has begun; return the bytes that do not fit into it."""
         part, rest = data[: CHUNK_BYTES - self._filled], data[CHUNK_BYTES - self._filled :]
         self._value = zlib.crc32(part, self._value)
         self._filled += len(part)

@@ -42,7 +42,7 @@ def _is_average(kind: str) -> bool:
 
 
 def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, states: tuple[str, ...]) -> None:
-    """Each file by itself, and whether its name is one that a save gives.
+    """Check each file by itself, and that its name is one that a save gives.
 
     Args:
         files: All of the index.
@@ -90,13 +90,14 @@ def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
 
 
 def _may_share(ranks: int, world: int, tensor_world: int) -> bool:
-    """Whether so many ranks can have one part of a tensor among them: all of what is not divided, and of what is divided into as many
-    parts as there are, or into fewer (layers over fewer ranks than experts)."""
+    """Return whether ``ranks`` ranks can share one part of a tensor: all of a tensor that is not divided, of one divided into as many parts
+    as there are ranks, or into fewer (layers over fewer ranks than experts).
+    """
     return ranks > 0 and world % ranks == 0 and tensor_world % (world // ranks) == 0
 
 
 def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], world: int, tensor_world: int) -> None:
-    """Each unit by itself, its shards in the files, and its optimizer states.
+    """Check each unit by itself, its shards in the files, and its optimizer states.
 
     Raises:
         CheckpointError: Names unit and file.
@@ -137,7 +138,7 @@ def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_worl
 def check_names(
     units: Iterable[UnitRecord], loose: Iterable[LooseRecord], buffers: Mapping[str, str], files: Mapping[str, FileRecord]
 ) -> None:
-    """Parameters and buffers: each once per tensor-parallel rank, alike in all, and with its tensor.
+    """Check parameters and buffers: each occurs once per tensor-parallel rank, is described equally in all, and has its tensor.
 
     Raises:
         CheckpointError: Names the parameter or buffer, and the file.
@@ -185,7 +186,7 @@ def _add_place(
 
 
 def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: set[str]) -> None:
-    """Further names lead to parameters, and are none themselves.
+    """Check that further names lead to parameters, and are no parameters themselves.
 
     Raises:
         CheckpointError: Names the alias or parameter.
@@ -199,7 +200,7 @@ def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: se
 
 
 def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], names: set[str]) -> None:
-    """Param groups and states name what is there, once.
+    """Check that param groups and states name existing parameters, each once.
 
     Raises:
         CheckpointError: Names parameter, group or unit.

@@ -22,7 +22,7 @@ from hf_zero.system.reading import parse_json, reading, shown
 
 @dataclass(frozen=True)
 class Index:
-    """Everything about a checkpoint but the bytes of its tensors.
+    """Description of a checkpoint: everything but the bytes of its tensors.
 
     Attributes:
         library: Version of hf_zero that wrote it, or ``CONVERTED``.
@@ -92,7 +92,7 @@ class Index:
         return index
 
     def check(self, path: str) -> None:
-        """Refuses an index that contradicts itself, or says what no run can have been.
+        """Refuse an index that contradicts itself, or has values that no run can have.
 
         Raises:
             CheckpointError: Names ``path`` and the part.
@@ -105,7 +105,7 @@ class Index:
         self.check_meaning(path)
 
     def check_meaning(self, path: str) -> None:
-        """As ``check``, without the files: for one that is about to be written."""
+        """Do the same as ``check``, without the files: for an index that is about to be written."""
         with _named(path):
             if self.chunk_bytes != CHUNK_BYTES:
                 raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
@@ -145,5 +145,5 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    """In place of a tensor of the values file, whose number is checked when it is read."""
+    """Return a placeholder for a tensor of the values file; its single number is checked when it is read."""
     return torch.zeros(())

@@ -32,7 +32,7 @@ _SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
-    """Counters of the engine: known names, whole numbers from 0 on.
+    """Check the counters of the engine: known names, and whole numbers of at least 0.
 
     Raises:
         CheckpointError: Names the counter.
@@ -45,7 +45,7 @@ def check_counters(counters: Mapping[str, Any]) -> None:
 
 
 def check_scaler(scaler: Any) -> None:
-    """The state of a loss scaler; empty where there is none.
+    """Check the state of a loss scaler; it is empty where there is none.
 
     Raises:
         CheckpointError: Names the key.
@@ -65,7 +65,7 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_group(values: Any, where: str) -> None:
-    """Hyper-parameters of a param group; empty where a conversion knew none.
+    """Check the hyper-parameters of a param group; they are empty where a conversion knew none.
 
     Raises:
         CheckpointError: Names ``where`` and the key.
@@ -76,12 +76,12 @@ def check_group(values: Any, where: str) -> None:
 
 
 def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    """What steers a run in param groups and schedulers, which ``present`` has and ``saved`` lacks."""
+    """Return the settings of param groups and schedulers that change a run, and that ``present`` has and ``saved`` lacks."""
     return {key for key in present.keys() & (_RATES | _FRACTIONS | _SWITCHES | _COUNTS) if key not in saved and key != "initial_lr"}
 
 
 def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
-    """States of one number each, by where they are: finite, and one type under each name.
+    """Check single-number states, given with their place: they are finite, and of one type under each name.
 
     Raises:
         CheckpointError: Names the place and the state.
@@ -101,7 +101,7 @@ def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
 
 
 def check_values(values: Any, where: str) -> None:
-    """Refuses what the names in ``values`` cannot mean; values that are no dict, and other names, pass.
+    """Refuse values that contradict the meaning of their names in ``values``; other names, and values that are no dict, pass.
 
     Raises:
         CheckpointError: Names ``where``, the key and the value.
@@ -116,7 +116,7 @@ def check_values(values: Any, where: str) -> None:
 
 
 def _problem(key: Any, value: Any) -> str:
-    """What is wrong with one number under ``key``; empty when nothing is."""
+    """Return the fault of one number under ``key``; empty when there is none."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, float) and math.isnan(value):

@@ -24,7 +24,7 @@ class Run:
 
 @dataclass(frozen=True)
 class SavedTpShard:
-    """What one rank holds of a tensor: index ranges along one dimension, one behind the other.
+    """Part of a tensor that one rank holds: index ranges along one dimension, one after the other.
 
     Attributes:
         shape: Shape of the whole tensor.
@@ -38,7 +38,7 @@ class SavedTpShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Shape of what the rank holds."""
+        """Return the shape of the part that the rank holds."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], sum(stop - start for start, stop in self.ranges), *self.shape[self.dim + 1 :])
@@ -50,11 +50,11 @@ class SavedTpShard:
 
     @property
     def _inner(self) -> int:
-        """Return elements per index of ``dim``: those of all later dimensions."""
+        """Return the number of elements per index of ``dim``: the product of all later dimensions."""
         return math.prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Elements ``start`` to ``stop`` of the shard as runs, by rising position in it."""
+        """Yield elements ``start`` to ``stop`` of the shard as runs, by rising position in it."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)
@@ -71,7 +71,7 @@ class SavedTpShard:
                 local += length
 
     def find(self, start: int, stop: int) -> Iterator[Run]:
-        """What the shard holds of the elements ``start`` to ``stop`` of the whole tensor."""
+        """Yield the runs of the shard that are among the elements ``start`` to ``stop`` of the whole tensor."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)

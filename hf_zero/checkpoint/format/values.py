@@ -40,7 +40,7 @@ def pickled(value: Any, what: str) -> bytes:
 
 
 def unpickled(data: bytes) -> Any:
-    """Return the value again. Runs what the writer of ``data`` wanted: asked for by the user's configuration alone."""
+    """Return the pickled value. This can run any code that ``data`` names, so only the user's configuration can ask for it."""
     return pickle.loads(data)
 
 
@@ -139,14 +139,17 @@ class Encoder:
                 "convert it to a dense tensor of another dtype or leave it out"
             )
         if hasattr(type(value), "__tensor_flatten__"):  # several tensors under one name: quantized ones, distributed ones
-            raise CheckpointError(f"{path} is a {type(value).__name__}, a tensor made of others, which cannot be saved; convert it")
+            raise CheckpointError(
+                f"{path} is a {type(value).__name__}, a tensor subclass that wraps several tensors, which cannot be saved; "
+                "convert it to a plain tensor"
+            )
         name = f"{len(self.tensors):05d} {path}"
         self.tensors[name] = value.detach()
         return {_TAG: "tensor", "name": name}
 
 
 def encode_scalar(value: Any, path: str) -> Any:
-    """As ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
+    """Return the same as ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
 
     Raises:
         CheckpointError: Neither of both; names ``path``.
@@ -184,7 +187,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _factory_name(value: defaultdict[Any, Any]) -> str | None:
-    """What a missing key of a ``defaultdict`` gets, by name; None for a function of the caller's."""
+    """Return the name of the factory of a ``defaultdict``; None for a function of the caller."""
     return next((name for name, factory in _FACTORIES.items() if factory is value.default_factory), None)
 
 
@@ -237,7 +240,7 @@ class Decoder:
         reader = self._readers().get(tag) if isinstance(tag, str) else None
         if tag == "pickle" and not self._may_unpickle:
             raise CheckpointError(
-                f"{self._path} holds pickled values, which run what their writer wanted when they are read; if you trust whoever wrote it, "
+                f"{self._path} holds pickled values, and reading a pickle can run any code. If you trust the source of this file, "
                 f"set {PICKLE_KEY} to true in the configuration"
             )
         if reader is None:

@@ -50,7 +50,7 @@ class HostCopies:
         self._folder = _spill_folder(nbytes)
 
     def take(self, value: torch.Tensor) -> torch.Tensor:
-        """A contiguous copy of ``value`` on the host.
+        """Return a contiguous copy of ``value`` on the host.
 
         Raises:
             CheckpointError: The disk has no room for it. Found out before it is mapped: a page that finds none ends the process.
@@ -140,7 +140,7 @@ def consolidated_state_dict(
 
 
 def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name; tied ones are the same object.
+    """Return parameters and buffers by name; tied ones are the same object.
 
     A parameter that a model's own ``state_dict`` leaves out has the name that it has in the module: scripts look for it there, since
     DeepSpeed gathers module by module (trl's models with a value head leave out all that peft has wrapped).
@@ -161,13 +161,13 @@ def model_axis_of(collectives: Collectives) -> Collectives | None:
 
 
 def expert_axis_of(collectives: Collectives) -> Collectives | None:
-    """The ranks that hold all experts between them, those of all stages of a pipeline; None where each has all."""
+    """Return the axis of the ranks that together hold all experts, those of all stages of a pipeline; None where each rank has all."""
     parts = collectives.topology.all_parts
     return open_collectives(parts) if parts is not None else None
 
 
 def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everywhere: bool = False) -> torch.Tensor | None:
-    """All experts of a parameter, on the first rank of those that hold them between them, or on each; None on the others. Collective over
+    """Return all experts of a parameter, on the first or on each of the ranks that hold them together; None on other ranks. Collective over
     these ranks.
 
     Args:
@@ -211,7 +211,9 @@ def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None)
 
 
 def _everyones(local: torch.Tensor, part: TpShard, ranges: list[Any], model: Collectives) -> list[torch.Tensor]:
-    """What each rank of the model axis holds of a parameter, on each of them; other stages of a pipeline hold nothing. Collective."""
+    """Return the part that each rank of the model axis holds of a parameter, on all of them; other stages of a pipeline hold nothing.
+    Collective.
+    """
     shape = list(part.full_shape)
     sizes = [sum(stop - start for start, stop in pieces) for pieces in ranges]
     found = [local.new_empty([*shape[: part.dim], size, *shape[part.dim + 1 :]]) for size in sizes]
@@ -230,7 +232,7 @@ def _outside(values: list[torch.Tensor], in_units: list[tuple[Unit, list[torch.T
 
 
 def _by_unit(values: list[torch.Tensor]) -> list[tuple[Unit, list[torch.Tensor]]]:
-    """Units that hold any of ``values``, with the ones they hold, in the order they first appear: the same on every rank."""
+    """Return units that hold any of ``values``, with the ones they hold, in the order they first appear: the same on every rank."""
     found: dict[int, tuple[Unit, list[torch.Tensor]]] = {}
     for value in values:
         owner = find_unit(value)
@@ -313,7 +315,7 @@ def write_model_files(
 
 
 def _on_first_of_both(collectives: Collectives, model: Collectives | None, what: str, work: Callable[[], None]) -> None:
-    """``work`` on the first rank of the data-parallel and the model axis, ending the same way on every rank; collective."""
+    """Run ``work`` on the first rank of the data-parallel and the model axis; an error in it is raised on every rank. Collective."""
     agreement.on_first(collectives, what, work if model is None else lambda: agreement.on_first(model, what, work))
 
 

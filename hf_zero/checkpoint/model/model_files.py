@@ -149,7 +149,9 @@ class ModelFiles:
 
 
 def split_by_size(tensors: Sequence[D], limit: int) -> list[list[D]]:
-    """Neighbours together, at most ``limit`` bytes per file unless a single tensor is larger; at least one file."""
+    """Return the tensors grouped into files: neighbours together, at most ``limit`` bytes per file unless a single tensor is larger; at
+    least one file.
+    """
     files: list[list[D]] = [[]]
     filled = 0
     for tensor in tensors:

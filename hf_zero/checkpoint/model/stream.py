@@ -32,7 +32,7 @@ class Piece:
 
     @classmethod
     def of_param(cls, name: str, param: torch.Tensor) -> Piece:
-        """One parameter as it is."""
+        """Return one parameter as it is."""
         return cls((name,), (param,), (param,), lambda: (param.detach(),))
 
 
@@ -67,7 +67,7 @@ class WeightStream:
         self._held: dict[int, tuple[Unit, bool]] = {}  # pinned, and whether it was sharded before
 
     def __iter__(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Buckets of (name, whole value). Every rank must take all of them."""
+        """Yield buckets of (name, whole value). Every rank must take all of them."""
         try:
             for index, bucket in enumerate(self._buckets):
                 self._check()

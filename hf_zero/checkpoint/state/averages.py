@@ -46,7 +46,7 @@ def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iter
 
 
 def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: Catalog, reader: RangeReader) -> None:
-    """Gives ``averages`` what the checkpoint holds of them; they begin anew from the present weights where it holds none. Local.
+    """Load into ``averages`` the averages that the checkpoint holds; without any, start them again from the present weights. Local.
 
     Raises:
         CheckpointError: A file is damaged, or a shape does not fit.
@@ -54,7 +54,7 @@ def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: C
     averages.start_over()
     saved = _saved_tensors(averages, catalog)
     if _COUNTS not in saved:
-        log_rank0("%s holds no averages %r: they begin with the weights that were loaded", reader.folder, averages.name)
+        log_rank0("%s holds no averages %r: they start from the loaded weights", reader.folder, averages.name)
         return
     copies = [copy for unit in state.units for copy in _row_copies(state, averages, unit, catalog)]
     for name, param in state.loose_params():
@@ -86,14 +86,14 @@ def _row_copies(state: TrainingState, averages: AveragedWeights, unit: Unit, cat
 
 
 def _saved_tensors(averages: AveragedWeights, catalog: Catalog) -> dict[str, str]:
-    """Whole tensors of the average in the checkpoint -> the file that holds each."""
+    """Return the whole tensors of the average in the checkpoint -> the file that holds each."""
     kind = average_tensors_kind(averages.name)
     files = {name: file for name, file in catalog.index.files.items() if name.startswith(f"{kind}-")}
     return {tensor: name for name, file in files.items() for tensor in file.tensors}
 
 
 def _take_tensors(state: TrainingState, averages: AveragedWeights, saved: dict[str, str], reader: RangeReader) -> None:
-    """Buffers, and averages of parameters that no unit held when they were saved."""
+    """Load buffers, and averages of parameters that no unit held when they were saved."""
     rooms = {name: averages.buffer(name) for name in state.buffers() if name in saved}
     rooms |= {name: averages.rows.of_param(name, param) for name, param in state.loose_params() if name in saved}
     for name, room in rooms.items():

@@ -40,7 +40,7 @@ def flat_states(optimizer: ShardedOptimizer) -> list[str]:
 
 
 def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
-    """``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
+    """Return ``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
 
     Raises:
         CheckpointError: A tensor has neither the shape of its segment nor a single element.
@@ -89,7 +89,7 @@ def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
 
 
 def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRecord, ...]:
-    """One record per unit and group, from all ranks.
+    """Return one record per unit and group, from all ranks.
 
     Raises:
         CheckpointError: Ranks disagree, so the optimizer's numbers depend on how a unit is divided.
@@ -164,7 +164,9 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
 
 
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
-    """The param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units`` name."""
+    """Return the param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units``
+    name.
+    """
     names = [dict.fromkeys(group.params) for group in groups]
     for unit in units:
         for param in unit.params:
@@ -182,7 +184,7 @@ def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """What one segment gets.
+    """Values that one segment receives.
 
     Attributes:
         segment: The segment.
@@ -196,7 +198,7 @@ class SegmentPlan:
 
 
 class GroupsPlan:
-    """How the saved param groups map to the present ones.
+    """Map of the saved param groups to the present ones.
 
     Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs what was read.
 
@@ -234,10 +236,10 @@ class GroupsPlan:
     def warn_of_fresh(self, names: Sequence[str]) -> None:
         """Says that ``names`` start without state."""
         if names:
-            warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): theirs starts from zero")
+            warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): their state starts from zero")
 
     def _match(self, index: int) -> dict[str, Any]:
-        """Hyper-parameters of present group ``index``, from the saved group that held its parameters."""
+        """Return hyper-parameters of present group ``index``, from the saved group that held its parameters."""
         names = {self._catalog.canonical(name) for name in _names(self.optimizer.units, index)}
         matches = [saved for saved in self._record.groups if names & set(saved.params)]
         if not matches:
@@ -260,7 +262,7 @@ class GroupsPlan:
         return taken
 
     def files(self) -> set[str]:
-        """Files that this rank needs beside those of ``copies``."""
+        """Return files that this rank needs beside those of ``copies``."""
         return set()
 
     def apply(self) -> None:
@@ -270,7 +272,7 @@ class GroupsPlan:
 
 
 class OptimizerPlan(GroupsPlan):
-    """How the saved optimizer state maps to the segments of this rank.
+    """Map of the saved optimizer state to the segments of this rank.
 
     Args:
         optimizer: Whose state is restored.
@@ -336,7 +338,9 @@ class OptimizerPlan(GroupsPlan):
         return self._numbers(found.unit.name, found.group, self._catalog.canonical(slot.name))
 
     def _history(self, slot: ParamSlot) -> Any:
-        """What tells how often the saved optimizer has updated a parameter: its single numbers, and whether it has any state."""
+        """Return a value that tells how often the saved optimizer has updated a parameter: its single numbers, and whether it has any
+        state.
+        """
         found = self._catalog.find(slot.name)
         if found is None or not found.trained or not self._takeover.takes(slot.name):
             return None, False
@@ -375,13 +379,13 @@ class OptimizerPlan(GroupsPlan):
 
 
 def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:
-    """Parameters of the segment's group with elements inside it."""
+    """Return parameters of the segment's group with elements inside it."""
     inside = segment.range.shift(segment.unit.owned.start)
     return [slot for slot in segment.unit.layout.slots if slot.group == segment.group and slot.range.intersect(inside).numel]
 
 
 def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
-    """A single number where the optimizer wants it: fused and capturable kernels read ``step`` on the device.
+    """Return a single-number state on the device where the optimizer needs it: fused and capturable kernels read ``step`` on the device.
 
     One with a shape goes there too: torch computes with a 0-dim tensor of the host beside those of a device, not with (1,).
     """

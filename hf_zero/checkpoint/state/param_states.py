@@ -22,7 +22,7 @@ from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 def param_states(
     optimizer: WholeTensorOptimizer, file: str, replica: int = 0, replicas: int = 1
 ) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
-    """What this rank writes of the states: records for the index, and the tensors of ``file``; copies nothing.
+    """Return this rank's share of the states: records for the index, and the tensors of ``file``; copies nothing.
 
     Args:
         optimizer: Whose states.
@@ -43,7 +43,7 @@ def param_states(
 
 
 class ParamStatesPlan(GroupsPlan):
-    """How the saved optimizer state maps to the parameters that this rank updates.
+    """Map of the saved optimizer state to the parameters that this rank updates.
 
     States that were saved flat (by another optimizer, or by a conversion) are put together.
 
@@ -81,11 +81,11 @@ class ParamStatesPlan(GroupsPlan):
         self.warn_of_fresh(fresh)
 
     def files(self) -> set[str]:
-        """Files with the states of whole parameters that this rank needs."""
+        """Return files with the states of whole parameters that this rank needs."""
         return {record.file for record in self._whole.values() if record.file in self._reader.files}
 
     def _join(self, entry: WholeParam, found: Located) -> dict[str, Any]:
-        """Room for the flat states of one parameter, which ``copies`` fill, and its single numbers."""
+        """Return buffers for the flat states of one parameter, which ``copies`` fill, and its single numbers."""
         name = self._catalog.canonical(entry.slot.name)
         numbers = self._numbers(found.unit.name, found.group, name) if found.unit is not None else None
         state: dict[str, Any] = dict(self._decoder.decode(numbers)) if numbers is not None else {}
@@ -119,7 +119,7 @@ class ParamStatesPlan(GroupsPlan):
 
 
 def _placed(state: dict[str, Any], device: torch.device, fused: bool) -> dict[str, Any]:
-    """``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, but for ``step`` unless ``fused``."""
+    """Return ``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, except ``step`` unless ``fused``."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device)

@@ -61,7 +61,7 @@ def _whole_vectors(catalog: Catalog, reader: RangeReader, file: str) -> dict[str
 
 
 def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list[int]) -> torch.Tensor:
-    """Mean of the worker errors of the saved ranks ``sources``, (padded_numel,)."""
+    """Return mean of the worker errors of the saved ranks ``sources``, (padded_numel,)."""
     total = torch.zeros(unit.layout.padded_numel)
     for number, source in enumerate(sources):
         one = total if number == 0 else torch.zeros_like(total)

@@ -79,12 +79,12 @@ class Takeover:
         return {state for state in self._record.states if self._catalog.dtype(found, state_kind(state)) is not None} | set(numbers or ())
 
     def _warn(self, taken: int) -> None:
-        left = f", those of {len(self._left)} ({min(self._left)}, ...) start fresh" if self._left else ""
+        left = f"; the other {len(self._left)} parameters ({min(self._left)}, ...) start with empty state" if self._left else ""
         saved, own = self._record.name or "another optimizer", type(self._optimizer.inner).__name__
         warn_once(
-            f"the checkpoint holds the optimizer state of {saved}, this engine trains with {own}: taken are "
-            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. States are taken where both "
-            "optimizers keep the same ones"
+            f"the checkpoint holds the optimizer state of {saved}, but this engine trains with {own}. Loaded: "
+            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. A state is loaded where "
+            "both optimizers keep the same one"
         )
 
     def takes(self, name: str) -> bool:
@@ -92,7 +92,9 @@ class Takeover:
         return name not in self._left
 
     def lacks(self, group: int, names: set[str]) -> set[str]:
-        """What an optimizer of the saved class keeps for a flat row of ``group`` beside the states ``names``, as far as that is known."""
+        """Return the states that an optimizer of the saved class keeps for a flat row of ``group`` in addition to ``names``, as far as
+        known.
+        """
         converted = self._catalog.index.library == CONVERTED  # others may keep a step elsewhere
         kept = None if self.foreign or self._whole or converted else self._kept(group, 1)
         return set(kept or ()) - names

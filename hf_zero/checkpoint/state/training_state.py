@@ -23,7 +23,7 @@ class Stateful(Protocol):
     """A scheduler or loss scaler."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Its state."""
+        """Return the state."""
 
     def load_state_dict(self, state: Any) -> Any:
         """Takes a state back."""
@@ -44,7 +44,7 @@ class TensorAxis:
     tp_shards: Mapping[str, SavedTpShard] = field(default_factory=dict)
 
     def tp_shard_of(self, name: str, shape: Sequence[int]) -> SavedTpShard:
-        """What this rank holds of ``name``, whose shape here is ``shape``."""
+        """Return the part this rank holds of ``name``, whose shape here is ``shape``."""
         return self.tp_shards.get(name) or SavedTpShard(tuple(shape))
 
 
@@ -66,7 +66,7 @@ class Holders:
 
 
 def values_of(unit: Unit) -> torch.Tensor:
-    """(shard_numel,): the master of a trained unit, else its shard in the training type."""
+    """Return (shard_numel,): the master of a trained unit, else its shard in the training type."""
     return unit.master if unit.master is not None else unit.shard
 
 
@@ -102,13 +102,13 @@ class TrainingState:
 
     @property
     def holders(self) -> Holders:
-        """Who shares out what all data-parallel ranks hold, or shard among them."""
+        """Return the ranks that share the writing of tensors that all data-parallel ranks hold, or shard among them."""
         axis = self.collectives.topology
         return Holders(_beside_replicas(axis), axis.data.world, self.tensor.rank, self.tensor.world)
 
     @property
     def holders_of_experts(self) -> Holders:
-        """Who shares out experts: the ranks that hold the same ones."""
+        """Return the ranks that share the writing of experts: those that hold the same ones."""
         topology = self.collectives.topology
         alike, together = topology.expert_data, topology.all_parts
         if together is None or alike is None:
@@ -116,16 +116,16 @@ class TrainingState:
         return Holders(_beside_replicas(alike), alike.data.world, together.rank, together.world)
 
     def holders_of(self, unit: Unit) -> Holders:
-        """Who shares out the parts of ``unit``."""
+        """Return the ranks that share the writing of ``unit``'s parts."""
         return self.holders_of_experts if unit.collectives.topology.of_experts else self.holders
 
     @property
     def parts(self) -> int:
-        """Into how many parts tensors are divided that not every data-parallel rank holds."""
+        """Return the number of parts of tensors that not every data-parallel rank holds."""
         return max(self.tensor.world, self.holders_of_experts.parts)
 
     def loose_params(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Parameters that no unit holds: frozen ones at stages 0 to 2, and those that are not floating point; none of other stages'."""
+        """Yield parameters that no unit holds: frozen ones at stages 0 to 2, and non-floating-point ones; none of other stages."""
         for name, param in self.module.named_parameters():
             if find_unit(param) is None and not is_elsewhere(param):
                 yield name, param
@@ -149,7 +149,7 @@ class TrainingState:
         return found
 
     def modules_with_extra_state(self) -> Iterator[tuple[str, nn.Module]]:
-        """Modules that keep state of their own kind (``get_extra_state``)."""
+        """Yield modules that keep state of their own kind (``get_extra_state``)."""
         for name, module in self.module.named_modules():
             if type(module).get_extra_state is not nn.Module.get_extra_state:
                 yield name, module
@@ -162,7 +162,7 @@ def _beside_replicas(axis: Topology) -> int:
 
 @dataclass(frozen=True)
 class Loaded:
-    """What a load leaves to the caller.
+    """Result of a load for the caller.
 
     Attributes:
         path: The folder.

@@ -35,7 +35,7 @@ _INT_END = 2**63  # whole numbers are counts that torch and the native library t
 
 
 def _lenient_int(value: Any) -> Any:
-    """Integers as people write them: 2e8, "2e8", " 16 ". Fractions, booleans and other texts are left for pydantic to refuse."""
+    """Accept integers as people write them: 2e8, "2e8", " 16 ". Fractions, booleans and other texts are left for pydantic to refuse."""
     if isinstance(value, bool):
         raise ValueError("a boolean is not a number")
     if isinstance(value, str):
@@ -82,13 +82,13 @@ _DTYPE_NAMES = {
 
 
 def _dtype_name(value: Any) -> Any:
-    """fp16, bf16 or fp32 from any of the usual spellings, torch dtypes included (`str(torch.bfloat16)` is "torch.bfloat16")."""
+    """Return fp16, bf16 or fp32 for any of the usual spellings, torch dtypes included (`str(torch.bfloat16)` is "torch.bfloat16")."""
     text = str(value).strip().lower().removeprefix("torch.")
     return _DTYPE_NAMES.get(text, value)
 
 
 def _inf_is_never(value: Any) -> Any:
-    """accelerate writes infinity to mean "never print"; None says the same and is an ordinary value."""
+    """Return None for infinity, which accelerate writes for "never print"; None means the same and is an ordinary value."""
     value = _parse_float(value) if isinstance(value, str) else value
     return None if isinstance(value, float) and math.isinf(value) else value
 
@@ -131,7 +131,7 @@ class Section(BaseModel):
         cls.switch = switch
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """What the repr shows: fields that are no secret, and other texts without credentials."""
+        """Yield the fields that the repr shows: all but secrets, and texts without credentials."""
         for name, value in super().__repr_args__():
             yield name, hidden_under(name, value)
 
@@ -140,7 +140,7 @@ SectionClass = type[Section]
 
 
 def is_section_class(value: Any) -> TypeGuard[SectionClass]:
-    """Whether ``value`` is a section; in Python 3.10 ``list[str]`` too is an instance of ``type``."""
+    """Return whether ``value`` is a section; in Python 3.10 ``list[str]`` too is an instance of ``type``."""
     return isinstance(value, type) and get_origin(value) is None and issubclass(value, Section)
 
 
@@ -175,12 +175,12 @@ def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, An
 
 
 def used(default: Any, text: str, **extra: Any) -> Any:
-    """A key whose value the engine reads."""
+    """Return a field whose value the engine reads."""
     return _field(default, text, "used", text, extra)
 
 
 def accepted(default: Any, text: str, why: str, **extra: Any) -> Any:
-    """A key that has no effect, for the reason `why`."""
+    """Return a field that has no effect, for the reason `why`."""
     return _field(default, text, "accepted", why, extra)
 
 
@@ -190,17 +190,17 @@ def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
 
 
 def refused(default: Any, text: str, instead: str, **extra: Any) -> Any:
-    """A key that raises when it asks for something. `instead` says what to use."""
+    """Return a field that raises an error when it asks for something. `instead` names a replacement."""
     return _field(default, text, "refused", instead, extra)
 
 
 def part(default: Any, text: str, **extra: Any) -> Any:
-    """A key that only means something when the switch of its section is on; it shares the fate of the switch."""
+    """Return a field that has an effect only when the switch of its section is on; it shares the fate of the switch."""
     return _field(default, text, "part", "", extra)
 
 
 def section(default: Any, text: str, **extra: Any) -> Any:
-    """A nested section without a fate of its own: that of its switch, else the sum of its keys."""
+    """Return a nested section without a fate of its own: it has that of its switch, else the sum of its keys."""
     return _field(default, text, "part", "", {"section": True, **extra})
 
 

@@ -10,7 +10,7 @@ from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative
 
 
 def _false_is_none(value: Any) -> Any:
-    """Published files switch this number off with `false`."""
+    """Return None for `false`, with which published files switch this number off."""
     return None if value is False else value
 
 

@@ -30,7 +30,7 @@ _TYPES: dict[type, Any] = {bool: Bool, int: Int, float: Float, str: str, dict: d
 
 
 def _field(value: Any) -> tuple[Any, Any]:
-    """Annotation and pydantic field of one value given to `_block`."""
+    """Return annotation and pydantic field of one value given to `_block`."""
     if isinstance(value, FieldInfo):
         return _TYPES[type(value.default)], value
     if is_section_class(value):
@@ -48,7 +48,7 @@ def _field(value: Any) -> tuple[Any, Any]:
 
 
 def _block(switch: str | None = None, /, free: bool = False, **keys: Any) -> SectionClass:
-    """A section from its keys.
+    """Return a section made from its keys.
 
     Args:
         switch: Key that turns it on.
@@ -116,7 +116,7 @@ PROGRESSIVE_LAYER_DROP = _block("enabled",
 
 
 def _technique(what: str, group: SectionClass, **shared: Any) -> SectionClass:
-    """A block of `compression_training`: what all groups of modules share, and the groups."""
+    """Return a block of `compression_training`: the keys that all groups of modules share, and the groups."""
     enabled = refused(False, f"Turn {what} on", _AFTERWARDS)
     return _block("shared_parameters.enabled",
         shared_parameters=_block(enabled=enabled, **shared), different_groups={"<group>": group})

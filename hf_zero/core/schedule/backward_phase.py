@@ -292,7 +292,7 @@ class BackwardPhase:
             try:
                 self._join(repr(error) if error is not None else "an error that the script has caught")
             except Exception as further:  # the error of the first rank is reported; the device may have no memory left, or be broken
-                logger.warning("after a backward that broke off this rank could not join the others: %r", further)
+                logger.warning("a backward failed, and this rank could not finish its collectives with the other ranks: %r", further)
         self.abort()
 
     def close(self) -> None:

@@ -494,7 +494,7 @@ def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
 def _refuse_empty(slot: ParamSlot) -> None:
     if slot.numel:
         raise StateError(
-            f"the gradient of {slot.name} is empty, its shape is {tuple(slot.shape)}: a function outside of the model's forward took the "
-            "parameter while it was divided (ZeRO stage 3), so it got an empty tensor. Call the function in the forward, or inside "
-            "`with hf_zero.zero.GatheredParameters([parameter]):`"
+            f"the gradient of {slot.name} is empty, but the parameter has shape {tuple(slot.shape)}: a function outside the "
+            "model's forward used the parameter while it was sharded (ZeRO stage 3), and so read an empty tensor. Call the "
+            "function in the forward, or inside `with hf_zero.zero.GatheredParameters([parameter]):`"
         )

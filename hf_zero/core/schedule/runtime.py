@@ -194,8 +194,8 @@ class Runtime:
         """
         if self.schedule is not None and self.schedule.give_up():
             raise StateError(
-                f"{what} after a forward that raised an error on this rank alone, while the others wait in theirs: let the error end the "
-                "run, or catch it and run the forward again, with the same batch"
+                f"{what} after a forward that raised an error on this rank only; the other ranks wait in their forward. Let the "
+                "error end the run, or catch it and run the forward again with the same batch"
             )
 
     def reshard_for_update(self) -> None:

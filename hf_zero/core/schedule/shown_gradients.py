@@ -68,8 +68,9 @@ class ShownGradients:
         """
         if self.has(param):
             raise StateError(
-                f"{name}: a second backward before step() reached this parameter first, through a part of the model that was called by "
-                "itself. Call engine.backward(loss), or let the loss come from the whole model's forward"
+                f"{name}: a second backward before step() reached this parameter before the engine knew of the backward, because "
+                "a part of the model was called directly. Call engine.backward(loss), or compute the loss from the forward of "
+                "the whole model"
             )
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:

@@ -121,8 +121,8 @@ class Accumulation:
             )
         if self.held_back and self.next_is_boundary():
             raise StateError(
-                "step() after a backward inside no_sync(), and this step is to update: the block says that more backwards of the same "
-                "optimizer step follow. Run its last backward outside of the block; or forget its gradients with zero_grad()"
+                "step() is due to update, but the last backward ran inside no_sync(), which means that more backwards of this "
+                "optimizer step follow. Run the last backward outside of the block, or drop its gradients with zero_grad()"
             )
         self._awaits_step = False
         self._steps_called += not self.boundary
@@ -142,9 +142,9 @@ class Accumulation:
 
     def _warn_of_several(self) -> None:
         warn_once(
-            f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). It is "
-            f"the calls of step() that are counted: every {self.steps}. call updates, with all gradients since the last update, each "
-            f"loss divided by {self.steps}. Where an update after each step() is meant, call step() after every backward, or "
+            f"gradient_accumulation_steps is {self.steps}, and several backwards of new forwards came before one step(). The "
+            f"engine counts calls of step(): every {self.steps}. call updates, with all gradients since the last update, each "
+            f"loss divided by {self.steps}. To update after each step(), call step() after every backward, or call "
             "set_gradient_accumulation_boundary(is_boundary) before it"
         )
 
@@ -199,8 +199,8 @@ class Accumulation:
         """
         if self._lost:
             raise StateError(
-                f"a backward broke off with an error, and the gradients of {self._lost} backward(s) before it, which belong to the same "
-                "optimizer step, are gone with its own: restart the accumulation window with engine.zero_grad()"
+                f"a backward broke off with an error, and the gradients of {self._lost} earlier backward(s) of the same optimizer "
+                "step were lost with it: restart the accumulation window with engine.zero_grad()"
             )
 
     def enter_no_sync(self, steps: bool) -> None:

@@ -77,10 +77,10 @@ def same_pace(micro_steps: int) -> Alike:
             by_count.setdefault(count, []).append(rank)
         told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
         raise StateError(
-            f"the ranks have begun different numbers of micro-steps: {told}. A rank has skipped a batch: its loader is shorter "
-            "(even_batches=False, a sampler that does not divide), or an exception in a forward or backward was caught and the loop went "
-            "on. Ranks would train on different batches until one ends: give all the same number of batches, and let an exception end the "
-            "run"
+            f"the ranks have begun different numbers of micro-steps: {told}, so they would train on different batches. Either "
+            "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "
+            "evenly), or the script caught an exception in a forward or backward and went on. Give all ranks the same number "
+            "of batches, and let an exception end the run"
         )
 
     return Alike([micro_steps], refuse)

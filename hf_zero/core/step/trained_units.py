@@ -114,7 +114,7 @@ class TrainedUnits:
         whole = len(resting) in (0, sum(bool(slot.numel) for slot in unit.layout.slots))
         if not (whole or self._optimizer.can_rest(unit)):
             raise StateError(
-                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), but not the other parameters of "
-                f"{unit.name}, whose optimizer states rest in one file (offload_optimizer.device: nvme). Freeze all of {unit.name}, freeze "
-                "before initialize(), or offload to cpu"
+                f"{', '.join(names_of(unit, sorted(resting))[:5])}: frozen after initialize(), while other parameters of "
+                f"{unit.name} still train; their optimizer states share one file (offload_optimizer.device: nvme). Freeze all of "
+                f"{unit.name}, freeze before initialize(), or offload to cpu"
             )

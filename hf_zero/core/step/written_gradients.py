@@ -124,9 +124,9 @@ def require_none_added(reducer: Reducer) -> None:
 
 def _added(name: str) -> StateError:
     return StateError(
-        f"{name}.grad was written by hand between the micro-steps of an optimizer step, and the next backward has added to it: the "
-        "gradients of the micro-steps before would count too, where plain PyTorch has replaced them. Write it after the last backward, "
-        "before step(); zero_grad() forgets what has been summed up"
+        f"{name}.grad was written by hand between the micro-steps of an optimizer step, and the next backward has added "
+        "to it. The gradients of earlier micro-steps would count too, whereas in plain PyTorch the assignment replaces "
+        "them. Write it after the last backward, before step(); zero_grad() drops the accumulated gradients"
     )
 
 
@@ -168,6 +168,7 @@ def _require_same(by_rank: Sequence[Sequence[str]]) -> None:
     if somewhere is not None:
         ranks = ", ".join(str(rank) for rank, line in enumerate(by_rank) if somewhere in line)
         raise StateError(
-            f"{somewhere}.grad was written by hand on rank(s) {ranks} of {len(by_rank)} only. The mean over ranks counts: write the "
-            "gradients of the same parameters on every rank, zeros where a rank has nothing to add"
+            f"{somewhere}.grad was written by hand on rank(s) {ranks} of {len(by_rank)} only, but the engine averages "
+            "gradients over all ranks: write the gradients of the same parameters on every rank, with zeros on ranks that "
+            "have nothing to add"
         )

@@ -56,9 +56,9 @@ class WrittenValues:
         written = next(name for _, names in told for name in names if name not in everywhere)
         ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
         raise StateError(
-            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)} and not, or otherwise, on the others: "
-            "the ranks would train different models. Write the same on all ranks, or inside "
-            "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)}, and not written, or "
+            "written with other values, on the remaining ranks: the ranks would train different models. Write the same "
+            "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )
 
     def agree(self, collectives: Collectives) -> None:

@@ -113,9 +113,9 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and entry.numel() and is_sharded(param) and not isinstance(entry, StandIn):
             raise StateError(
-                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so there is nothing to load into. Load "
-                "inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on rank 0, or use "
-                "engine.load_checkpoint(), or from_pretrained()"
+                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no whole tensor "
+                "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
+                "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
             )
         if param is None or not isinstance(entry, StandIn):
             continue

@@ -77,7 +77,7 @@ def release(module: nn.Module, refuse: Refuse) -> None:
 def called_before_engine(module: nn.Module, what: str) -> StateError:
     """Return the error for a forward of ``module``, of which this rank has loaded only ``what``."""
     return StateError(
-        f"{type(module).__name__} was called, and this rank has loaded {what} alone. Call the model that accelerator.prepare(model) or "
-        "initialize(model=model, ...) has prepared, on all ranks; a model that is to stay whole (a teacher, say) is loaded before the "
-        "configuration"
+        f"{type(module).__name__} was called directly, but this rank has loaded only {what}. Call the model that "
+        "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model whole (a "
+        "teacher, say), load it before the configuration is created"
     )

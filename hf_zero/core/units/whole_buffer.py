@@ -244,8 +244,8 @@ class WholeBuffer:
 
 def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateError:
     return StateError(
-        f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)} while it was whole; a parameter "
-        "of an engine keeps its shape: register a new one in its place, before initialize"
+        f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)}. A parameter "
+        "of an engine keeps its shape: to change it, register a new parameter before initialize()"
     )
 
 

@@ -80,12 +80,14 @@ class AliasModule(types.ModuleType):
         raise AttributeError(f"module {self.__name__!r} (hf_zero's alias) has no attribute {name!r}{_nearest(full_name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Importing a submodule sets it on its package; a row of the same name wins, as it does in DeepSpeed's own packages."""
+        """Set an attribute, as an import of a submodule does on its package; a table row of the same name wins, as in DeepSpeed's own
+        packages.
+        """
         if not (isinstance(value, AliasModule) and f"{self.__name__}.{name}" in PROVIDED):
             super().__setattr__(name, value)
 
     def _names(self) -> list[str]:
-        """Public names of this module's own rows."""
+        """Return public names of this module's own rows."""
         prefix = f"{self.__name__}."
         rows = (row.removeprefix(prefix) for row in PROVIDED if row.startswith(prefix))
         return sorted(row for row in rows if "." not in row and not row.startswith("_"))
@@ -111,12 +113,12 @@ class AliasLoader(importlib.abc.Loader):
         return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """What ``python -m`` runs; only modules of ``_COMMANDS`` come so far."""
+        """Return the code that ``python -m`` runs; only modules of ``_COMMANDS`` reach this function."""
         module, _, function = _COMMANDS[fullname].partition(":")
         return compile(f"import sys\nfrom {module} import {function}\nsys.exit({function}())", fullname, "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Nothing to execute. The file is what Python names when a name is missing; the package itself carries a version too."""
+        """Set file and version of the module; there is no code to execute. Python names the file when a name is missing."""
         module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
         if module.__name__ == "deepspeed":
             module.__dict__["__version__"] = DEEPSPEED_VERSION
@@ -146,7 +148,7 @@ def load_target(target: str) -> Any:
 
 
 def _refusing_class(full_name: str) -> type:
-    """A class that nothing is an instance of: making one raises what an import of a refused name raises."""
+    """Return a class without instances: calling it raises the error that an import of the refused name raises."""
 
     def refuse(cls: type, *args: Any, **kwargs: Any) -> Any:
         raise UnsupportedError(_refusal_message(full_name, refusal(full_name) or ""))
@@ -176,14 +178,14 @@ def alias_is_active() -> bool:
         return True
     if switch:
         raise ConfigError(
-            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; "
-            "1 makes hf_zero answer as deepspeed, 0 never does, unset does without a real one"
+            f"environment variable {SWITCH} is {os.environ[SWITCH]!r}; allowed are 1 (hf_zero answers `import deepspeed`), 0 "
+            "(it never does), and unset (it does if DeepSpeed is not installed)"
         )
     return not real_deepspeed_importable()
 
 
 def answers_deepspeed() -> str:
-    """Who answers `import deepspeed` in this process, as a clause."""
+    """Return a clause that says which package answers `import deepspeed` in this process."""
     if alias_is_active():
         return "answers `import deepspeed`"
     switch = os.environ.get(SWITCH, "").strip()
@@ -219,7 +221,7 @@ def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def find_distributions() -> Iterator[importlib.metadata.Distribution]:
-    """The distribution `deepspeed`, while the alias is active."""
+    """Yield the distribution `deepspeed`, while the alias is active."""
     if alias_is_active():
         yield AliasDistribution()
 

@@ -452,7 +452,9 @@ MODULES: Final[frozenset[str]] = frozenset(
 
 
 def refusal(full_name: str) -> str | None:
-    """Why ``full_name`` is refused: its own row, or the row of the nearest name above it; None when there is none."""
+    """Return the reason why ``full_name`` is refused: from its own row, or the row of the nearest name above it; None when there is
+    none.
+    """
     while full_name != "deepspeed":
         if full_name in REFUSED:
             return REFUSED[full_name]

@@ -36,7 +36,7 @@ def top1gating(
     ep_group: dist.ProcessGroup | None = None,
     use_tutel: bool = False,
 ) -> Gated:
-    """Each token to one expert.
+    """Route each token to one expert.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -61,7 +61,7 @@ def top2gating(
     ep_group: dist.ProcessGroup | None = None,
     top2_2nd_expert_sampling: bool = True,
 ) -> Gated:
-    """Each token to two experts, otherwise as ``top1gating``; an expert takes twice the capacity.
+    """Route each token to two experts, otherwise as ``top1gating``; an expert takes twice the capacity.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -84,7 +84,7 @@ def topkgating(
     ep_group: dist.ProcessGroup | None = None,
     drop_policy: str = "probs",
 ) -> Gated:
-    """Each token to ``k`` experts, otherwise as ``top1gating``; an expert takes ``k`` times the capacity.
+    """Route each token to ``k`` experts, otherwise as ``top1gating``; an expert takes ``k`` times the capacity.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -162,7 +162,7 @@ class TopKGate(nn.Module):
         self.drop_tokens, self.use_rts, self.top2_2nd_expert_sampling = drop_tokens, use_rts, top2_2nd_expert_sampling
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
-        """The routes of (n, model_dim) ``tokens``; ``used_token`` as in ``top1gating``, where ``k`` is 1."""
+        """Return the routes of (n, model_dim) ``tokens``; ``used_token`` as in ``top1gating``, where ``k`` is 1."""
         policy = self.noisy_gate_policy if self.training else None
         given = tokens.float()
         if policy == "Jitter":

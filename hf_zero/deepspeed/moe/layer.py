@@ -66,14 +66,14 @@ class Experts(nn.Module):
         self.register_load_state_dict_pre_hook(_take_own)
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """The results of (n, width) ``tokens``, which lie by expert, ``counts`` of them for each."""
+        """Return the results of (n, width) ``tokens``, which are sorted by expert, ``counts`` of them for each."""
         experts = self.deepspeed_experts._modules.values()
         made = [expert(part) for expert, part in zip(experts, tokens.split(counts), strict=True) if expert is not None]
         return torch.cat([found[0] if isinstance(found, tuple) else found for found in made])
 
 
 def _take_own(module: Experts, state: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Names the experts of a dict of one rank's by their numbers in the layer ([Note: experts of a MoE layer])."""
+    """Rename the experts in a rank's state dict by their numbers in the layer ([Note: experts of a MoE layer])."""
     start = f"{prefix}{_LIST}."
     of_experts = {name: value for name, value in state.items() if name.startswith(start)}
     numbers = {int(name[len(start) :].split(".")[0]) for name in of_experts}
@@ -107,7 +107,9 @@ class MOELayer(nn.Module):
         self.exp_counts: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """(..., width) to the same shape; a token that all its experts have dropped becomes zeros. Collective where they are divided."""
+        """Return the results of (..., width) tokens in the same shape; a token that all its experts drop becomes zeros. Collective where
+        experts are divided.
+        """
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
         routes = self.gate(rows, used_token)
         self.l_aux, self.exp_counts = routes.loss, routes.counts.detach()
@@ -190,7 +192,7 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """The layer's output; collective where experts are divided.
+        """Return the layer's output; collective where experts are divided.
 
         Args:
             hidden_states: (..., hidden_size).

@@ -17,7 +17,9 @@ def is_moe_param(param: torch.Tensor) -> bool:
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Whether a model has a ``MoE``, and how many experts the first one has; those that ``expert_parallel`` finds are of another kind."""
+    """Return whether a model has a ``MoE``, and the number of experts of the first one; experts that ``expert_parallel`` finds are of
+    another kind.
+    """
     count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), 0)
     return count > 0, count
 
@@ -30,7 +32,7 @@ def is_moe_param_group(param_group: dict[str, Any]) -> bool:
 def split_params_into_shared_and_expert_params(
     params: Iterable[nn.Parameter],
 ) -> tuple[list[nn.Parameter], list[nn.Parameter]]:
-    """Parameters outside of experts, and those of experts."""
+    """Return the parameters outside of experts, and the parameters of experts."""
     listed = list(params)
     return [param for param in listed if not is_moe_param(param)], [param for param in listed if is_moe_param(param)]
 
@@ -38,7 +40,8 @@ def split_params_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Param groups with those of experts in groups of their own behind them, named after the ranks that hold them and marked ``moe``.
+    """Return the param groups; expert parameters get groups of their own behind them, named after the ranks that hold them and marked
+    ``moe``.
 
     An engine of hf_zero needs no such groups; scripts read them.
 

@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 
 
 class Routes(NamedTuple):
-    """Where tokens go.
+    """Assignment of tokens to experts.
 
     Attributes:
         loss: 0-dim, the auxiliary loss that balances experts.
@@ -36,7 +36,9 @@ class Routes(NamedTuple):
 
 
 def gumbel_noise(like: torch.Tensor) -> torch.Tensor:
-    """Numbers of the standard Gumbel distribution, of the shape and device of ``like``: their sum with logits has its maximum at a draw."""
+    """Return samples of the standard Gumbel distribution with shape and device of ``like``; the argmax of logits plus these samples is a
+    draw.
+    """
     zero, one = torch.tensor(0.0, device=like.device), torch.tensor(1.0, device=like.device)
     noise: torch.Tensor = torch.distributions.Gumbel(zero, one).rsample(like.shape)
     return noise
@@ -45,7 +47,7 @@ def gumbel_noise(like: torch.Tensor) -> torch.Tensor:
 def one_choice(
     logits: torch.Tensor, capacity: int | None, used: torch.Tensor | None = None, noisy: bool = False, random_tokens: bool = True
 ) -> Routes:
-    """Each token to its best expert, weighted by the probability of it.
+    """Route each token to its best expert, weighted by the expert's probability.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -70,7 +72,7 @@ def one_choice(
 
 
 def two_choices(logits: torch.Tensor, capacity: int | None, sampled: bool = True) -> Routes:
-    """Each token to its best expert and a second one, weighted by their shares; second choices come behind all first ones.
+    """Route each token to its best expert and a second one, weighted by their shares; second choices come after all first ones.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -93,7 +95,7 @@ def two_choices(logits: torch.Tensor, capacity: int | None, sampled: bool = True
 
 
 def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, keep: str = "probs") -> Routes:
-    """Each token to its ``choices`` best experts, weighted by their shares.
+    """Route each token to its ``choices`` best experts, weighted by their shares.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -121,11 +123,11 @@ def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, ke
 
 
 def _largest(values: torch.Tensor, limit: int) -> torch.Tensor:
-    """1 where an entry is among the ``limit`` largest of its column, else 0; int64."""
+    """Return 1 where an entry is among the ``limit`` largest of its column, else 0; int64."""
     indices = torch.topk(values, k=min(limit, len(values)), dim=0).indices
     return torch.zeros(values.shape, dtype=torch.int64, device=values.device).scatter_(0, indices, 1)
 
 
 def _shares(weights: torch.Tensor) -> torch.Tensor:
-    """Each token's weights over their sum; zeros where all are."""
+    """Return each token's weights divided by their sum; zeros where all weights are 0."""
     return weights / weights.sum(dim=1, keepdim=True).clamp(min=torch.finfo(weights.dtype).eps)

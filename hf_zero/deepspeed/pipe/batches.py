@@ -29,7 +29,7 @@ class MicroBatch:
 
 
 class Feed:
-    """Where an engine's micro-batches come from.
+    """Source of an engine's micro-batches.
 
     Attributes:
         batches: The iterator that ``train_batch`` reads where it is given none.
@@ -62,15 +62,16 @@ class Feed:
         if not isinstance(entry, (tuple, list)) or len(entry) != 2:
             shown = f"{type(entry).__name__} of {len(entry)}" if isinstance(entry, (tuple, list, dict)) else type(entry).__name__
             raise ConfigError(
-                f"data_iter gave a {shown}; (inputs, labels) is allowed, each a tensor or a tuple of tensors. "
-                "engine.set_batch_fn(function) sets what makes that of each entry"
+                f"data_iter gave a {shown}; allowed is (inputs, labels), each a tensor or a tuple of tensors. Otherwise pass a "
+                "function that converts an entry of your loader to that form to engine.set_batch_fn(function)"
             )
         inputs, labels = (tree_map_only(torch.Tensor, lambda tensor: tensor.to(device), item) for item in entry)
         return MicroBatch(tuple(inputs) if isinstance(inputs, list) else inputs, labels)
 
 
 def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
-    """This stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages first.
+    """Return this stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages
+    first.
 
     Args:
         networks: None of whose ranks goes on without the others.
@@ -85,6 +86,6 @@ def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]])
 
 
 def kind_of(inputs: Any) -> Any:
-    """Shapes and types of ``inputs``, as something that can be sent and compared."""
+    """Return shapes and types of ``inputs``, in a form that can be sent and compared."""
     shape = map_tensors(inputs, without_values)
     return repr(tree_map_only(torch.Tensor, lambda tensor: (tuple(tensor.shape), str(tensor.dtype)), shape))

@@ -19,7 +19,7 @@ Layer = nn.Module | LayerSpec | Callable[[Any], Any]
 
 
 def require_layers(layers: Any) -> list[Layer]:
-    """``layers`` as a list.
+    """Return ``layers`` as a list.
 
     Raises:
         ConfigError: There is none, or one is no layer; a tied one has no such parameter as it names, or is of another class than those
@@ -36,14 +36,15 @@ def require_layers(layers: Any) -> list[Layer]:
             )
         if isinstance(layer, TiedLayerSpec) and classes.setdefault(layer.key, layer.typename) is not layer.typename:
             raise ConfigError(
-                f"PipelineModule: TiedLayerSpec {layer.key!r} of layer {place} is {layer.typename.__name__}, and "
-                f"{classes[layer.key].__name__} before; layers of one key are one layer, so write the same class (forward_fn may differ)"
+                f"PipelineModule: TiedLayerSpec {layer.key!r} of layer {place} has the class {layer.typename.__name__}, but an "
+                f"earlier layer with this key has the class {classes[layer.key].__name__}. Layers with one key are one layer, so "
+                "give the same class (forward_fn may differ)"
             )
     return found
 
 
 def name_of(layer: Layer) -> str:
-    """Return the name of a layer's class, or of a function: what ``partition_method`` ``type:REGEX`` looks at."""
+    """Return the name of a layer's class, or of a function; ``partition_method`` ``type:REGEX`` matches this name."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
@@ -98,7 +99,8 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
 def build_layers(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> list[nn.Module | None]:
-    """Return the module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Those of one key are one.
+    """Return the module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Layers with one key share
+    one module.
 
     [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
     build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are
@@ -151,7 +153,7 @@ class HeldElsewhere:
                 self._made[id(shared)] = (shared, shared)
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """``module`` without values."""
+        """Return ``module`` without values."""
         if id(module) not in self._made:
             copied = copy.copy(module)
             self._made[id(module)] = (module, copied)
@@ -180,7 +182,7 @@ def _zeros(buffer: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def kept_random_states() -> Iterator[None]:
-    """Python's, numpy's and torch's generators are afterwards as they were."""
+    """Restore the states of Python's, numpy's and torch's random generators at the end of the context."""
     import numpy
 
     of_python, of_numpy = random.getstate(), numpy.random.get_state()

@@ -35,7 +35,7 @@ class PipelineError(StateError):
 
 def _refused(call: str) -> Callable[..., Any]:
     def refuse(self: PipelineEngine, *args: Any, **kwargs: Any) -> Any:
-        """Refuses.
+        """Refuse the call.
 
         Raises:
             PipelineError: Always.
@@ -158,16 +158,16 @@ class PipelineEngine(Engine):
         return (result, _joined(work.outputs)) if return_logits else result
 
     def set_dataiterator(self, iterator: Iterator[Any]) -> None:
-        """``train_batch()`` reads ``iterator`` from now on."""
+        """Let ``train_batch()`` read ``iterator`` from now on."""
         self.feed.batches = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """``train_batch()`` reads ``loader`` from now on, again and again."""
+        """Let ``train_batch()`` read ``loader`` from now on, again and again."""
         self.training_dataloader = loader
         self.feed.batches = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """``fn`` makes (inputs, labels) of each entry that an iterator gives."""
+        """Set ``fn`` as the function that makes (inputs, labels) of each entry of an iterator."""
         self.feed.convert = fn
 
     def is_first_stage(self) -> bool:
@@ -179,7 +179,7 @@ class PipelineEngine(Engine):
         return self.stage_id == self.num_stages - 1
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """What the module's ``get_additional_losses`` told of the last batch, means as its loss is; None where it tells nothing."""
+        """Return the additional losses that the module reported for the last batch, averaged like its loss; None where it reports none."""
         return self._additional_losses
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -187,20 +187,20 @@ class PipelineEngine(Engine):
         return self.stage_id
 
     def reset_activation_shape(self) -> None:
-        """Nothing to forget: shapes may change from one micro-batch to the next."""
+        """Do nothing: shapes may change from one micro-batch to the next."""
 
     def set_has_attention_mask(self, value: bool) -> None:
-        """Nothing to set: a mask is a tensor among others where stages meet, whatever its type."""
+        """Do nothing: a mask is sent between stages like any other tensor, whatever its type."""
 
     # -- saving -----------------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> bool:
-        """As ``Engine.save_checkpoint``, with the running statistics of all stages."""
+        """Save a checkpoint like ``Engine.save_checkpoint``, with the running statistics of all stages."""
         share_buffers(self.module, self._pipe)
         return super().save_checkpoint(*args, **kwargs)
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> bool:
-        """As ``Engine.save_16bit_model``, with the running statistics of all stages."""
+        """Save 16-bit weights like ``Engine.save_16bit_model``, with the running statistics of all pipeline stages."""
         share_buffers(self.module, self._pipe)
         return super().save_16bit_model(*args, **kwargs)
 
@@ -217,7 +217,9 @@ class PipelineEngine(Engine):
     # -- parts ------------------------------------------------------------------------------------------------------------
 
     def _work(self, data_iter: Iterator[Any] | None, count: int, computes_loss: bool, together: bool) -> BatchWork:
-        """The next ``count`` micro-batches on this stage; collective over the stages, with ``together`` over data-parallel ranks too."""
+        """Return the next ``count`` micro-batches on this stage; collective over the stages, with ``together`` over data-parallel ranks
+        too.
+        """
         module, device = self.module, self.collectives.topology.device
         assert isinstance(module, PipelineModule)
         reads = self.is_first_stage() or self.is_last_stage()
@@ -268,7 +270,7 @@ def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Outputs of micro-batches as one batch; None where there are none."""
+    """Return outputs of micro-batches as one batch; None where there are none."""
     if not outputs:
         return None
     if isinstance(outputs[0], torch.Tensor):

@@ -14,7 +14,7 @@ from hf_zero.errors import ConfigError
 
 
 class PipelineParallelGrid:
-    """Where this rank stands in ``topology``, and the groups of ranks through it; collective.
+    """Position of this rank in ``topology``, and the groups of ranks through it; collective.
 
     The *slice* axis is ``model`` of the topology: ranks that divide layers between them. What is called model parallel here covers both
     that and the stages, all ranks that hold one model together.
@@ -63,7 +63,7 @@ class PipelineParallelGrid:
         self.pp_group, self.dp_group = (dist.get_process_group_ranks(self._axes[name].group) for name in ("pipe", "data"))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> PipelineParallelGrid:
-        """Itself: ranks are not copied."""
+        """Return this object: ranks are not copied."""
         return self
 
     def topology(self) -> ProcessTopology:
@@ -71,7 +71,7 @@ class PipelineParallelGrid:
         return self._topology
 
     def _is_grid_valid(self) -> bool:
-        """True: what does not fit the ranks is refused before."""
+        """Return True: a topology that does not fit the ranks is refused before."""
         return True
 
     def get_stage_id(self) -> int:
@@ -100,7 +100,7 @@ class PipelineParallelGrid:
         return self._axes["pipe"].rank
 
     def get_pipe_parallel_world_size(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return self._axes["pipe"].world
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
@@ -112,11 +112,11 @@ class PipelineParallelGrid:
         return self._axes["data"].rank
 
     def get_data_parallel_world_size(self) -> int:
-        """Ranks with the same parameters."""
+        """Return the number of ranks with the same parameters."""
         return self._axes["data"].world
 
     def get_data_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks with the same parameters."""
+        """Return the process group of the ranks with the same parameters."""
         return self._axes["data"].group
 
     def get_model_parallel_rank(self) -> int:
@@ -124,11 +124,11 @@ class PipelineParallelGrid:
         return self._axes["model"].rank
 
     def get_model_parallel_world_size(self) -> int:
-        """Ranks that hold one model together."""
+        """Return the number of ranks that hold one model together."""
         return self._axes["model"].world
 
     def get_model_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that hold one model together."""
+        """Return the process group of the ranks that hold one model together."""
         return self._axes["model"].group
 
     def get_slice_parallel_rank(self) -> int:
@@ -136,11 +136,11 @@ class PipelineParallelGrid:
         return self._axes["slice"].rank
 
     def get_slice_parallel_world_size(self) -> int:
-        """Ranks that divide its layers."""
+        """Return the number of ranks that divide this rank's layers."""
         return self._axes["slice"].world
 
     def get_slice_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that divide its layers."""
+        """Return the process group of the ranks that divide this rank's layers."""
         return self._axes["slice"].group
 
     get_pipeline_model_parallel_rank = get_pipe_parallel_rank
@@ -150,7 +150,7 @@ class PipelineParallelGrid:
 
 
 def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
-    """``topology`` if a pipeline of ``ranks`` ranks can have it.
+    """Return ``topology`` if a pipeline of ``ranks`` ranks can have it.
 
     Raises:
         ConfigError: As ``PipelineParallelGrid`` says.
@@ -164,7 +164,9 @@ def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
 
 
 def _axes(topology: ProcessTopology) -> dict[str, Topology]:
-    """Return the lines of ranks through this one: the stages, those alike, those that divide layers, and all that hold one model."""
+    """Return the axes of ranks through this one: the stages, the ranks with the same parameters, the ranks that divide layers, and all that
+    hold one model.
+    """
     world, device, key = dist.group.WORLD, default_device(), (tuple(topology.axes), tuple(topology.dims))
     assert world is not None
     alone = [[rank] for rank in range(dist.get_world_size())]

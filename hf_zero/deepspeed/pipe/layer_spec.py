@@ -32,7 +32,7 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """A new layer.
+        """Return a new layer.
 
         Args:
             log: Whether to say so in the log.

@@ -118,7 +118,7 @@ class PipelineModule(nn.Module):
 
     @property
     def activation_checkpoint_interval(self) -> int:
-        """So many layers are one recomputation; 0 keeps all activations. May be set."""
+        """Return the number of layers that one recomputation covers; 0 keeps all activations. It can be set."""
         return self.recomputation.interval
 
     @activation_checkpoint_interval.setter
@@ -127,7 +127,7 @@ class PipelineModule(nn.Module):
 
     @property
     def activation_checkpoint_func(self) -> Callable[..., Any]:
-        """``f(function, *args)`` that recomputes. May be set."""
+        """Return ``f(function, *args)`` that recomputes. It can be set."""
         return self.recomputation.function
 
     @activation_checkpoint_func.setter
@@ -136,7 +136,9 @@ class PipelineModule(nn.Module):
 
     @property
     def forward_funcs(self) -> list[Callable[[Any], Any]]:
-        """This rank's layers in their order: modules, functions, and what runs a tied layer; may be called, changes have no effect."""
+        """Return this rank's layers in order: modules, functions, and functions that run a tied layer. They may be called; changes of the
+        list have no effect.
+        """
         return [call.run for call in self.stages[self.stage_id].calls]  # type: ignore[union-attr]
 
     def set_checkpoint_interval(self, interval: int) -> None:
@@ -144,7 +146,7 @@ class PipelineModule(nn.Module):
         self.recomputation.interval = interval
 
     def forward(self, forward_input: Any, labels: Any = None) -> Any:
-        """What the last layer returns; the loss where ``labels`` are given and there is a ``loss_fn``.
+        """Return the output of the last layer; the loss where ``labels`` are given and there is a ``loss_fn``.
 
         Args:
             forward_input: A tensor or a tuple of tensors.
@@ -156,7 +158,7 @@ class PipelineModule(nn.Module):
         return outputs if labels is None else self.loss_of(outputs, labels)
 
     def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
-        """Return the loss of what the last layer returned; that itself where there is no ``loss_fn``.
+        """Return the loss of the last layer's output; the output itself where there is no ``loss_fn``.
 
         Raises:
             ConfigError: It is no single number.
@@ -169,11 +171,11 @@ class PipelineModule(nn.Module):
         return loss.reshape(())
 
     def get_additional_losses(self) -> Mapping[str, torch.Tensor] | None:
-        """Losses to report beside the one that is trained on, by name, of the last micro-batch; a subclass may have some."""
+        """Return further losses to report, by name, of the last micro-batch; a subclass may have some."""
         return None
 
     def pipeline_plan(self) -> PipelinePlan:
-        """Return which stage holds what; what layers and borders are made of is known when they run.
+        """Return the plan that assigns layers to stages; contents of layers and borders are known when they run.
 
         Parameters that no layer has (those of a subclass, say) are held by all stages.
         """
@@ -189,7 +191,7 @@ class PipelineModule(nn.Module):
         return PipelinePlan(self.num_stages, calls, ((),) * last, holders)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """``torch.compile`` of this rank's layers, with its arguments."""
+        """Compile this rank's layers with ``torch.compile`` and its arguments."""
         self.stages[self.stage_id].compile(*args, **kwargs)
 
     def topology(self) -> ProcessTopology:
@@ -201,7 +203,7 @@ class PipelineModule(nn.Module):
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Stages."""
+        """Return the number of stages."""
         return self.num_stages
 
     def stage_owner(self, layer_idx: int) -> int:
@@ -223,9 +225,9 @@ def require_undivided(model: PipelineModule) -> None:
     """
     if model.mpu().slice_parallel_size > 1:
         raise UnsupportedError(
-            f"PipelineModule(topology={model.topology()}): its engine does not train layers that are divided over the ranks of an axis "
-            "model; take PipeDataParallelTopology, or the layers in an nn.Sequential with your mpu and no pipeline. Hugging Face models "
-            "have both: pipeline.stages beside tensor_parallel.autotp_size"
+            f"PipelineModule(topology={model.topology()}): layers split over the ranks of a 'model' axis are not trained "
+            "here. Use PipeDataParallelTopology, or put the layers into an nn.Sequential with your mpu and no pipeline. "
+            "Hugging Face models can combine both: pipeline.stages with tensor_parallel.autotp_size"
         )
 
 
@@ -254,6 +256,6 @@ def _trainable(module: nn.Module | None) -> int:
 
 
 def _repeated(model: PipelineModule) -> list[str]:
-    """Classes of layers with parameters that stand in several places: each of these layers is reduced by itself."""
+    """Return the classes of layers with parameters that occur at several places: each of these layers is reduced separately."""
     layers = [module for name, module in model.named_children() if name.isdigit() and next(module.parameters(), None) is not None]
     return [name for name, count in Counter(type(layer).__name__ for layer in layers).items() if count > 1]

@@ -10,7 +10,7 @@ from hf_zero.errors import ConfigError
 
 
 def stage_borders(method: str, sizes: Sequence[int], names: Sequence[str], stages: int) -> list[int]:
-    """Borders (``stages`` + 1): stage s has the layers from ``borders[s]`` to ``borders[s + 1] - 1``, at least one.
+    """Return borders (``stages`` + 1): stage s has the layers from ``borders[s]`` to ``borders[s + 1] - 1``, at least one.
 
     Args:
         method: ``uniform`` (as many layers each), ``parameters`` (trainable elements as even as can be) or ``type:REGEX`` (layers whose

@@ -59,7 +59,7 @@ class RunOfLayers(nn.Module):
         self.recomputation = recomputation
 
     def forward(self, inputs: Any) -> Any:
-        """What the last layer returns, of what the first is given: a tensor or a tuple of tensors."""
+        """Return the output of the last layer for the input of the first: a tensor or a tuple of tensors."""
         interval = self.recomputation.interval if torch.is_grad_enabled() else 0
         for start in range(0, len(self.calls), interval or len(self.calls)):
             layers = self.calls[start : start + interval] if interval else self.calls

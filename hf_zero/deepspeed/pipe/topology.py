@@ -72,11 +72,11 @@ class ProcessTopology:
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Ranks of ``axis``; 0 where there is no such axis."""
+        """Return the number of ranks of ``axis``; 0 where there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-") -> str:
-        """A text for names of files: ``get_rank_repr(3)`` of pipe 2 x data 1 x model 2 is ``model_01``; empty if no axis is left."""
+        """Return a text for file names: ``get_rank_repr(3)`` of pipe 2 x data 1 x model 2 is ``model_01``; empty if no axis is left."""
         omitted, coord = set(omit_axes), self.get_coord(rank)
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omitted)
 
@@ -94,7 +94,7 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Rising ranks whose coordinate has the given places: ``filter_match(pipe=0, data=1)``.
+        """Return, in rising order, the ranks whose coordinates match: ``filter_match(pipe=0, data=1)``.
 
         Raises:
             ConfigError: There is no such axis.
@@ -110,11 +110,11 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Rising ranks whose place on ``axis`` is ``idx``."""
+        """Return, in rising order, the ranks whose place on ``axis`` is ``idx``."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
-        """All ranks."""
+        """Return the number of all ranks."""
         return math.prod(self.dims)
 
     def _require(self, rank: int) -> None:
@@ -155,7 +155,9 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def default_topology(ranks: int) -> PipeDataParallelTopology:
-    """About as many stages as data-parallel ranks: the prime factors of ``ranks`` go to both in turn, as in DeepSpeed."""
+    """Return a topology with about as many stages as data-parallel ranks: the prime factors of ``ranks`` go to both in turn, as in
+    DeepSpeed.
+    """
     factors = prime_factors(ranks)
     return PipeDataParallelTopology(math.prod(factors[::2]), math.prod(factors[1::2]))
 

@@ -18,7 +18,7 @@ from hf_zero.system.trees import map_tensors, tensors_in
 
 
 class Borders:
-    """What goes over each border, by the kind of the inputs.
+    """Shapes and types of the tensors that cross each border, by the kind of the inputs.
 
     [Note: what crosses a border] Only layers themselves know what they return. So for inputs of shapes that have not been seen the first
     part goes through the stages once before the schedule, without gradients and with dropout and running statistics off, and each stage
@@ -37,7 +37,7 @@ class Borders:
         self._known: dict[str, list[Any]] = {}
 
     def of(self, parts: Sequence[MicroBatch], kinds: Sequence[str]) -> list[list[Any]]:
-        """For each part, of these ``kinds``, the results of all stages but the last, as shapes; collective over the stages."""
+        """Return for each part, of these ``kinds``, the results of all stages but the last, as shapes; collective over the stages."""
         for part, kind in zip(parts, kinds, strict=True):
             if kind not in self._known:
                 self._known[kind] = self._found(part.inputs)
@@ -80,7 +80,7 @@ def _as_shapes(is_tuple: bool, described: Sequence[tuple[torch.Size, torch.dtype
 
 
 def require_tensors(outputs: Any, stage: int) -> Any:
-    """``outputs`` of ``stage`` if they can go over a border.
+    """Return ``outputs`` of ``stage`` if they can be sent over a border; else raise an error.
 
     Raises:
         ConfigError: They are no tensor and no tuple of tensors.
@@ -138,7 +138,7 @@ class BatchWork:
     outputs: list[Any] = field(default_factory=list)
 
     def expected(self, part: int) -> list[torch.Tensor]:
-        """What the stage before sends of ``part``."""
+        """Return the tensors that the previous stage sends of ``part``."""
         return [meta for _, meta in tensors_in(self.borders[part][self.stage - 1])]
 
     def forward(self, part: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
@@ -155,7 +155,7 @@ class BatchWork:
             return self._end(part, outputs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Of the whole model; those of other stages are empty."""
+        """Yield the parameters of the whole model; those of other stages are empty."""
         return self.module.parameters()
 
     def _end(self, part: int, outputs: Any) -> list[torch.Tensor]:

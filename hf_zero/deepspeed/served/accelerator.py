@@ -39,13 +39,13 @@ _DEVICE_FUNCTIONS = frozenset(
 
 
 class TorchAccelerator:
-    """What DeepSpeed's accelerator object answers, asked of PyTorch; memory of the CPU is this process' resident set.
+    """Interface of DeepSpeed's accelerator object, answered by PyTorch; memory of the CPU is this process' resident set.
 
     It has as many methods as DeepSpeed's, whose users call them all.
     """
 
     def device_name(self, device_index: int | str | None = None) -> str:
-        """``"cuda"``, ``"cuda:1"``, ``"cpu"``: usable as ``device=``."""
+        """Return the device's name for ``device=``: ``"cuda"``, ``"cuda:1"``, ``"cpu"``."""
         kind = default_device().type
         return kind if device_index is None or kind == "cpu" else f"{kind}:{device_index}"
 
@@ -78,11 +78,11 @@ class TorchAccelerator:
         return max(1, int(ranks)) if ranks.isdecimal() else 1
 
     def is_available(self) -> bool:
-        """True: there is always a device, the CPU at least."""
+        """Return True: there is always a device, at least the CPU."""
         return True
 
     def communication_backend_name(self) -> str:
-        """Backend of torch.distributed for this device (``"nccl"``, ``"gloo"`` ...)."""
+        """Return backend of torch.distributed for this device (``"nccl"``, ``"gloo"`` ...)."""
         return default_backend()
 
     def synchronize(self, device_index: int | None = None) -> None:
@@ -96,14 +96,14 @@ class TorchAccelerator:
         return True if check is None else bool(check())
 
     def is_fp16_supported(self) -> bool:
-        """Whether the device computes in fp16 itself. Training in fp16 works on other CPUs too, by way of fp32, and is slow there."""
+        """Return whether the device itself computes in fp16. Other CPUs train in fp16 through fp32, slowly."""
         if not self._is_cpu:
             return True
         has = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # not in every build of torch
         return has is not None and bool(has())
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Dtypes that the device computes in itself."""
+        """Return dtypes that the device computes in itself."""
         halves = {torch.bfloat16: self.is_bf16_supported(), torch.float16: self.is_fp16_supported()}
         return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
 
@@ -124,7 +124,7 @@ class TorchAccelerator:
         return torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Page-locked copy of a host tensor where that speeds up transfers, else the tensor itself."""
+        """Return page-locked copy of a host tensor where that speeds up transfers, else the tensor itself."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -144,23 +144,23 @@ class TorchAccelerator:
         return self._is_cpu
 
     def use_host_timers(self) -> bool:
-        """As ``is_synchronized_device``."""
+        """Return the same as ``is_synchronized_device``."""
         return self._is_cpu
 
     def resolves_data_dependency(self) -> bool:
-        """As ``is_synchronized_device``."""
+        """Return the same as ``is_synchronized_device``."""
         return self._is_cpu
 
     def handles_memory_backpressure(self) -> bool:
-        """As ``is_synchronized_device``."""
+        """Return the same as ``is_synchronized_device``."""
         return self._is_cpu
 
     def memory_cached(self, device_index: int | None = None) -> int:
-        """As ``memory_reserved``, under torch's old name."""
+        """Return the same as ``memory_reserved``, under torch's old name."""
         return int(self.memory_reserved(device_index))
 
     def max_memory_cached(self, device_index: int | None = None) -> int:
-        """As ``max_memory_reserved``, under torch's old name."""
+        """Return the same as ``max_memory_reserved``, under torch's old name."""
         return int(self.max_memory_reserved(device_index))
 
     def range_push(self, msg: str) -> None:
@@ -179,15 +179,15 @@ class TorchAccelerator:
         return builder() if builder is not None else None
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Its class; None where there is none."""
+        """Return the class of an operator builder; None where there is none."""
         return BUILDERS.get(class_name)
 
     def get_compile_backend(self) -> str:
-        """Backend of ``torch.compile``."""
+        """Return backend of ``torch.compile``."""
         return "inductor"
 
     def visible_devices_envs(self) -> list[str]:
-        """Environment variables that choose the devices of a process."""
+        """Return environment variables that choose the devices of a process."""
         return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "cpu": ["CPU_VISIBLE_DEVICES"]}.get(
             default_device().type, []
         )
@@ -197,7 +197,7 @@ class TorchAccelerator:
         return tensor.device.type == default_device().type
 
     def __getattr__(self, name: str) -> Any:
-        """Device functions by their torch name.
+        """Return device functions by their torch name.
 
         Raises:
             RefusedAttributeError: Another method of DeepSpeed's accelerator.
@@ -224,7 +224,7 @@ class TorchAccelerator:
 
 
 def _resident_bytes(device_index: int | None = None) -> int:
-    """Return bytes of memory this process holds now (its peak, where the system tells nothing else)."""
+    """Return the bytes of memory this process holds now (its peak, where the system reports nothing else)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -233,7 +233,7 @@ def _resident_bytes(device_index: int | None = None) -> int:
 
 
 def _peak_resident_bytes(device_index: int | None = None) -> int:
-    """Largest number of bytes of memory this process held."""
+    """Return the largest number of bytes of memory this process has held."""
     import resource
     import sys
 
@@ -242,7 +242,7 @@ def _peak_resident_bytes(device_index: int | None = None) -> int:
 
 
 def _nothing_to_do(device_index: int | None = None) -> None:
-    """A CPU has no caching allocator, and its peak cannot be set back."""
+    """Do nothing: a CPU has no caching allocator, and its peak cannot be reset."""
 
 
 _CPU_FUNCTIONS: dict[str, Any] = {
@@ -279,5 +279,5 @@ def get_accelerator() -> TorchAccelerator:
 
 
 def is_current_accelerator_supported() -> bool:
-    """Always True: whatever device this PyTorch drives is one that hf_zero trains on."""
+    """Return True: hf_zero trains on every device that this PyTorch drives."""
     return True

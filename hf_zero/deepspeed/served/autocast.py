@@ -68,7 +68,7 @@ def get_autocast_dtype() -> torch.dtype | None:
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Full names of ``LOWER_PRECISION_SAFE_MODULES``."""
+    """Return full names of ``LOWER_PRECISION_SAFE_MODULES``."""
     return [f"{found.__module__}.{found.__name__}" for found in LOWER_PRECISION_SAFE_MODULES]
 
 
@@ -78,7 +78,7 @@ def has_comm_dtype(param: torch.Tensor) -> bool:
 
 
 def get_comm_dtype(param: torch.Tensor) -> torch.dtype:
-    """The type that ``param`` may be communicated in: its own where it is not marked."""
+    """Return the type that ``param`` may be communicated in: its own where it is not marked."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
 
@@ -89,5 +89,5 @@ def get_all_comm_dtypes(params: Iterable[torch.Tensor]) -> set[torch.dtype]:
 
 
 def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """``dtypes`` in the order of their names."""
+    """Return ``dtypes`` in the order of their names."""
     return sorted(dtypes, key=str)

@@ -8,7 +8,7 @@ from hf_zero.deepspeed.alias.finder import RefusedAttributeError
 
 
 class OpBuilder:
-    """Stands for one of DeepSpeed's builders, for code that asks by its name whether an operator can be used, or builds it early.
+    """Replacement of one of DeepSpeed's builders, for code that asks by its name whether an operator can be used, or builds it early.
 
     Args:
         name: Ignored; a builder knows its name.
@@ -26,7 +26,7 @@ class OpBuilder:
         return bool(self.USE)
 
     def builder_available(self) -> bool:
-        """As ``is_compatible``."""
+        """Return the same as ``is_compatible``."""
         return self.is_compatible()
 
     def absolute_name(self) -> str:
@@ -34,7 +34,7 @@ class OpBuilder:
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> LoadedOp:
-        """What building gives: an object without functions, because there is nothing to build.
+        """Return an object without functions, because there is nothing to build.
 
         Raises:
             RefusedAttributeError: hf_zero has no counterpart.

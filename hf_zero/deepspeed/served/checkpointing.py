@@ -47,7 +47,7 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Sets what ``checkpoint`` does; arguments win over the configuration's ``activation_checkpointing`` section.
+    """Set the options of ``checkpoint``; arguments win over the configuration's ``activation_checkpointing`` section.
 
     Args:
         mpu_: Object whose ``get_model_parallel_group()`` names the ranks to divide activations over.
@@ -108,7 +108,7 @@ def set_num_layers(nlayers: int) -> None:
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """As ``checkpoint``, which is not reentrant either."""
+    """Return the same as ``checkpoint``, which is not reentrant either."""
     return checkpoint(function, *args)
 
 
@@ -118,7 +118,9 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """Seeds the default generator alike on all ranks, and the state ``model-parallel-rng`` differently on each model rank."""
+    """Seed the default generator with the same seed on all ranks, and the state ``model-parallel-rng`` with another one on each model
+    rank.
+    """
     seed_model_parallel(seed, _model_axis.rank if _model_axis is not None else 0)
 
 

@@ -68,7 +68,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether the default process group exists; asked by accelerate, it is also told the backend (see the note above)."""
+    """Return whether the default process group exists; a call from accelerate also passes the backend on (see the note above)."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     _tell_accelerate(dist.get_backend())
@@ -76,7 +76,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Rank in ``group`` (default: all); a process without a group is rank 0 of 1."""
+    """Return rank in ``group`` (default: all); a process without a group is rank 0 of 1."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
@@ -86,12 +86,12 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Rank on this machine, as the launcher says."""
+    """Return rank on this machine, as the launcher says."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> dist.ProcessGroup | None:
-    """The default process group, None before there is one."""
+    """Return the default process group, None before there is one."""
     return dist.group.WORLD if is_initialized() else None
 
 
@@ -103,7 +103,7 @@ def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, devi
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """All ranks as torch's mesh of named dimensions; made once for a shape, collective.
+    """Return all ranks as torch's mesh of named dimensions; made once for a shape, collective.
 
     Args:
         mesh_shape: Sizes from the outside in; their product is the number of ranks.
@@ -116,17 +116,17 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
 
 
 def has_all_gather_into_tensor() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """True."""
+    """Return True."""
     return True
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Ranks of ``group`` (default: all) as the default group counts them, in the order of ``group``."""
+    """Return ranks of ``group`` (default: all) as the default group counts them, in the order of ``group``."""
     return [0] if not is_initialized() else dist.get_process_group_ranks(group or dist.group.WORLD)
 
 

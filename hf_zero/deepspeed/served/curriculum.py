@@ -19,7 +19,7 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {  # keys of schedule_config
 
 
 class CurriculumScheduler:
-    """How difficult samples may be after so many steps, in any unit: tokens of a sequence, say.
+    """Schedule of the difficulty that samples may have after a number of steps, in any unit: tokens of a sequence, say.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``, as in DeepSpeed's sections of curricula.
@@ -41,7 +41,10 @@ class CurriculumScheduler:
             raise ConfigError(f"CurriculumScheduler: schedule_type {kind!r}; {', '.join(_NEEDED)} are allowed")
         _require(schedule, _NEEDED[kind], "schedule_config.")
         if kind == "fixed_discrete" and len(schedule["difficulty"]) != len(schedule["max_step"]) + 1:
-            raise ConfigError("CurriculumScheduler: schedule_config.difficulty must be one longer than max_step: the last stays")
+            raise ConfigError(
+                "CurriculumScheduler: schedule_config.difficulty must have one entry more than max_step: its last entry holds "
+                "for all later steps"
+            )
         self.state: dict[str, Any] = {
             "min_difficulty": config["min_difficulty"],
             "max_difficulty": config["max_difficulty"],
@@ -52,7 +55,7 @@ class CurriculumScheduler:
         self.custom_get_difficulty: Callable[[int], Any] | None = None
 
     def get_current_difficulty(self) -> Any:
-        """What ``update_difficulty`` found last; the least at first."""
+        """Return the last result of ``update_difficulty``; the lowest difficulty at first."""
         return self.state["current_difficulty"]
 
     def set_current_difficulty(self, difficulty: Any) -> None:
@@ -60,15 +63,15 @@ class CurriculumScheduler:
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:
-        """The function of steps that a ``custom`` schedule is."""
+        """Set the function of a ``custom`` schedule, from steps to difficulty."""
         self.custom_get_difficulty = schedule_function
 
     def get_state(self) -> dict[str, Any]:
-        """Everything a checkpoint needs."""
+        """Return all state that a checkpoint needs."""
         return self.state
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """What ``get_state`` gave."""
+        """Restore the result of ``get_state``."""
         self.state = state
 
     def get_difficulty(self, global_steps: int) -> Any:
@@ -90,7 +93,7 @@ class CurriculumScheduler:
         return min(reached - reached % schedule["difficulty_step"], most)
 
     def update_difficulty(self, global_steps: int) -> Any:
-        """``get_difficulty(global_steps)``, from now on the current one; the greatest stays once it is reached."""
+        """Set ``get_difficulty(global_steps)`` as the current difficulty and return it; the highest one stays once it is reached."""
         if self.state["current_difficulty"] < self.state["max_difficulty"]:
             self.state["current_difficulty"] = self.get_difficulty(global_steps)
         return self.state["current_difficulty"]

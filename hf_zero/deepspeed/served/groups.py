@@ -15,7 +15,8 @@ def _divided() -> Topology | None:
 
 
 def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """The process group that ZeRO shards over and gradients are averaged over; all ranks where they share the sequences of their samples.
+    """Return the process group that ZeRO shards over and gradients are averaged over; all ranks where they share the sequences of their
+    samples.
 
     Raises:
         StateError: There is no process group yet.
@@ -41,7 +42,8 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """The ranks that train on samples of their own, this one among them: with sequence parallelism one of each group that shares samples.
+    """Return the ranks that train on samples of their own, this one among them: with sequence parallelism one of each group that shares
+    samples.
 
     Raises:
         StateError: There is no process group yet, or a script's own groups share samples and are not of all ranks.
@@ -55,7 +57,7 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    """The ranks of ``get_data_parallel_group()``, as the default group counts them."""
+    """Return the ranks of ``get_data_parallel_group()``, as the default group counts them."""
     return dist.get_process_group_ranks(get_data_parallel_group())
 
 
@@ -77,7 +79,7 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold one model together with this one.
+    """Return the ranks that hold one model together with this one.
 
     Raises:
         StateError: Every rank has all of its model.
@@ -89,13 +91,13 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_model_parallel_world_size() -> int:
-    """Ranks that hold one model together; 1 where nothing is split."""
+    """Return the number of ranks that hold one model together; 1 where nothing is split."""
     model = newest_axis("model")
     return 1 if model is None else model.world
 
 
 def get_model_parallel_rank() -> int:
-    """Rank within them."""
+    """Return this rank's place among the ranks that hold one model together."""
     model = newest_axis("model")
     return 0 if model is None else model.rank
 
@@ -107,7 +109,7 @@ def get_tensor_model_parallel_src_rank() -> int:
 
 
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
-    """The ranks that hold slices of the same sequences.
+    """Return the ranks that hold slices of the same sequences.
 
     Raises:
         StateError: There are no such groups.

@@ -35,7 +35,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
-    """``item`` with ``function`` applied to its tensors, in whatever torch's pytree walks and in other mappings."""
+    """Return ``item`` with ``function`` applied to its tensors, in whatever torch's pytree walks and in other mappings."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Mapping):  # of a kind that pytree does not know
@@ -47,7 +47,7 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> 
 
 
 def move_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """``item`` with its tensors on ``device``; lists, tuples and dicts are walked.
+    """Return ``item`` with its tensors on ``device``; lists, tuples and dicts are walked.
 
     Args:
         item: Anything.
@@ -85,7 +85,9 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    """Whether equal addresses of ``tensor`` and another mean equal elements: not where it has none, or is of a class of somebody's own."""
+    """Return whether equal addresses of ``tensor`` and another mean equal elements; not if it has no address, or is of a foreign
+    subclass.
+    """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
     )
@@ -97,7 +99,9 @@ def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Borders (num_parts + 1) that divide ``num_items`` items evenly; the last parts are one longer where it does not come out even."""
+    """Return borders (num_parts + 1) that divide ``num_items`` items evenly; the last parts are one longer where it does not come out
+    even.
+    """
     size, rest = divmod(num_items, num_parts)
     if size == 0:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -105,7 +109,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Borders (num_parts + 1) that divide items into runs whose heaviest is as light as can be."""
+    """Return borders (num_parts + 1) that divide items into runs whose heaviest is as light as can be."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     sums = [0, *accumulate(weights)]
@@ -116,7 +120,9 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | None:
-    """Borders of ``num_parts`` parts of at least one item and at most ``most``, filled from the front; None where they do not hold all."""
+    """Return borders of ``num_parts`` parts of at least one item and at most ``most``, filled from the front; None where they do not hold
+    all.
+    """
     borders, items = [0], len(sums) - 1
     for part in range(num_parts):
         end = borders[-1]
@@ -134,7 +140,7 @@ def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]
 
 
 def is_compile_supported() -> bool:
-    """True: this PyTorch has ``torch.compile``."""
+    """Return True: this PyTorch has ``torch.compile``."""
     return True
 
 
@@ -154,7 +160,7 @@ def get_ma_status() -> int:
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Return whether torch's version (of which the first two numbers count) lies between the two, both included."""
+    """Return whether torch's version (its first two numbers count) is between the two, both included."""
     present = version.parse(".".join(torch.__version__.split(".")[:2]))
     return (min_version is None or present >= version.parse(str(min_version))) and (
         max_version is None or present <= version.parse(str(max_version))
@@ -172,7 +178,7 @@ def is_zero_param(parameter: Any) -> bool:
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """What a dotted name means below ``model``: a module, or a parameter of one."""
+    """Return the object that a dotted name means below ``model``: a module, or a parameter of one."""
     return attrgetter(module_name)(model)
 
 
@@ -183,11 +189,11 @@ def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Accepted: a model is split after it was built, for training; nothing has to be prepared before."""
+    """Do nothing: a model is split after it was built, for training, so nothing has to be prepared before."""
 
 
 def is_autotp_training_mode() -> bool:
-    """True: there is no other mode."""
+    """Return True: there is no other mode."""
     return True
 
 

@@ -27,7 +27,7 @@ def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, in
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
-    """As ``fetch_hostfile``, of the lines of a file."""
+    """Return the same as ``fetch_hostfile`` for the lines of a file."""
     return _counts(hosts.parse_hostfile(hostfile_lines, "hostfile"))
 
 
@@ -60,7 +60,7 @@ def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: s
 
 
 def _joined(text: str) -> str:
-    """A filter that names each host once; slots of one that comes with and without them are what counts."""
+    """Return a filter that names each host once; where a host occurs with and without slots, the slots count."""
     slots: dict[str, list[str]] = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
@@ -69,10 +69,10 @@ def _joined(text: str) -> str:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Mapping[str, Any]:
-    """As ``parse_resource_filter``, of numbers of slots by host (``fetch_hostfile``)."""
+    """Return the same as ``parse_resource_filter`` for numbers of slots by host (``fetch_hostfile``)."""
     return parse_resource_filter(OrderedDict((name, list(range(count))) for name, count in resource_pool.items()), inclusion, exclusion)
 
 
 def encode_world_info(world_info: Any) -> str:
-    """Hosts and their slots as one word of a command line: JSON in URL-safe base64."""
+    """Return hosts and their slots as one word of a command line: JSON in URL-safe base64."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()

@@ -96,7 +96,7 @@ class LoggerFactory:
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
-        """A logger of that name and level with a handler of its own.
+        """Return a logger of that name and level with a handler of its own.
 
         Raises:
             ConfigError: There is no name.

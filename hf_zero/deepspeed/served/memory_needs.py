@@ -80,14 +80,14 @@ def estimate_zero3_model_states_mem_needs(
 def estimate_zero2_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints what ``model`` needs at stage 2; for the arguments see ``estimate_zero2_model_states_mem_needs``."""
+    """Print the memory that ``model`` needs at stage 2; for the arguments see ``estimate_zero2_model_states_mem_needs``."""
     estimate_zero2_model_states_mem_needs_all_cold(_sizes(model)[0], num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As ``..._all_live``, of a model that is only known by its size."""
+    """Do the same as ``..._all_live`` for a model of which only the size is known."""
     rows = []
     for offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
@@ -98,14 +98,14 @@ def estimate_zero2_model_states_mem_needs_all_cold(
 def estimate_zero3_model_states_mem_needs_all_live(
     model: nn.Module, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Prints what ``model`` needs at stage 3; for the arguments see ``estimate_zero3_model_states_mem_needs``."""
+    """Print the memory that ``model`` needs at stage 3; for the arguments see ``estimate_zero3_model_states_mem_needs``."""
     estimate_zero3_model_states_mem_needs_all_cold(*_sizes(model), num_gpus_per_node, num_nodes, additional_buffer_factor)
 
 
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """As ``..._all_live``, of a model that is only known by its sizes."""
+    """Do the same as ``..._all_live`` for a model of which only the sizes are known."""
     rows = []
     for optimizer, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -119,7 +119,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Parameters of the model, shared ones once, and of the largest module by itself; sharded or not."""
+    """Return the number of parameters of the model, shared ones once, and of the largest single module; sharded or not."""
     layers = [sum(full_shape(param).numel() for param in module.parameters(recurse=False)) for module in model.modules()]
     return sum(full_shape(param).numel() for param in model.parameters()), max(layers, default=0)
 

@@ -74,7 +74,7 @@ class TensorBoardMonitor(_Single):
 
     @property
     def summary_writer(self) -> Any:
-        """torch's ``SummaryWriter``, for images, texts, histograms; None where it is off, and on other ranks than 0."""
+        """Return torch's ``SummaryWriter``, for images, texts, histograms; None where it is off, and on other ranks than 0."""
         return next((sink.writer for sink in self.sinks if isinstance(sink, TensorboardSink)), None)
 
 
@@ -91,7 +91,7 @@ class CometMonitor(_Single):
 
     @property
     def experiment(self) -> Any:
-        """comet_ml's experiment; None where it is off, and on other ranks than 0."""
+        """Return comet_ml's experiment; None where it is off, and on other ranks than 0."""
         return next((sink.experiment for sink in self.sinks if isinstance(sink, CometSink)), None)
 
 

@@ -87,7 +87,7 @@ def clip_tensors_by_global_norm(
 
 
 def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, val: float = -1.0) -> torch.Tensor:
-    """Replaces what is not finite by ``val``, in place; returns the tensor."""
+    """Replace non-finite elements by ``val``, in place; return the tensor."""
     return input.masked_fill_(~input.isfinite(), val)
 
 
@@ -119,15 +119,17 @@ class CheckOverflow:
         return self.has_overflow(self.params if param_groups is None else [param for group in param_groups for param in group])
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
-        """As ``check``, for these parameters."""
+        """Return the same as ``check``, for these parameters."""
         return _any_rank(self.has_overflow_serial(params))
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """As ``has_overflow``, on this rank only."""
+        """Return the same as ``has_overflow``, on this rank only."""
         return not all(bool(grad.isfinite().all()) for grad in _grads(params))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """Return whether a norm says so: it is negative (``get_weight_norm``) or not finite; collective unless told otherwise."""
+        """Return whether a norm shows an overflow: it is negative (``get_weight_norm``) or not finite; collective unless
+        ``reduce_overflow`` is False.
+        """
         found = any(not math.isfinite(norm) or norm < 0 for norm in map(float, norm_group))
         return _any_rank(found) if reduce_overflow else found
 

@@ -92,7 +92,7 @@ class FusedLamb(Lamb):
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """As ``DeepSpeedCPUAdam`` with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
+    """Optimizer like ``DeepSpeedCPUAdam`` with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
 
     def __init__(
         self,
@@ -198,7 +198,7 @@ def _require_grad_none(owner: str, value: bool) -> None:
 
 
 def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
-    """accelerate replaces any optimizer by Adam when the optimizer is offloaded; a user of SGD should hear of it.
+    """Warn that accelerate replaces any optimizer by Adam when the optimizer is offloaded, for example a user's SGD.
 
     Raises:
         UnsupportedError: The groups are those of an optimizer like Adafactor, of which Adam would make something else altogether.

@@ -32,7 +32,7 @@ def _joint() -> Topology:
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """The ranks that share this rank's samples."""
+    """Return the ranks that share this rank's samples."""
     return _sequence().group
 
 

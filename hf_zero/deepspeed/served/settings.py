@@ -36,7 +36,7 @@ TORCH_INFO = {
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Where offloaded state rests."""
+    """Place of offloaded state."""
 
     none = "none"
     cpu = "cpu"
@@ -44,7 +44,7 @@ class OffloadDeviceEnum(str, Enum):
 
 
 class OffloadStateTypeEnum(str, Enum):
-    """What ``engine.offload_states(include=...)`` moves to host memory."""
+    """Kinds of state that ``engine.offload_states(include=...)`` moves to host memory."""
 
     optim_states = "optim_states"
     hp_params = "hp_params"

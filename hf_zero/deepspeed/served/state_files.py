@@ -37,7 +37,7 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """``convert_zero_checkpoint_to_fp32_state_dict`` in any type: "fp32", "bf16" or "fp16".
+    """Do the same as ``convert_zero_checkpoint_to_fp32_state_dict``, in any type: "fp32", "bf16" or "fp16".
 
     Safetensors; `pytorch_model.bin` where ``safe_serialization=False`` is said, as no pickle is written by default.
 
@@ -48,7 +48,7 @@ def convert_zero_checkpoint_to_state_dict(
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """One file for `torch.load` that tells the ZeRO stage of a checkpoint, where DeepSpeed has one per rank.
+    """Return one file for `torch.load` that tells the ZeRO stage of a checkpoint, where DeepSpeed has one per rank.
 
     Args:
         checkpoint_dir: The folder of the tag.
@@ -61,7 +61,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """A file for `torch.load` with the counters of the engine and the caller's own state; the weights are not in it.
+    """Return a file for `torch.load` with the counters of the engine and the caller's own state; the weights are not in it.
 
     Args:
         checkpoint_dir: The folder of the tag.

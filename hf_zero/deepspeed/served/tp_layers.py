@@ -88,7 +88,7 @@ class LinearLayer(_Divided):
         self.gather_output = gather_output
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """This rank's outputs, or all."""
+        """Return this rank's outputs, or all outputs."""
         outputs = functional.linear(copy(input, self.group, "divided layer"), self.weight, self.bias)
         part = Part(-1, self.ranges, self.ranges[-1][0][1])
         return gather(outputs, self.group, part, "divided layer") if self.gather_output else outputs
@@ -111,6 +111,6 @@ class LinearAllreduce(_Divided):
         super().__init__(module, mp_group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """All outputs, from this rank's inputs."""
+        """Return all outputs, from this rank's inputs."""
         outputs = reduce(functional.linear(input, self.weight), self.group, "divided layer")
         return outputs if self.bias is None else outputs + self.bias

@@ -17,7 +17,9 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the command line; how the work is shared out, and what DeepSpeed's conversion may leave out, has no effect on a copy."""
+    """Return the parsed command line; options that divide the work, or leave out parts of DeepSpeed's conversion, have no effect on a
+    copy.
+    """
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input_folder", required=True, help="folder of one checkpoint")
     parser.add_argument("--output_folder", required=True, help="folder that becomes the universal checkpoint")
