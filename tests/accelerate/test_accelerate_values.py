@@ -29,8 +29,13 @@ def _rows() -> torch.Tensor:
 
 
 @contextmanager
-def _prepared(stage: int = 2, accumulation: int = 1, batch: int = BATCH, **keys: Any) -> Iterator[tuple[Any, Any, Any, Any]]:
-    """An Accelerator with a prepared model, optimizer and loader; ``keys`` are those of the configuration, None leaves one out."""
+def _prepared(
+    stage: int = 2, accumulation: int = 1, batch: int = BATCH, frozen: bool = False, **keys: Any
+) -> Iterator[tuple[Any, Any, Any, Any]]:
+    """An Accelerator with a prepared model, optimizer and loader; ``keys`` are those of the configuration, None leaves one out.
+
+    ``frozen``: the first layer is frozen when the engine is made.
+    """
     from accelerate import Accelerator, DeepSpeedPlugin
 
     with trainers.clean_state():
@@ -38,6 +43,7 @@ def _prepared(stage: int = 2, accumulation: int = 1, batch: int = BATCH, **keys:
         config = {key: value for key, value in config.items() if value is not None}
         accelerator = Accelerator(gradient_accumulation_steps=accumulation, deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config))
         model = _build()
+        model[0].requires_grad_(not frozen)
         engine, optimizer, loader = accelerator.prepare(
             model, torch.optim.SGD(model.parameters(), lr=LR), DataLoader(_rows(), batch_size=batch)
         )
@@ -137,6 +143,34 @@ def _clipping() -> None:
                 accelerator.backward(engine(second).square().mean())
 
 
+def _norms_of_what_joins() -> None:
+    """The first update is measured before it is made: a layer that joins in it counts, and so does a gradient that the script writes."""
+    for stage in STAGES:
+        model, norms = _build(), []
+        plain = torch.optim.SGD(model.parameters(), lr=LR)
+        with _prepared(stage, frozen=True, **{KEY: "auto"}) as (accelerator, engine, optimizer, loader):
+            engine.module[0].requires_grad_(True)
+            for step, (rows, whole) in enumerate(zip(loader, _rows().split(BATCH * ranks.world()), strict=True)):
+                accelerator.backward(engine(rows).square().mean())
+                model(whole.to(ranks.device())).square().mean().backward()
+                if stage < 3 and step == 0:
+                    for side in (model, engine.module):
+                        side[2].bias.grad = torch.full_like(side[2].bias, 30.0)
+                        side[0].bias.grad = torch.full_like(side[0].bias, 20.0)
+                norms.append(float(accelerator.clip_grad_norm_(engine.parameters(), 0.01)))
+                norms[-1] -= float(nn.utils.clip_grad_norm_(model.parameters(), 0.01))
+                if stage == 0 and step == 0:  # those that are shown are the ones that were measured
+                    assert torch.equal(engine.module[2].bias.grad, torch.full_like(model[2].bias, 30.0))
+                    assert torch.equal(engine.module[0].bias.grad, torch.full_like(model[0].bias, 20.0))
+                optimizer.step()
+                plain.step()
+                optimizer.zero_grad()
+                plain.zero_grad()
+            torch.testing.assert_close(norms, [0.0] * STEPS, rtol=0, atol=1e-4, msg=lambda text, at=stage: f"stage {at}: {text}")
+            weights = [param.detach() for param in model.parameters()]
+            torch.testing.assert_close(_weights(engine), weights, rtol=1e-5, atol=1e-6, msg=lambda text, at=stage: f"stage {at}: {text}")
+
+
 def _sizes() -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
 
@@ -213,6 +247,7 @@ def _stand_ins() -> None:
 @pytest.mark.parametrize("world", [1, 2])
 def test_the_norm_that_a_script_clips_to_is_the_one_that_counts(world: int) -> None:
     ranks.run_ranks(_clipping, world)
+    ranks.run_ranks(_norms_of_what_joins, world)
 
 
 def test_sizes_and_schedules_of_a_script_that_contradict_the_configuration_are_errors() -> None:

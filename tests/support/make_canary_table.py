@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from tests.support import canary, ranks, zoo
-from tests.support.make_parity_table import ARCHITECTURES, split_page
+from tests.support.make_parity_table import ARCHITECTURES, replace_section
 
 TASK_NAMES = {"causal": "causal language model", "seq2seq": "encoder-decoder", "masked": "masked language model", "classes": "classifier"}
 
@@ -32,7 +32,7 @@ def main() -> int:
     ranks.close_pools()
     section = render(sightings)
     if arguments.write:
-        arguments.write.write_text(split_page(arguments.write)[0] + section)
+        replace_section(arguments.write, ARCHITECTURES, section)
     else:
         print(section)
     return 0

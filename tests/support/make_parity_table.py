@@ -40,7 +40,8 @@ sizes {worlds}, between training through the engine and plain PyTorch on the con
 """
 
 
-ARCHITECTURES = "## Architectures"  # the section that tests/support/make_canary_table.py writes
+# Sections that make_canary_table and make_types_table write; everything before them is written here.
+ARCHITECTURES, TYPES = OTHERS = "## Architectures", "## Types in 16 bit"
 
 
 def main() -> int:
@@ -59,18 +60,27 @@ def main() -> int:
                 print(f"world {world} {name} {dtype}: ok, {time.perf_counter() - start:.1f} s", file=sys.stderr)
     text = render(cells, arguments.worlds)
     if arguments.write:
-        arguments.write.write_text(text + split_page(arguments.write)[1])
+        replace_section(arguments.write, "", text)
     else:
         print(text)
     ranks.close_pools()
     return 0
 
 
-def split_page(path: Path) -> tuple[str, str]:
-    """The page up to the architectures' section, and that section (empty when there is none)."""
-    page = path.read_text() if path.exists() else ""
-    before, title, section = page.partition(ARCHITECTURES)
-    return before, title + section
+def replace_section(path: Path, title: str, section: str) -> None:
+    """Write one section of the page; the others stay.
+
+    Args:
+        path: The page, which may not be there yet.
+        title: One of ``OTHERS``, or "" for all that is before these.
+        section: Its text, which begins with the title.
+    """
+    rest, found = path.read_text() if path.exists() else "", {}
+    for other in reversed(OTHERS):
+        rest, heading, body = rest.partition(f"{other}\n")
+        found[other] = heading + body
+    texts = {"": rest, **{other: found[other] for other in OTHERS}, title: section}
+    path.write_text("\n\n".join(text.strip("\n") for text in texts.values() if text) + "\n")
 
 
 def render(cells: list[Cell], worlds: list[int]) -> str:

@@ -100,6 +100,8 @@ MENDED: tuple[str, ...] = (
     f"cell stage=3 ranks=2; load_module how=module; {_TRAIN}",
     f"cell stage=3 ranks=2; average how=plain; {_TRAIN}",
     *(f"cell stage=3 ranks=2; compute param={_UP} what={what}; {_TRAIN}" for what in ("sum", "float", "clone", "compare")),
+    # PyTorch's own error, before the ranks meet: a value was written in place behind a forward that another rank's write came before.
+    f"cell stage=0 ranks=2; forward data=0; gather_write param={_UP} modifier=none who=1; write param={_GAIN} how=clamp; backward",
     # Gradients.
     *(
         f"cell stage={stage}; forward data=0; backward; write_grad param=embed.weight who=all; get_grad param=embed.weight"

@@ -69,6 +69,7 @@ class Status:
         place: Number of the operation that raised.
         plain: Class of PyTorch's error, "refuse" where the package has to refuse, or "".
         plain_place: Number of the operation that PyTorch raised at.
+        later: Class and place of an error of PyTorch behind what the package has to refuse.
     """
 
     differs: tuple[int, str] | None = None
@@ -77,6 +78,7 @@ class Status:
     place: int = -1
     plain: str = ""
     plain_place: int = -1
+    later: tuple[str, int] | None = None
 
     @property
     def stops(self) -> bool:
@@ -159,6 +161,13 @@ def _perform(plain: Plain, zero: Zero, operation: Operation, place: int, status:
             status.plain, status.plain_place = "refuse", place
         except Exception as error:
             status.plain, status.plain_place = type(error).__name__, place
+    elif status.plain == "refuse" and status.later is None:  # a rank alone may have done it, and nobody has seen it yet
+        try:
+            getattr(plain, operation.name)(**dict(operation.args))
+        except MustRefuse:
+            pass
+        except Exception as error:
+            status.later = type(error).__name__, place
     seen = _attempt(status, place, partial(getattr(zero, operation.name), **dict(operation.args)))
     if not status.plain and not status.error:
         _compare(seen, expected, plain.cell.dtype, status, place)
@@ -306,6 +315,8 @@ def _judge_error(script: Script, everyone: Sequence[Status]) -> Verdict:
     if first.plain and first.plain != "refuse" and first.place == first.plain_place:
         fits = all(one.kind == "package" or one.error.startswith(first.plain) for one in everyone)
         return Verdict("raised" if fits else "UNNAMED", first.place, first.error)
+    if first.later is not None and all((one.error.split(":")[0], one.place) == first.later for one in everyone):
+        return Verdict("raised", first.place, first.error)
     allowed = [operation for operation in script.operations[: first.place + 1] if _may_refuse(operation, everyone)]
     return Verdict("refused" if allowed else "UNNAMED", first.place, first.error)
 

@@ -163,12 +163,33 @@ class Stepper:
         return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def measure(self) -> torch.Tensor:
-        """Return the norm of the gradients accumulated so far, before clipping and without loss scale, ahead of the step; 0-dim,
-        collective.
+        """Return the norm of the gradients that the coming step takes, before clipping and without loss scale; 0-dim, collective.
+
+        Called after the backward that completes the step. What joins, and gradients that the script has written, are taken here already.
+
+        Raises:
+            StateError: As ``take``.
         """
-        shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
+        self._settle()
+        self.reducer.shown.begin()  # what was taken shows what is reduced now, as all others do
+        return self.norm_of(self._reduced()) / self.scaler.scale
+
+    def _settle(self) -> Agreed:
+        """Agree on the coming step, and bring together all gradients that it takes; collective. A second call finds nothing to do."""
+        self.reducer.shown.drop_removed()
+        agreed = self.agree()
+        if self.trained.follow(agreed.waits):
+            self._look_at_units()
+        if agreed.written:
+            take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
+        return agreed
+
+    def _reduced(self) -> list[torch.Tensor]:
+        """Return the reduced gradients of the trained units, in their order, ready to be read."""
+        with span("finish_reduce"):
+            shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
         self.optimizer.state_store.halt()
-        return self.norm_of(shards) / self.scaler.scale
+        return shards
 
     def take(self) -> StepResult:
         """Take one step over the gradients accumulated so far, and over gradients that the script has written; collective.
@@ -177,17 +198,10 @@ class Stepper:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
                 no gradient and each must have one, or gradients were written that cannot be used; nothing has changed then.
         """
-        self.reducer.shown.drop_removed()
-        agreed = self.agree()
-        if self.trained.follow(agreed.waits):
-            self._look_at_units()
-        if agreed.written:
-            take_written(self.reducer, self.collectives.data, self.settings.stage.parameters_sharded)
+        agreed = self._settle()
         if self.settings.wants_all:
             self._require_all()
-        with span("finish_reduce"):
-            shards = [self._gradients[id(unit)].reduced() for unit in trained_of(self.optimizer.units)]
-        self.optimizer.state_store.halt()
+        shards = self._reduced()
         with span("norm"):
             scaled_norm = self.norm_of(shards)
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
