@@ -195,7 +195,7 @@ class WholeBuffer:
         found = False
         start, width = self.flat.data_ptr(), self.flat.element_size()
         for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
-            address = start + slot.offset * width if slot.numel else 0  # the view raises too, but with a worse message
+            address = start + slot.offset * width if slot.numel else 0  # the address of the view, found faster than by asking it
             if param is None or (param.data_ptr() == address and param.shape == slot.shape):
                 continue
             if param.shape != view.shape:
