@@ -21,7 +21,7 @@ _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WORTH = 0.01  # share of the memory of the engine and its model; smaller savings are not listed
 _SAID = "hf_zero: what was alive on rank"
-_REST = "activations"  # share that includes other allocations since the engine was made
+_REST = "activations"  # and other allocations since the engine was made
 
 
 def is_out_of_memory(error: BaseException) -> bool:
