@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
-_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # methods of dataclasses have the last one
+_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # dataclasses generate methods in "<string>"
 _COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
