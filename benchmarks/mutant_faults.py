@@ -277,8 +277,8 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "kept gradients of an incomplete unit are lost",
-            "        self._write_kept()\n        self.in_place.end()\n        self._zero_unwritten(flat)\n        # What",
-            "        self.in_place.end()\n        self._zero_unwritten(flat)\n        # What",
+            "        self._write_kept()\n        self.in_place.end()\n        self._zero_unwritten(flat)\n        # Sums",
+            "        self.in_place.end()\n        self._zero_unwritten(flat)\n        # Sums",
             (SKIPPED, POLICY, "tests/core/test_unused_parameters.py"),
         ),
     ),

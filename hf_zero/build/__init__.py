@@ -1,12 +1,12 @@
 """From a module and a resolved configuration to the parts of an engine.
 
-``core/engine.py`` has forward, backward, step, saving and loading, and nothing of anybody's names. What it is made of it is given
+``core/engine.py`` has forward, backward, step, saving and loading, without names of other libraries. It receives its parts
 (``EngineParts``), checkpoints and clock included, so that it knows neither files nor profilers nor the configuration.
 ``deepspeed/engine.py`` is the class users hold: a subclass with DeepSpeed's names, read-only ones from the tables in
 ``deepspeed/getters.py``, those that do something from ``deepspeed/requests.py``. Libraries attach to ``core/engine.py``.
 
 ``build/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: who shards, splits the model, shares sequences and experts;
-``policies.py``: the configuration as policies and settings, which is all that the layers below see of it; ``networks.py``: the
-collectives of all axes; ``units.py``, ``optimizers.py``, ``parts.py``: the parts themselves; ``log.py``: what is said.
+``policies.py``: the configuration as policies and settings, the only form in which the layers below see it; ``networks.py``: the
+collectives of all axes; ``units.py``, ``optimizers.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines.
 ``deepspeed/initialize.py`` calls them in order.
 """

@@ -1,4 +1,4 @@
-"""The axes of an engine: over which ranks parameters are sharded, models split and sequences divided."""
+"""Choose the axes of an engine: over which ranks parameters are sharded, models split and sequences divided."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
 @dataclass(frozen=True)
 class Axes:
-    """Where an engine's ranks stand.
+    """Axes of an engine's ranks.
 
     Attributes:
         mesh: The description that all sources fit.
         topology: The axis to shard over, with the model axis if there is one.
-        sequence: Groups of ranks that share their samples; None where sequences are whole.
+        sequence: Groups of ranks that share their samples; None if sequences are not divided.
     """
 
     mesh: Mesh
@@ -47,7 +47,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
         model: The user's module; it may be split already.
 
     Raises:
-        ConfigError: What these say does not agree, or does not fit the ranks.
+        ConfigError: The sources contradict each other, or do not fit the ranks.
         UnsupportedError: A combination of axes that is not provided.
     """
     described = mesh_of(source, mpu, mesh, model)
@@ -62,12 +62,12 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
 
 
 def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """``source`` with a ``train_batch_size`` over replicas, where it was given over all ranks of ``mesh`` or over one group."""
+    """Return ``source`` with a ``train_batch_size`` over replicas, if it was given over all ranks of ``mesh`` or over one group."""
     return count_replicas_once(source, mesh.replicas, (mesh.ranks, 1) if mesh.sp > 1 else (mesh.ranks,))
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
-    """The axes of a mesh: those of the ``mpu`` object if one is given, else ``model_parallel`` adjacent ranks hold one model together."""
+    """Return the axes of a mesh: those of ``mpu`` if it is given; otherwise ``model_parallel`` adjacent ranks hold one model together."""
     if mpu is None:
         return model_topology(model, model_parallel)
     data = mpu.get_data_parallel_group()
@@ -76,7 +76,7 @@ def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:
 
 
 def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
-    """``model`` as the axes want it: parameters split over the model axis, experts over theirs, forwards over sequences; collective."""
+    """Return ``model`` divided by the axes: parameters over the model axis, experts over theirs, forwards over sequences; collective."""
     divided = {
         "tensor parallelism": is_to_split(axes.mesh) or is_split(model),
         "expert parallelism": axes.mesh.ep > 1,

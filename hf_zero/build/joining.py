@@ -1,4 +1,4 @@
-"""Units for parameters that are trained for the first time after ``initialize``: unfrozen ones, and those of modules added later."""
+"""Make units for parameters that are trained for the first time after ``initialize``: unfrozen ones, and those of modules added later."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from hf_zero.errors import UnsupportedError
 
 @dataclass
 class Joiner:
-    """Give parameters that join units of their own, beside those of their block. See [Note: what is trained].
+    """Puts parameters that join into units of their own, beside the units of their block. See [Note: what is trained].
 
     Attributes:
         builder: Makes the units.
         runtime: Hooks on the module.
         reducer: Gradients on their way.
-        optimizer: The engine's.
+        optimizer: The engine's optimizer.
         units: All units of the engine; the same list everywhere.
         gradients_of: Makes the gradients of a unit.
         largest: Elements of a unit that stays unsharded at stage 3.
-        undivided: Ids of the parameters that were there when several ranks divided the model among them; None where each has all of it.
+        undivided: Ids of the parameters that existed when several ranks divided the model among them; None if each rank has all of it.
     """
 
     builder: UnitBuilder
@@ -51,7 +51,7 @@ class Joiner:
             The gradients of the new units.
 
         Raises:
-            UnsupportedError: Several ranks hold the model together, and a parameter was not there when it was divided.
+            UnsupportedError: Several ranks hold the model together, and a parameter did not exist when it was divided.
         """
         self._require_known(joining)
         self._joins += 1
@@ -95,7 +95,7 @@ class Joiner:
         return units
 
     def _drop_empty(self, former: Iterable[Unit]) -> None:
-        """Forget frozen units that all parameters have left."""
+        """Remove frozen units without parameters from their blocks."""
         empty = {id(unit) for unit in former if all(param is None for param in unit.params)}
         self.units[:] = [unit for unit in self.units if id(unit) not in empty]
         for block in (self.runtime.root, *self.runtime.blocks):
@@ -104,7 +104,7 @@ class Joiner:
                 block.forget_size()
 
     def _train(self, units: Sequence[Unit]) -> list[UnitGradients]:
-        """Make gradients of ``units``, and bring those of all units into the model's order."""
+        """Make the gradients of ``units``, and sort the gradients of all units in the model's order."""
         entries = {id(unit): self.gradients_of(unit) for unit in units}
         for unit in units:
             unit.trained_by = ref(self.runtime)

@@ -1,4 +1,4 @@
-"""Tell which parameters and buffers keep their types in 16-bit training, and explain errors of torch about element types."""
+"""Find the parameters and buffers that keep their dtypes in 16-bit training, and explain errors of torch about dtypes."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from hf_zero.comm.collectives import is_narrow
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_parameters
 
 _HALF = (torch.float16, torch.bfloat16)
-_NAMED = "_keep_in_fp32_modules"  # kept in fp32 where the model is in fp16
-_ALWAYS_NAMED = "_keep_in_fp32_modules_strict"  # in bf16 too
+_NAMED = "_keep_in_fp32_modules"  # attribute: kept in fp32 if the model is in fp16
+_ALWAYS_NAMED = "_keep_in_fp32_modules_strict"  # attribute: kept in fp32 in bf16 too
 
 
 def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence[str] | None) -> KeptTypes:
-    """Return the types of the tensors of ``module`` that its cast to 16 bit leaves alone, by ``id``; empty where nothing is cast to 16 bit.
+    """Return the dtypes of the tensors of ``module`` that its cast to 16 bit skips, by ``id``; empty if nothing is cast to 16 bit.
 
     The names that a model of transformers or diffusers keeps in fp32 are its own list, read as the library reads it while it loads a model;
     such a tensor stays as it was loaded. Of ``patterns``, which a configuration asks for, a 16-bit tensor becomes fp32.
@@ -29,7 +29,7 @@ def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence
     Args:
         module: The model.
         precision: Types that parameters and buffers are cast to.
-        patterns: Parts of names, ``*`` for any characters; None is what the model names itself.
+        patterns: Parts of names, ``*`` for any characters; None uses the model's own list.
     """
     dtype = precision.param_dtype
     if dtype not in _HALF:
@@ -49,21 +49,22 @@ def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence
 
 
 def _type_loaded(tensor: torch.Tensor, dtype: torch.dtype) -> torch.dtype:
-    """Return the type of a tensor that the model names for fp32 in training in ``dtype``: its own, but for a parameter of the other 16-bit
-    type, which was loaded for other training."""
+    """Return the dtype of a tensor that the model keeps in fp32 in training in ``dtype``: its own, except for a parameter of the other
+    16-bit dtype, which was loaded for other training.
+    """
     other = isinstance(tensor, nn.Parameter) and tensor.dtype in _HALF and tensor.dtype != dtype
     return torch.float32 if other else tensor.dtype
 
 
 def named_for_fp32(model: nn.Module, dtype: torch.dtype) -> Iterator[torch.Tensor]:
-    """Yield the floating-point parameters and buffers that the library of ``model`` loads in fp32 where the rest is loaded in ``dtype``."""
+    """Yield the floating-point parameters and buffers that the library of ``model`` loads in fp32 if the rest is loaded in ``dtype``."""
     search = _own_list(model, dtype) if dtype in _HALF else None
     if search is not None:
         yield from _matching(model, search)
 
 
 def cast_unnamed(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """Cast the parameters of ``model`` to ``dtype``, but for those that it names for fp32; return it. Buffers stay as they are."""
+    """Cast the parameters of ``model`` to ``dtype``, except those that it names for fp32, and return it. Buffers do not change."""
     return cast_parameters(model, dtype, kept_types(model, PrecisionPolicy(param_dtype=dtype), None))
 
 
@@ -71,13 +72,13 @@ def glob_search(patterns: Sequence[str]) -> re.Pattern[str] | None:
     """Return an expression that finds any of ``patterns`` anywhere in a name, ``*`` for any characters; None for no patterns.
 
     Raises:
-        re.error: A pattern is no regular expression.
+        re.error: A pattern is not a regular expression.
     """
     return re.compile("|".join(f"(?:{pattern.replace('*', '.*')})" for pattern in patterns)) if patterns else None
 
 
 def _lists(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, re.Pattern[str]]]:
-    """Yield each model inside ``module`` that names tensors for fp32, and the expression that finds their names inside that model."""
+    """Yield each model inside ``module`` that names tensors for fp32, with the expression that matches their names inside that model."""
     for inner in module.modules():
         search = _own_list(inner, dtype)
         if search is not None:
@@ -86,17 +87,17 @@ def _lists(module: nn.Module, dtype: torch.dtype) -> Iterator[tuple[nn.Module, r
 
 def _own_list(model: nn.Module, dtype: torch.dtype) -> re.Pattern[str] | None:
     plan_of: Any = getattr(type(model), "_get_dtype_plan", None)
-    if plan_of is not None:  # transformers 5 says itself which of its names count, and finds them anywhere
+    if plan_of is not None:  # transformers 5 computes itself which names are valid, and matches them anywhere
         return glob_search(sorted(name for name, kept in plan_of(model, dtype).items() if kept == torch.float32))
     names = set(_names(model, _ALWAYS_NAMED))
     if dtype == torch.float16:
         names |= set(_names(model, _NAMED))
-    # transformers 4 and diffusers: a name is one or several whole parts between dots.
+    # transformers 4 and diffusers: a name is one or several complete parts between dots.
     return re.compile("|".join(rf"(?:(?:^|\.){name}(?:$|\.))" for name in sorted(names))) if names else None
 
 
 def _names(model: nn.Module, attribute: str) -> list[str]:
-    """Return a list of the model itself: a wrapper (PEFT's) passes questions about attributes on to the model in it."""
+    """Return a list attribute of the model itself: a wrapper (PEFT's) forwards unknown attributes to the inner model."""
     value = vars(model).get(attribute, getattr(type(model), attribute, None))
     return [name for name in value if isinstance(name, str)] if isinstance(value, (list, tuple, set, frozenset)) else []
 

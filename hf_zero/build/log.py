@@ -1,4 +1,4 @@
-"""What is said about a configuration and an engine, and what is recorded, as the configuration asks for it."""
+"""Write the log lines about a configuration and an engine, and start the records that the configuration requests."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_zero.system.sizes import size_text
 
 
 def announce(resolved: ResolvedConfig) -> None:
-    """Says what is to be known of a configuration, sets the log's level and starts the log of collectives."""
+    """Log warnings and notes about a configuration, set the log's level and start the log of collectives."""
     for warning in resolved.warnings:
         warn_once(warning)
     if resolved.origin.get(MICRO) == "default":
@@ -44,16 +44,16 @@ def describe(
     optimizer: torch.optim.Optimizer | None,
     answers: str,
 ) -> str:
-    """One line that says that the engine is on, and with which settings. Logs are searched for its first two words.
+    """Return one line that says that the engine is on, and with which settings. Users search logs for its first two words.
 
     Args:
         resolved: The configuration.
-        units: What is sharded.
+        units: Units of the engine.
         stage: The stage.
-        topology: Where the ranks stand.
-        offload: What rests elsewhere.
+        topology: Axes of the ranks.
+        offload: Description of the offloaded state.
         optimizer: The inner optimizer; None for an engine that only runs forward.
-        answers: Who answers ``import deepspeed``.
+        answers: The package that ``import deepspeed`` finds.
     """
     states = sum(unit.shard.nbytes for unit in units)
     masters = sum(unit.master.nbytes for unit in units if unit.master is not None and unit.master is not unit.shard)
@@ -79,6 +79,6 @@ def _batch(resolved: ResolvedConfig) -> str:
 
 
 def _clipping(resolved: ResolvedConfig) -> str:
-    """Return the norm; where nobody has written it down, that as well."""
+    """Return the clipping norm as text, with a remark if it is a default."""
     norm, origin = resolved.config.gradient_clipping, resolved.origin.get("gradient_clipping", "default")
     return (f"clipping at {norm:g}" if norm else "no clipping") + (" (DeepSpeed's default)" if origin == "default" else "")

@@ -1,4 +1,4 @@
-"""The mesh of an engine: what the configuration, the arguments, the environment and the libraries around it say, as one description."""
+"""Build the mesh of an engine: one description from the configuration, the arguments, the environment and the libraries around it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_zero.tensor_parallel.apply import ranks_of
 from hf_zero.tensor_parallel.own_layers import require_whole
 
 sources: list[Callable[[], list[Claim]]] = []
-"""Where layers above say what the libraries that they serve know of the mesh."""
+"""Functions by which packages above report what the libraries that they serve know of the mesh."""
 
 CLAIMS = "_hf_zero_claims"  # attribute of a module: a tuple of claims
 
@@ -25,7 +25,7 @@ _OF_MPU = f"the model-parallel group of the mpu object ({' or '.join(f'{name}()'
 
 
 def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None) -> Mesh:
-    """Return the mesh of an engine, which every source fits; collective where ``mpu`` is another library's object.
+    """Return the mesh of an engine, which fits every source; collective if ``mpu`` is another library's object.
 
     Args:
         source: The configuration as the user gave it.
@@ -35,7 +35,7 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
 
     Raises:
         ConfigError: Sources contradict each other, or do not fit the ranks.
-        UnsupportedError: Something that is not provided is asked for, or another library has divided the model over ranks.
+        UnsupportedError: A source requests something that is not supported, or another library has divided the model over ranks.
     """
     if model is not None:
         require_whole(model)
@@ -48,32 +48,34 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
 
 
 def claims_of_model(model: nn.Module) -> list[Claim]:
-    """What was said of the mesh when ``model``, or a module inside it, was made."""
+    """Return the claims about the mesh that were recorded when ``model``, or a module inside it, was made."""
     return [claim for module in model.modules() for claim in module.__dict__.get(CLAIMS, ())]
 
 
 def shard_groups(source: Mapping[str, Any], group: dist.ProcessGroup | None = None) -> int:
-    """Into how many shard groups ``zero.Init`` divides ``group`` (default: all ranks), before there is a model or an engine.
+    """Return the number of shard groups into which ``zero.Init`` divides ``group`` (default: all ranks), before there is a model or an
+    engine.
 
     Args:
         source: The configuration as the user gave it.
-        group: A script's own; None is all ranks.
+        group: Process group of a script; None is all ranks.
 
     Raises:
         ConfigError: Sources contradict each other, or do not fit the ranks.
     """
     claims = _claims_around(source)
-    if group is not None:  # one of the data-parallel ranks: nobody shares samples in it
+    if group is not None:  # one of the data-parallel ranks: no rank shares samples in it
         claims = [claim for claim in claims if claim.axis in ("dp_replicate", SHARD_GROUP)]
     return solve(claims, dist.get_world_size(group), fits_own_node).dp_replicate if shards(source) else 1
 
 
 def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
-    """Return how many adjacent ranks hold all experts between them, and which of these this one is, before there is an engine; local.
+    """Return the number of adjacent ranks that hold all experts between them, and this rank's position among them, before there is an
+    engine; local.
 
     Args:
         source: The configuration as the user gave it.
-        claims: What else is known of the mesh.
+        claims: Further facts about the mesh.
 
     Raises:
         ConfigError: Sources contradict each other, or do not fit the ranks.
@@ -83,30 +85,32 @@ def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tup
 
 
 def pipeline_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tuple[int, int]:
-    """Return how many ranks hold all layers between them, and which of these this one is; otherwise as ``expert_ranks``."""
+    """Return the number of ranks that hold all layers between them, and this rank's position among them; otherwise like
+    ``expert_ranks``.
+    """
     mesh = _mesh_of_load(source, claims, "pp")
     return (mesh.pp, dist.get_rank() // (mesh.ranks // mesh.pp)) if mesh is not None else (1, 0)
 
 
 def _mesh_of_load(source: Mapping[str, Any], claims: Iterable[Claim], axis: str) -> Mesh | None:
-    """Return the mesh before there is a model; None where nobody says anything of ``axis``."""
+    """Return the mesh before there is a model; None if no source says anything about ``axis``."""
     said = [*_claims_around(source), *claims]
     return solve(said, dist.get_world_size()) if any(claim.axis == axis for claim in said) else None
 
 
 def shards(source: Mapping[str, Any]) -> bool:
-    """Return whether the stage of a configuration, as the user gave it, shards anything; True is the old form of stage 1."""
+    """Return whether the stage of a configuration, as the user gave it, shards anything; ``True`` is the old form of stage 1."""
     zero = source.get("zero_optimization")
     return str(zero.get("stage", 0)) != "0" if isinstance(zero, Mapping) else bool(zero)
 
 
 def _claims_around(source: Mapping[str, Any]) -> list[Claim]:
-    """What is said outside the calls: the configuration, the environment, the libraries."""
+    """Return the claims of all sources outside the calls: the configuration, the environment, the libraries."""
     return [*claims_of_config(source), *claims_of_environment(os.environ), *(claim for further in sources for claim in further())]
 
 
 def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
-    """What the groups of a script's object say, and the ranks that they cover."""
+    """Return the claims that follow from the groups of a script's object, and the ranks that they cover."""
     if mpu is None:
         return [], dist.get_world_size()
     sequence = sequence_groups(mpu)
@@ -120,29 +124,29 @@ def _claims_of_mpu(mpu: Any) -> tuple[list[Claim], int]:
 
 
 def fits_own_node(size: int) -> bool:
-    """Return whether groups of ``size`` adjacent ranks fit nodes as large as this rank's; local, before anybody is asked."""
+    """Return whether groups of ``size`` adjacent ranks fit nodes as large as this rank's; local, before any vote."""
     own = ranks_of_node()
     return Nodes((own,) if own else ()).fits(size)
 
 
 def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
-    """Refuses groups of ranks that would lie partly in one node and partly in another; local, alike on all ranks.
+    """Raise if groups of ranks would lie partly in one node and partly in another; local, the same on all ranks.
 
     Args:
-        mesh: Where ranks stand.
-        nodes: What they know of their nodes.
-        groups: What asks for groups of adjacent data-parallel ranks -> their size.
+        mesh: The mesh of the ranks.
+        nodes: The nodes of the ranks.
+        groups: Setting that requests groups of adjacent data-parallel ranks -> their size.
 
     Raises:
-        ConfigError: With the numbers, and sizes that would fit.
+        ConfigError: The groups do not fit; the message gives the numbers, and sizes that would fit.
     """
     if mesh.tp > 1 and not is_to_split(mesh):
-        return  # the groups of a script may lie in any way
+        return  # the groups of a script may have any order
     nodes.require_fit(mesh.tp, mesh.ranks, f"tensor parallelism (tp {mesh.tp})")
     for key, size in groups.items():
         nodes.require_fit(size, mesh.ranks, f"{key} of {size}" + (f" x tp {mesh.tp}" if mesh.tp > 1 else ""), mesh.tp)
 
 
 def is_to_split(mesh: Mesh) -> bool:
-    """Return whether somebody wants the model split over ranks; a script that only hands over groups has split its own."""
+    """Return whether a source requests that the model is split over ranks; a script that only passes groups has split its own."""
     return any(claim.axis == "tp" and claim.size > 1 and claim.source != _OF_MPU for claim in mesh.claims)

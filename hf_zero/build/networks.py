@@ -1,4 +1,4 @@
-"""The networks of one engine: who shards with whom, in nodes, over experts and over the stages of a pipeline."""
+"""Open the networks of one engine: for sharding, in nodes, over experts and over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from hf_zero.observe import warn_once
 
 
 class Networks:
-    """The collectives of an engine's axes. Making one is collective, and so is every method that opens a network.
+    """The collectives of an engine's axes. The constructor is collective, and so is every method that opens a network.
 
     Args:
-        axes: Where the ranks stand.
-        config: The configuration; what it says of nodes is held against the nodes.
+        axes: Axes of the ranks.
+        config: The configuration; its settings about nodes are checked against the nodes.
 
     Attributes:
-        collectives: Of the axis that shards.
-        model: Of the model axis (tensor parallelism, pipelines); None without.
-        experts: Of the ranks that hold the same experts; None where all hold all.
-        nodes: What the ranks know of their nodes.
-        inside: How many ranks keep all parameters between them; the whole axis where nobody asks for fewer.
-        everyone: All ranks of the engine, those included that hold other parts of a model: who has to agree.
+        collectives: Network of the axis that shards.
+        model: Network of the model axis (tensor parallelism, pipelines); None without one.
+        experts: Network of the ranks that hold the same experts; None if all ranks hold all experts.
+        nodes: The nodes of the ranks.
+        inside: Number of ranks that keep all parameters between them; the complete axis unless the configuration names fewer.
+        everyone: All ranks of the engine, which vote together, including ranks that hold other parts of a model.
 
     Raises:
         ConfigError: Sizes that do not fit the ranks or their nodes.
@@ -40,7 +40,7 @@ class Networks:
     def __init__(self, axes: Axes, config: ZeroConfig) -> None:
         self.topology = axes.topology
         self._config = config
-        self._borrowed: list[Topology] = []  # the groups for reductions
+        self._borrowed: list[Topology] = []  # groups for reductions
         self.collectives: Collectives = self._open(self.topology)
         self.model = open_collectives(self.topology.model) if self.topology.model is not None else None
         self.nodes = nodes_of([self.collectives.data, *([self.model] if self.model is not None else [])])
@@ -53,26 +53,26 @@ class Networks:
         self.experts = self._open(self.topology.expert_data) if self.topology.expert_data is not None else None
 
     def node(self) -> Collectives:
-        """The ranks that keep all parameters between them, in a network of their own."""
+        """Return a network of its own for the ranks that keep all parameters between them."""
         return self._open(replace(divide_replicas(self.topology, self.topology.world // self.inside), replicate=None))
 
     def borrow(self, topology: Topology) -> Collectives:
-        """The ranks of ``topology`` in another group for reductions, until ``give_back``."""
+        """Return the ranks of ``topology`` in another group for reductions, until ``give_back``."""
         collectives = self._open(topology, "reductions")
         borrow(collectives.topology)
         self._borrowed.append(collectives.topology)
         return collectives
 
     def give_back(self) -> None:
-        """Lets go of what was borrowed."""
+        """Release the borrowed groups; every rank calls it."""
         while self._borrowed:
             give_back(self._borrowed.pop())
 
     def hops(self, *, in_node: bool) -> TwoHops | None:
-        """Networks inside and over the nodes, where gradients take two hops.
+        """Return the networks inside and over the nodes, if gradients take two hops; otherwise None.
 
         Args:
-            in_node: Do parameters stay inside a group of ranks, while gradients are sharded over all?
+            in_node: Whether parameters stay inside a group of ranks, while gradients are sharded over all ranks.
         """
         world, size = self.topology.world, self.inside
         if not in_node:
@@ -90,7 +90,7 @@ class Networks:
         return TwoHops(self.borrow(replace(axes, replicate=None)), self.borrow(axes.replicate))
 
     def stages(self, sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Collectives]:
-        """Networks of the stages of a pipeline that hold a parameter together, with replicas of its shards, by these stages."""
+        """Return the networks of the pipeline stages that hold a parameter together, with replicas of its shards, by these stages."""
         return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
 
     def _open(self, topology: Topology, purpose: Purpose = "gathers") -> Collectives:
@@ -99,7 +99,7 @@ class Networks:
         return collectives
 
     def _ranks_in_each_node(self) -> int:
-        """Return how many ranks of the axis each node has; 0 where that is not known or not the same."""
+        """Return the number of ranks of the axis in each node; 0 if it is unknown or differs between nodes."""
         ranks = self.topology.data.world * (self.topology.model.world if self.topology.model is not None else 1)
         if self.nodes.sizes and self.nodes.sizes[-1] >= ranks:
             return self.topology.world  # one node

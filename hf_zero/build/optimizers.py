@@ -1,4 +1,4 @@
-"""The optimizer and the scheduler of an engine: the caller's own, or those of the configuration."""
+"""Make the optimizer and the scheduler of an engine: the caller's own, or those of the configuration."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ def inner_optimizer(
     Args:
         module: The user's module.
         resolved: The configuration.
-        client: The caller's optimizer, a function that makes one of the parameters, or None for the configuration's.
-        model_parameters: What the function or the configuration's optimizer trains; None is all that require grad.
-        device: Where the engine lives.
+        client: The caller's optimizer, a function that makes one for the parameters, or None for the configuration's.
+        model_parameters: Parameters for the function or the configuration's optimizer; None is all that require grad.
+        device: Device of the engine.
 
     Raises:
         ConfigError: ``client`` is neither, or refused by the configuration, or the configuration's optimizer cannot be made.
@@ -71,10 +71,11 @@ def inner_optimizer(
 
 
 def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedConfig) -> None:
-    """Holds a configuration to ``zero_force_ds_cpu_optimizer`` true, where that is written down; the default refuses nothing.
+    """Raise if the configuration sets ``zero_force_ds_cpu_optimizer`` to true explicitly and the optimizer does not fit; the default
+    refuses nothing.
 
     Raises:
-        ConfigError: The state is offloaded, and ``client`` is none of the optimizers that update on the host.
+        ConfigError: The state is offloaded, and ``client`` is not an optimizer that updates on the host.
     """
     config = resolved.config
     forced = "zero_force_ds_cpu_optimizer" in config.model_fields_set and config.zero_force_ds_cpu_optimizer
@@ -86,10 +87,10 @@ def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedCon
 
 
 def _require_fp32_moments(inner: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Holds an optimizer to fp32 moments beside masters in bf16, where the configuration asks for them.
+    """Raise if the configuration asks for fp32 moments beside masters in bf16 and the optimizer makes others.
 
     Raises:
-        UnsupportedError: It makes its states in the type of what it updates, as the classes of ``torch.optim`` do.
+        UnsupportedError: The optimizer makes its states in the dtype of its parameters, as the classes of ``torch.optim`` do.
     """
     if moment_type(config) != torch.float32:
         return
@@ -113,19 +114,19 @@ def sharded_optimizer(
     whole: bool,
     experts: Collectives | None = None,
 ) -> ShardedOptimizer:
-    """Return the optimizer users hold.
+    """Return the optimizer that users hold.
 
     Args:
-        inner: Does the arithmetic.
+        inner: The torch optimizer that does the arithmetic.
         units: Trainable units.
         stage: The ZeRO stage.
         collectives: The data-parallel axis.
-        state_store: Where masters and moments live; None is the device.
-        whole: ``inner`` needs parameters in their own shapes.
+        state_store: Store of masters and moments; None is the device.
+        whole: Whether ``inner`` needs parameters in their own shapes.
         experts: The ranks that hold all experts between them; None where each has all.
 
     Raises:
-        UnsupportedError: 1-bit Adam with what it cannot be combined with.
+        UnsupportedError: 1-bit Adam cannot be combined with one of the other settings.
     """
     if whole:
         return WholeTensorOptimizer(inner, units, collectives, state_store, experts)
@@ -138,12 +139,12 @@ def sharded_optimizer(
 
 
 def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimizer | None) -> Any:
-    """Return the scheduler that the engine steps; None where there is none, or no optimizer.
+    """Return the scheduler that the engine steps; None if there is no scheduler, or no optimizer.
 
     Args:
         resolved: The configuration.
-        client: The caller's scheduler, a function that makes one of the torch optimizer, or None for the configuration's.
-        optimizer: The engine's.
+        client: The caller's scheduler, a function that makes one for the torch optimizer, or None for the configuration's.
+        optimizer: The engine's optimizer.
 
     Raises:
         ConfigError: ``client`` is a scheduler of another optimizer.
@@ -158,13 +159,14 @@ def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimi
     section = resolved.config.scheduler
     if section is None or not section.type:
         return None
-    # DeepSpeed's schedules hold the torch optimizer, whose class people log by; torch's own count the steps of what is stepped.
+    # DeepSpeed's schedules hold the torch optimizer, whose class appears in logs; torch's own count the steps of the optimizer that is
+    # stepped.
     holds = optimizer.inner if section.type in VALID_LR_SCHEDULES else optimizer
     return build_scheduler(section.type, (resolved.resolved.get("scheduler") or {}).get("params"), holds)
 
 
 def _require_same_groups(scheduler: Any, optimizer: ShardedOptimizer) -> None:
-    """Refuses a scheduler over another optimizer, whose rates nobody trains with."""
+    """Raise if the scheduler belongs to another optimizer, whose learning rates no step would use."""
     scheduled = getattr(getattr(scheduler, "optimizer", None), "param_groups", None)
     trained = {id(group) for group in optimizer.param_groups}
     if scheduled and not any(id(group) in trained for group in scheduled):

@@ -1,4 +1,4 @@
-"""What is said when memory runs out: what was alive, and which change of the configuration would have saved how much."""
+"""Explain an out-of-memory error: list what was allocated, and which change of the configuration would have saved how many bytes."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hf_zero.system.sizes import gib
 
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
-_WORTH = 0.01  # of what the engine and its model had taken; less is not told
+_WORTH = 0.01  # share of the memory of the engine and its model; smaller savings are not listed
 _SAID = "hf_zero: what was alive on rank"
-_REST = "activations"  # and what else was made since the engine was
+_REST = "activations"  # and other allocations since the engine was made
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -33,10 +33,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Saving:
-    """A change of the configuration.
+    """A change of the configuration that saves memory.
 
     Attributes:
-        change: What to write.
+        change: Text to write into the configuration.
         nbytes: Bytes of this rank that it saves where memory ran out.
         how: The arithmetic.
     """
@@ -48,10 +48,10 @@ class Saving:
 
 @dataclass(frozen=True)
 class Failure:
-    """What a rank held when memory ran out.
+    """Memory of a rank when an allocation failed.
 
     Attributes:
-        tier: Where: device or host.
+        tier: The tier without memory: device or host.
         phase: forward, backward or step.
         books: Bytes by tier and kind.
         asked: Bytes asked for; 0 where the error does not say.
@@ -63,12 +63,12 @@ class Failure:
     asked: int = 0
 
     def here(self, *kinds: str) -> int:
-        """Return bytes of ``kinds`` where memory ran out."""
+        """Return the bytes of ``kinds`` in the tier without memory."""
         return sum(self.books[self.tier, kind] for kind in kinds)
 
 
 class OutOfMemory:
-    """Adds to an error of a training engine what was alive, and what would have helped.
+    """Adds to an error of a training engine which tensors existed, and which changes would have helped.
 
     While nothing fails nothing is counted. Numbers are those of the moment: what the engine keeps is known to the byte, from the same
     walk over its parts as a plan's; activations are what is taken beyond that, and beyond what was taken already when the engine was made
@@ -76,8 +76,8 @@ class OutOfMemory:
 
     Args:
         resolved: The configuration.
-        held: What the new engine keeps.
-        device: Where it trains.
+        held: Holdings of the new engine.
+        device: Device of the training.
     """
 
     def __init__(self, resolved: ResolvedConfig, held: Iterable[Holding], device: torch.device) -> None:
@@ -85,7 +85,7 @@ class OutOfMemory:
         self._others = {} if planning() else _beyond(bytes_by_kind(held), device)
 
     def explain(self, engine: Any, error: BaseException, phase: str) -> None:
-        """Adds the explanation to the message of ``error``, where it is one of memory that has none yet; never raises.
+        """Add the explanation to the message of ``error``, if it is an out-of-memory error without one; never raises.
 
         The class of the error stays, its text stays in front, and it keeps a single argument: whoever looks for "out of memory" finds it.
         """
@@ -117,7 +117,7 @@ class OutOfMemory:
 
 
 def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[str, int]) -> Failure:
-    """What ``engine`` holds now, with activations, after ``error``; ``others``: bytes by tier that were taken before it."""
+    """Return the holdings of ``engine`` now, with activations, after ``error``; ``others``: bytes by tier that were allocated before it."""
     device = engine.collectives.topology.device
     of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     tier = "host" if of_host or device.type == "cpu" else "device"
@@ -130,7 +130,7 @@ def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[st
 
 
 def _beyond(books: Counter[tuple[str, str]], device: torch.device) -> dict[str, int]:
-    """Return bytes by tier that are taken and stand in no book."""
+    """Return the bytes by tier that are allocated but belong to no entry of ``books``."""
     places = {"host": torch.device("cpu")} | ({"device": device} if device.type != "cpu" else {})
     known = {tier: sum(nbytes for (other, _), nbytes in books.items() if other == tier) for tier in places}
     return {tier: max(0, taken(place) - known[tier]) for tier, place in places.items()}
@@ -144,7 +144,7 @@ def _asked(text: str) -> int:
 
 
 def _last_block(engine: Any) -> str:
-    """Return the name of the block that forward or backward entered last; "" where none is known."""
+    """Return the name of the block that forward or backward entered last; "" if it is unknown."""
     names = {block.name for block in engine.runtime.blocks}
     for label in reversed(observe.recent_labels()):
         phase, _, name = label.removeprefix("hf_zero::").partition(" (")
@@ -153,16 +153,16 @@ def _last_block(engine: Any) -> str:
     return ""
 
 
-# -- what would have saved how much -------------------------------------------------------------------------------------
+# -- possible savings ---------------------------------------------------------------------------------------------------
 
 
 def savings(engine: Any, resolved: ResolvedConfig, failure: Failure) -> Iterator[Saving]:
-    """Changes of the configuration that save memory where it ran out.
+    """Yield changes of the configuration that save memory in the tier that ran out.
 
     Args:
         engine: The engine.
         resolved: Its configuration.
-        failure: What it held.
+        failure: Its memory when the allocation failed.
     """
     yield from _by_stage(engine, failure)
     yield from _by_ranks(engine, failure)
@@ -189,14 +189,14 @@ def _by_stage(engine: Any, failure: Failure) -> Iterator[Saving]:
 
 
 def most_gathered(engine: Any) -> int:
-    """Return bytes that are whole at a time at stage 3 with little prefetching: the root, and two blocks that follow each other."""
+    """Return the largest number of bytes that stage 3 unshards at a time with little prefetching: the root, and two consecutive blocks."""
     sizes = [sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks]
     pairs = [first + second for first, second in zip(sizes, [*sizes[1:], 0], strict=True)]
     return sum(unit.whole.nbytes for unit in engine.runtime.root.units) + max(pairs, default=0)
 
 
 def _summed_gradients(engine: Any, failure: Failure) -> int:
-    """Return bytes of gradients that stay until the step; the rest passes through."""
+    """Return the bytes of gradients that stay until the step; other gradients are only on their way."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     held = [entry.shard for entry in entries if entry.shard is not None]
     if not engine.stage_policy.optimizer_sharded:
@@ -245,7 +245,7 @@ def _goes(target: str) -> str:
 
 
 def _by_limits(engine: Any, failure: Failure) -> Iterator[Saving]:
-    """What stage 3 gathers beyond what has to be whole."""
+    """Yield savings by lower limits: bytes that stage 3 unshards beyond the necessary ones."""
     if not engine.stage_policy.parameters_sharded:
         return
     largest = max((sum(unit.whole.nbytes for unit in block.units) for block in engine.runtime.blocks), default=0)
@@ -275,7 +275,7 @@ def _by_recomputation(engine: Any, failure: Failure) -> Iterator[Saving]:
         return
     names = [block.name for block in engine.runtime.blocks]
     begun = len(names)
-    if failure.phase == "forward":  # those behind have saved nothing yet
+    if failure.phase == "forward":  # later blocks have saved nothing yet
         last = _last_block(engine)
         begun = names.index(last) + 1 if last in names else begun
     if begun > 1:
@@ -285,7 +285,7 @@ def _by_recomputation(engine: Any, failure: Failure) -> Iterator[Saving]:
 
 
 def recomputes(engine: Any) -> bool:
-    """Return whether activations are recomputed in backward already."""
+    """Return whether activations are already recomputed in backward."""
     modules = engine.module.modules()
     return any(getattr(module, "gradient_checkpointing", False) is True for module in modules) or any(
         block.checkpointed for block in engine.runtime.blocks

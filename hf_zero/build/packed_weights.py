@@ -1,4 +1,4 @@
-"""Weights that bitsandbytes has quantized: found and marked, so that the engine moves their bytes and casts nothing."""
+"""Find and mark weights that bitsandbytes has quantized, so that the engine moves their bytes and does not cast them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class PackedWeight:
 
     @property
     def statistics(self) -> list[tuple[Any, str]]:
-        """(holder, attribute) of the tensors without which its bytes say nothing."""
+        """Return (holder, attribute) of the tensors that are needed to decode its bytes."""
         if not hasattr(self.param, "quant_state"):
             return [(self.module.state, "SCB")] if hasattr(self.module, "state") else [(self.param, "SCB")]
         inner = self.param.quant_state
@@ -63,7 +63,7 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
     """Return the quantized weights of ``model``, in its order, each once.
 
     Raises:
-        StateError: One is trainable, or not quantized yet.
+        StateError: A weight is trainable, or not quantized yet.
     """
     found: dict[int, PackedWeight] = {}
     for name, module in model.named_modules():
@@ -84,14 +84,14 @@ def packed_weights(model: nn.Module) -> list[PackedWeight]:
 
 
 def refuse_packed(model: nn.Module, axis: str) -> None:
-    """Returns when no weight of ``model`` is quantized.
+    """Raise if a weight of ``model`` is quantized.
 
     Args:
         model: The user's module.
-        axis: What would divide its layers.
+        axis: The axis that would divide its layers.
 
     Raises:
-        UnsupportedError: One is: its bytes have no rows and columns that ranks could share.
+        UnsupportedError: A weight is quantized: its bytes have no rows and columns that ranks could share.
     """
     wrapped = (name for name, param in model.named_parameters() if is_wrapped(param))
     found = next((weight.name for weight in packed_weights(model)), next(wrapped, None))
@@ -103,13 +103,13 @@ def refuse_packed(model: nn.Module, axis: str) -> None:
 
 
 def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Collectives) -> None:
-    """Marks quantized weights and their scales, moves their statistics and lets their layers find the bytes in units; collective.
+    """Mark quantized weights and their scales, move their statistics and let their layers find the bytes in units; collective.
 
     Where they are sharded, rank 0 gives the statistics to all, as it gives the bytes.
 
     Args:
-        packed: What ``packed_weights`` has found.
-        sharded: They will live in units that are resharded between uses (stage 3).
+        packed: The result of ``packed_weights``.
+        sharded: Whether they will be in units that are resharded between uses (stage 3).
         collectives: All data-parallel ranks.
     """
     if not packed:
@@ -121,7 +121,7 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
         if isinstance(getattr(weight.module, "state", None), sys.modules["bitsandbytes"].MatmulLtState):
             _use_bytes_of_weight(weight.module)
         elif hasattr(weight.param, "CB"):
-            weight.param.CB = None  # of an embedding, which reads the weight itself
+            weight.param.CB = None  # weight of an embedding, which reads the weight itself
         for holder, name in weight.statistics:
             if find_unit(getattr(holder, name)) is None:
                 setattr(holder, name, getattr(holder, name).to(device).contiguous())
@@ -136,13 +136,13 @@ def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Colle
 
 
 def divide_loaded(module: nn.Module, leaf: str, param: Any, init: ModelInit) -> None:
-    """Divides a weight that is about to be registered, if it is quantized; collective.
+    """Shard a weight that is about to be registered, if it is quantized; collective.
 
     Args:
-        module: Is about to register it.
-        leaf: Under this name.
+        module: Module that is about to register it.
+        leaf: Name of the attribute.
         param: Any parameter.
-        init: What divides.
+        init: The ``ModelInit`` that shards it.
     """
     if param is None or param.is_meta or find_unit(param) is not None:
         return
@@ -162,9 +162,10 @@ def divide_loaded(module: nn.Module, leaf: str, param: Any, init: ModelInit) -> 
 
 
 def pieces_of(member: NamedParam) -> list[NamedParam]:
-    """What lies in a unit for a parameter: itself, and behind a packed 4-bit weight its scales; for a wrapped one what is in it.
+    """Return the members of a unit for a parameter: itself, followed by the scales of a packed 4-bit weight; the inner tensors of a
+    wrapped one.
 
-    What is left of the statistics of 4 bit (scales of the scales, tables), and an 8-bit weight's one number per row, are about a
+    The remaining statistics of 4-bit weights (scales of the scales, tables), and an 8-bit weight's one number per row, are about a
     thousandth of its bytes and stay whole.
     """
     if is_wrapped(member.param):
@@ -181,13 +182,13 @@ def _scales(param: Any) -> Any:
 
 
 def _keep_format(weight: PackedWeight) -> None:
-    """Keeps a 4-bit layer from repacking its weight.
+    """Keep a 4-bit layer from repacking its weight.
 
     On CPUs with AVX512-BF16 a forward in eval mode writes the weight in another order for a kernel that has no backward, and rounds its
     scales: adapters below such a layer would get no gradient for the rest of the run, and bytes in a unit would not fit them any more.
 
     Raises:
-        StateError: It has happened; the scales cannot be had back.
+        StateError: The weight was repacked already; the former scales cannot be restored.
     """
     if getattr(getattr(weight.param, "quant_state", None), "packing_format_for_cpu", False):
         raise StateError(
@@ -200,7 +201,7 @@ def _keep_format(weight: PackedWeight) -> None:
 
 
 def _use_bytes_of_weight(module: Any) -> None:
-    """Lets an 8-bit layer compute with its weight's present data, where it would keep a reference to the data of its first forward."""
+    """Let an 8-bit layer compute with its weight's present data, instead of a reference to the data of its first forward."""
     if module.weight.CB is not None:
         module.init_8bit_state()
     state = module.state
@@ -212,7 +213,7 @@ def _use_bytes_of_weight(module: Any) -> None:
 
 @functools.cache
 def _following_state(kind: Hashable) -> type[Any]:
-    """A subclass of the library's state of an 8-bit product, whose bytes are those that the layer's weight shows at the moment."""
+    """Return a subclass of the library's state of an 8-bit product that reads the bytes from the layer's weight at each use."""
     base: Any = kind
     if hasattr(base, "_follows"):
         return base  # type: ignore[no-any-return]
@@ -221,6 +222,6 @@ def _following_state(kind: Hashable) -> type[Any]:
         return self.layer.weight.data  # type: ignore[no-any-return]
 
     def write(self: Any, value: torch.Tensor | None) -> None:
-        """The library writes what it has read, on a device that the weight has moved to before."""
+        """Ignore the value: the library writes the bytes that it has read, on a device to which the weight has moved before."""
 
     return type(base.__name__, (base,), {"CB": property(read, write), "_follows": True})

@@ -1,4 +1,4 @@
-"""The parts of one engine, made of a module and a resolved configuration."""
+"""Make the parts of one engine from a module and a resolved configuration."""
 
 from __future__ import annotations
 
@@ -77,18 +77,18 @@ class PartsBuilder:
     """Makes the parts of one engine.
 
     Args:
-        module: The user's module, divided as the axes want it.
+        module: The user's module, divided by the axes.
         resolved: The configuration.
-        axes: Where the ranks stand.
+        axes: Axes of the ranks.
         scaler_kind: Class of the loss scale.
-        listener: Is told what happens to the parameters at stage 3.
+        listener: Is notified of changes to the parameters at stage 3.
 
     Attributes:
         stage: The ZeRO stage.
         precision: Element types.
         collectives: Network of the data-parallel axis.
         networks: Networks of all axes.
-        offload: What rests off the device.
+        offload: The state that is kept off the device.
     """
 
     def __init__(
@@ -118,12 +118,12 @@ class PartsBuilder:
         self._listener = listener or ParamListener()
 
     def build(self, inner: torch.optim.Optimizer | None, lr_scheduler: Any, trains_all: bool = False) -> EngineParts:
-        """Makes units of the model's parameters, the step over them and all else; collective.
+        """Make the units of the model's parameters, the optimizer step and all other parts; collective.
 
         Args:
             inner: The optimizer over the model's parameters; None for an engine that only runs forward.
             lr_scheduler: The caller's scheduler, a function that makes one, or None.
-            trains_all: ``inner`` trains whatever requires a gradient: nobody has said which parameters.
+            trains_all: Whether ``inner`` trains every parameter that requires a gradient, because the caller has named none.
         """
         self._trains_all = trains_all
         whole_tensors = inner is not None and self._needs_whole_tensors(inner)
@@ -136,7 +136,8 @@ class PartsBuilder:
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
         reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
-        # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients cross no border.
+        # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients do not cross stage
+        # borders.
         runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
@@ -180,7 +181,7 @@ class PartsBuilder:
         return optimizer
 
     def _configure_checkpointing(self) -> None:
-        """The settings of activation checkpointing, which belong to the process."""
+        """Apply the settings of activation checkpointing, which belong to the process."""
         if self.config.activation_checkpointing is None:
             return
         layers = self.topology.layers.model
@@ -188,10 +189,10 @@ class PartsBuilder:
         configure(self.config.activation_checkpointing, together, by_script=False)
 
     def _attach(self, runtime: Runtime) -> None:
-        """Hooks on the module: the stages of a pipeline, and the schedule."""
+        """Put the hooks on the module: those of pipeline stages, and those of the schedule."""
         stages = pipelined(self.module)
         if stages is not None:
-            stages.attach()  # before an engine that had the module lets go of it
+            stages.attach()  # before a former engine of the module releases it
         runtime.attach()
         if stages is not None:
             stages.begin_backward = partial(begin_inside, runtime.backward)
@@ -203,7 +204,7 @@ class PartsBuilder:
         heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
 
     def _attach_generation(self, runtime: Runtime, units: list[Unit]) -> None:
-        """`generate` over sharded parameters, or over experts that other ranks hold."""
+        """Wrap `generate` for sharded parameters, or for experts that other ranks hold."""
         synced = self.topology.expert is not None
         generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
         generation.attach(self.module)
@@ -263,7 +264,7 @@ class PartsBuilder:
         return found
 
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        experts = self.topology.expert is not None  # which nobody has all of
+        experts = self.topology.expert is not None  # no rank has all of it
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
         split, device = self.topology.layers.model is not None, self.offload.optimizer.device
         if self.stage.stage > 0 and "zero_allow_untested_optimizer" in self.config.model_fields_set:
@@ -317,7 +318,9 @@ class PartsBuilder:
         return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell, self.topology.device)
 
     def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
-        """How gradients of experts become one: tokens of all ranks are in them, so the mean is over all, the sum over the holders."""
+        """Return the exchange of expert gradients: they contain tokens of all ranks, so the mean is over all ranks and the sum over the
+        holders.
+        """
         collectives, axis = self.networks.experts, self.topology.expert_data
         if collectives is None or axis is None:
             return None
@@ -326,7 +329,7 @@ class PartsBuilder:
         return GradientExchange(collectives, policy)
 
     def _check_quantized(self, one_bit: bool) -> None:
-        """Refuses what does not go with quantized gradients; before any process group is made."""
+        """Raise if a setting cannot be combined with quantized gradients; before any process group is made."""
         if self.config.zero_optimization.zero_quantized_gradients and one_bit:
             raise UnsupportedError(
                 "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
@@ -350,7 +353,7 @@ class PartsBuilder:
     def _joiner(self, builder: UnitBuilder, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, units: list[Unit]) -> Joiner:
         stays = self.config.zero_optimization.stage3_param_persistence_threshold
         whole = self.topology.model is None
-        # Those of a pipeline have their places in a plan that was made of what is trained.
+        # Gradients of a pipeline are in a plan that was made for the parameters trained at the time.
         known = () if self.topology.pipe is not None else self.module.parameters()
         undivided = None if whole else frozenset(id(param) for param in known)
         return Joiner(builder, runtime, reducer, optimizer, units, self._gradients_of, stays, undivided)
@@ -366,7 +369,7 @@ class PartsBuilder:
         max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
         settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
         kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
-        # Where every rank has all of a unit, nobody has the squares of other ranks' experts.
+        # If every rank has all of a unit, no rank has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         everyone = self.networks.everyone
@@ -374,7 +377,7 @@ class PartsBuilder:
 
 
 def _all_of(*explain: Explain) -> Explain:
-    """What adds to an error what each of ``explain`` adds."""
+    """Return a function that adds the explanations of all ``explain`` functions to an error."""
 
     def explain_all(engine: Any, error: BaseException, phase: str) -> None:
         for one in explain:

@@ -1,4 +1,4 @@
-"""The configuration as policies and settings of the parts of an engine."""
+"""Translate the configuration into policies and settings for the parts of an engine."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
 
 def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> PrecisionPolicy:
-    """Element types that the sections fp16, bf16, data_types, torch_autocast and communication_data_type ask for.
+    """Return the dtypes that the sections fp16, bf16, data_types, torch_autocast and communication_data_type request.
 
     Args:
         config: The configuration.
-        sequence_parallel: Sequences are divided over ranks, which have a type of communication of their own.
+        sequence_parallel: Whether sequences are divided over ranks, whose communication has a dtype of its own.
     """
     message = config.seq_parallel_communication_data_type if sequence_parallel else config.communication_data_type
     low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
@@ -62,14 +62,14 @@ def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> Pre
 
 
 def moment_type(config: ZeroConfig) -> torch.dtype | None:
-    """Return the type that `bf16.bf16_optimizer_states` asks for beside masters in bf16; None where moments follow the masters."""
+    """Return the dtype that `bf16.bf16_optimizer_states` requests beside masters in bf16; None if moments have the masters' dtype."""
     if not (config.bf16.enabled and config.bf16.bf16_master_weights_and_grads):
         return None
     return torch.bfloat16 if config.bf16.bf16_optimizer_states else torch.float32
 
 
 def kept_patterns(config: ZeroConfig) -> list[str] | None:
-    """Return names that ``data_types.keep_in_fp32_modules`` lists; None where the model says which stay in fp32."""
+    """Return the names that ``data_types.keep_in_fp32_modules`` lists; None if the model decides which tensors stay in fp32."""
     named = config.data_types.keep_in_fp32_modules
     return named if isinstance(named, list) else None
 
@@ -108,26 +108,28 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
 
 @dataclass(frozen=True)
 class QuantizedUnits:
-    """Whose messages carry codes: all-gathers (at stage 3) of units that are trained, or frozen; gradients of those that are trained."""
+    """Units whose messages carry codes: all-gathers (at stage 3) of trained or frozen units, and gradients of trained units."""
 
     trained: bool = False
     frozen: bool = False
     gradients: bool = False
 
     def any(self, frozen: bool) -> bool:
-        """Return whether some message of a unit does."""
+        """Return whether any message of a unit, frozen or not, carries codes."""
         return self.frozen if frozen else self.trained or self.gradients
 
 
 def quantized_units(config: ZeroConfig) -> QuantizedUnits:
-    """What ``zero_quantized_weights`` (all), ``zero_quantized_nontrainable_weights`` (frozen ones) and ``..._gradients`` ask for."""
+    """Return the units that ``zero_quantized_weights`` (all), ``zero_quantized_nontrainable_weights`` (frozen) and ``..._gradients``
+    select.
+    """
     zero = config.zero_optimization
     frozen = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
     return QuantizedUnits(zero.zero_quantized_weights, frozen, zero.zero_quantized_gradients)
 
 
 def error_feedback(config: ZeroConfig) -> ErrorFeedback | None:
-    """How ``zeropp_loco_param`` keeps what codes of gradients lose."""
+    """Return the settings of ``zeropp_loco_param`` for the errors of gradient codes; None if it is not set."""
     section = config.zero_optimization.zeropp_loco_param
     return None if section is None else ErrorFeedback(section.err_beta, section.reset_T)
 
@@ -140,7 +142,7 @@ def _headroom(world: int) -> int:
 def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
     """Return the loss scale of fp16 (weights or autocast), of class ``kind``; 1 otherwise.
 
-    At stage 0 an overflow at the lowest scale is skipped like any other, from stage 1 on it is an error: so are DeepSpeed's optimizers.
+    At stage 0 an overflow at the lowest scale is skipped like any other, from stage 1 on it is an error, as in DeepSpeed.
     """
     autocast_fp16 = config.torch_autocast.enabled and config.torch_autocast.dtype == "fp16"
     if not (config.fp16.enabled or autocast_fp16):
@@ -158,13 +160,13 @@ def loss_scaler(config: ZeroConfig, kind: type[LossScaler]) -> LossScaler:
 
 
 def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePolicy, max_norm: float) -> StepSettings:
-    """What a step clips to, and what it refuses or skips."""
+    """Return the settings of a step: its clipping norm, and the cases that it refuses or skips."""
     wants_all = not config.zero_optimization.ignore_unused_parameters
     return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
 
 
 def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
-    """How far ahead stage 3 unshards, and what it keeps."""
+    """Return the limits of stage 3: how far ahead it unshards, and how much it keeps unsharded."""
     zero = config.zero_optimization
     return UnshardLimits(
         zero.stage3_prefetch_bucket_size,
@@ -175,7 +177,7 @@ def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
 
 
 def offload_settings(config: ZeroConfig) -> OffloadSettings:
-    """What rests off the device."""
+    """Return the settings of the state that is kept off the device."""
     zero = config.zero_optimization
     optimizer, param = zero.offload_optimizer, zero.offload_param
     return OffloadSettings(
@@ -203,7 +205,7 @@ def offload_settings(config: ZeroConfig) -> OffloadSettings:
 
 
 def saved_how(config: ZeroConfig) -> CheckpointSettings:
-    """How checkpoints are written and read."""
+    """Return the settings for writing and reading checkpoints."""
     writer, cache = config.checkpoint.writer, config.datastates_ckpt
     gigabytes = cache.host_cache_size if cache is not None else None
     return CheckpointSettings(
@@ -218,19 +220,19 @@ def saved_how(config: ZeroConfig) -> CheckpointSettings:
 
 
 def preemption_settings(config: ZeroConfig) -> PreemptionSettings:
-    """What `hf_zero.preemption_signal` and `hf_zero.preemption_save_dir` ask for."""
+    """Return the settings of `hf_zero.preemption_signal` and `hf_zero.preemption_save_dir`."""
     own = config.hf_zero
     number = 0 if own.preemption_signal == "none" else int(signal.Signals[own.preemption_signal])
     return PreemptionSettings(number, "preemption_signal" in own.model_fields_set, own.preemption_save_dir or "")
 
 
 def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Module, progress: Progress) -> Clock:
-    """Return the clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` ask for.
+    """Return the clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` request.
 
     Args:
         config: The configuration.
-        device: Where the engine lives.
-        ranks: Of the data-parallel axis.
+        device: Device of the engine.
+        ranks: Number of ranks of the data-parallel axis.
         module: The user's module.
         progress: Counts the engine's optimizer steps.
     """
@@ -243,12 +245,12 @@ def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Mo
 
 
 def metrics_settings(config: ZeroConfig, sharers: int) -> MetricsSettings:
-    """What ``hf_zero.step_metrics`` tells; ``sharers`` ranks compute on the same tokens."""
+    """Return the settings of ``hf_zero.step_metrics``; ``sharers`` ranks compute on the same tokens."""
     return MetricsSettings(config.hf_zero.step_metrics, config.hf_zero.peak_tflops, sharers)
 
 
 def compile_options(config: ZeroConfig) -> dict[str, Any] | None:
-    """Arguments of ``Engine.compile``, or None where blocks are not to be compiled."""
+    """Return the arguments of ``Engine.compile``, or None if blocks are not to be compiled."""
     section = config.compile
     if section is None or not section.enabled or section.disable:
         return None

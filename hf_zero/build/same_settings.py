@@ -1,4 +1,4 @@
-"""The first exchange of ``initialize``: all ranks must have the same configuration and the same versions of what trains."""
+"""Run the first exchange of ``initialize``: all ranks must have the same configuration and the same versions of hf_zero and torch."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _CALL, _SOURCE = "the call that ranks are in", "the configuration"
 
 
 def everyone_of(mpu: Any) -> Collectives:
-    """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's groups, the data-parallel one first."""
+    """Return the ranks of which ``initialize`` with ``mpu`` makes one engine: all, or those of the object's groups, the data-parallel one
+    first.
+    """
     joint = getattr(mpu, "get_sequence_data_parallel_group", None) or getattr(mpu, "get_data_parallel_group", None)
     data = joint() if joint is not None else None
     if data is not None:
@@ -47,10 +49,10 @@ def require_same_settings(
 
     Args:
         source: The configuration as the user gave it.
-        mpu: As in ``initialize``.
-        mesh_param: Likewise.
+        mpu: The argument ``mpu`` of ``initialize``.
+        mesh_param: The argument ``mesh_param`` of ``initialize``.
         model: The user's module.
-        call: Which call this is the first exchange of.
+        call: Name of the call whose first exchange this is.
 
     Raises:
         StateError: They differ; on every rank, with each key, all values and their ranks.
@@ -68,9 +70,9 @@ def require_same_settings(
     kinds = ranks_by_facts([fact(key, value) for key, value in facts.items()], everyone, "settings")
     if len(kinds) > 1:
         clauses = differing(kinds, default_text)
-        if clauses and clauses[0].startswith(_CALL):  # zero.Init knows of no batch
+        if clauses and clauses[0].startswith(_CALL):  # zero.Init does not know the batch
             clauses = [clause for clause in clauses if clause.startswith((_CALL, "zero_optimization.stage is"))]
-        told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # what cannot be read has no keys
+        told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # an unreadable one has no keys
         raise StateError(
             f"the ranks were given different settings: {told}. Give every rank the same configuration file (check that no "
             "node has an edited copy) and the same versions of the packages"
@@ -78,10 +80,10 @@ def require_same_settings(
 
 
 def _settings(source: Any, mpu: Any, mesh_param: Any, model: nn.Module | None, world: int) -> Mapping[str, str]:
-    """Every key that ranks must have alike, and what is wrong with the configuration.
+    """Return every key that must be the same on all ranks, with its value, and any error of the configuration.
 
     Raises:
-        ConfigError: It cannot be read.
+        ConfigError: The configuration cannot be read.
     """
     data, wrong = read_config(source), []
     try:

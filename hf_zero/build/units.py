@@ -1,4 +1,4 @@
-"""The blocks and units of a model: what is unsharded together, of which types, and where it rests."""
+"""Divide a model into blocks and units: which parameters are unsharded together, in which dtype, and in which storage."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ class UnitBuilder:
         stage: The ZeRO stage.
         precision: Element types.
         collectives: The data-parallel axis.
-        offloading: Where shards rest.
-        leaves: Names of modules that are one block each.
-        listener: Is told what happens to the parameters at stage 3.
-        quantized: Whose messages carry codes.
+        offloading: Chooses the storage of shards.
+        leaves: Names of the modules that are one block each.
+        listener: Is notified of changes to the parameters at stage 3.
+        quantized: The units whose messages carry codes.
         node: Network of the ranks that keep secondary copies, if any do.
-        experts: The ranks that hold the same experts, which shard those among them; None where all hold all.
-        everyone: All ranks of the engine; None where the data-parallel axis is all of them.
-        kept_patterns: Names of parameters and buffers that stay in fp32, as in ``kept_types``.
+        experts: The ranks that hold the same experts and shard them among themselves; None if all ranks hold all experts.
+        everyone: All ranks of the engine; None if the data-parallel axis has all of them.
+        kept_patterns: Names of parameters and buffers that stay in fp32, see ``kept_types``.
         groups: Param group of each parameter of the optimizer by id, frozen ones included.
     """
 
@@ -72,7 +72,7 @@ class UnitBuilder:
 
         Args:
             inner: The optimizer over the model's parameters; None for an engine that only runs forward.
-            whole_tensors: It needs parameters in their own shapes.
+            whole_tensors: Whether the optimizer needs parameters in their own shapes.
 
         Raises:
             StateError: The ranks have brought different models or optimizers.
@@ -115,12 +115,12 @@ class UnitBuilder:
         return root, blocks
 
     def _numel(self, member: NamedParam) -> int:
-        """Return elements of a parameter as all ranks hold it between them: each has its own experts."""
+        """Return the number of elements of a parameter that all ranks hold between them: each rank has its own experts."""
         numel = full_shape(member.param).numel()
         return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
 
     def _mean_itemsize(self, members: Sequence[NamedParam], kept: KeptTypes) -> float:
-        """Return the bytes per element that ``members`` take in their units, on average; those of packed weights are of their codes."""
+        """Return the average bytes per element of ``members`` in their units; for packed weights the bytes of their codes count."""
         sizes = [(self._numel(member), self.precision.unit_dtype(member.param, kept).itemsize) for member in members]
         return sum(numel * itemsize for numel, itemsize in sizes) / max(1, sum(numel for numel, _ in sizes))
 
@@ -133,9 +133,10 @@ class UnitBuilder:
         return self.groups.get(id(param), FROZEN) if param.requires_grad else FROZEN
 
     def _belongs_in_unit(self, member: NamedParam) -> bool:
-        """Trainable parameters always; frozen ones where parameters are sharded, or when they come sharded from ``zero.Init``.
+        """Return whether a parameter gets a unit: always if trainable; if frozen, when parameters are sharded or ``zero.Init`` has sharded
+        it.
 
-        What another stage of a pipeline holds is in no unit of this one, and what another engine trains and this one does not stays there.
+        Parameters of another pipeline stage are in no unit of this one, and parameters that only another engine trains stay in its units.
         """
         if member.group == FROZEN and self._is_trained_elsewhere(member.param):
             return False
@@ -149,7 +150,7 @@ class UnitBuilder:
         return training is not None and param.requires_grad and training.trains and training.module is not self.module
 
     def kept(self) -> KeptTypes:
-        """Return the types of tensors that the cast of the model leaves alone."""
+        """Return the dtypes of the tensors that the cast of the model skips."""
         return kept_types(self.module, self.precision, self.kept_patterns)
 
     def block(self, spec: BlockSpec, kept: KeptTypes) -> Block:
@@ -198,19 +199,19 @@ class UnitBuilder:
             master_dtype=self.precision.master_type(dtype),
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
-            # Experts are where their tokens go, and few ranks gather them: as they are, from all of these.
+            # Experts stay where their tokens are sent, and few ranks gather them: uncoded, from all of these ranks.
             quantized=can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained),
             node=None if of_experts else self.node,
             copy_lasts=self.stage.parameters_in_node and not of_experts,
         )
 
     def _take_first_values(self, loose: dict[str, nn.Parameter]) -> None:
-        """Takes rank 0's values of parameters outside units, where the ranks do not have the same; units have taken them."""
+        """Copy rank 0's values of parameters outside units to ranks that have other values; units have copied theirs."""
         alike = {name: param.data for name, param in loose.items() if not (is_wrapped(param) or is_elsewhere(param) or is_expert(param))}
         equal_values(alike, self.collectives.data, "one model")
 
     def _sync_buffers(self) -> None:
-        """Takes rank 0's buffers, once; as bytes, because networks do not send every type (nccl has no 16-bit integers)."""
+        """Copy rank 0's buffers to all ranks, once; as bytes, because networks do not support every dtype (nccl has no 16-bit integers)."""
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 contiguous = buffer.data.contiguous()
@@ -220,10 +221,10 @@ class UnitBuilder:
 
 
 def _refuse_complex(members: Iterable[NamedParam]) -> None:
-    """Raise for parameters of complex numbers that an optimizer trains: units hold real ones.
+    """Raise for complex parameters that an optimizer trains: units hold real numbers.
 
     Raises:
-        UnsupportedError: It names them.
+        UnsupportedError: There are some; the message names them.
     """
     names = [member.name for member in members if member.group != FROZEN and member.param.is_complex()]
     if names:
@@ -234,19 +235,19 @@ def _refuse_complex(members: Iterable[NamedParam]) -> None:
 
 
 def _passing_bytes(members: Iterable[NamedParam]) -> int:
-    """Host memory of this rank's shards that go when their parameters get a new unit."""
+    """Return the bytes of host memory of this rank's shards that are freed when their parameters move to a new unit."""
     units = {id(owner[0]): owner[0] for member in members if (owner := find_unit(member.param)) is not None}
     return sum(unit.shard.nbytes for unit in units.values() if unit.shard_storage.passing)
 
 
 def persist_and_reshard(units: Iterable[Unit], stays: set[int], largest: int, budget: int) -> None:
-    """Reshards what was built whole, except units small enough to stay and those that one rank may want alone.
+    """Reshard units that were built unsharded, except small ones and those that one rank may need alone.
 
     Args:
         units: All units.
-        stays: Ids of those that one rank may want alone.
-        largest: Elements of a unit that is small enough.
-        budget: Elements of all small units together.
+        stays: Ids of units that one rank may need alone.
+        largest: Largest number of elements of a small unit.
+        budget: Largest number of elements of all small units together.
     """
     for unit in units:
         numel = unit.layout.numel

@@ -1,4 +1,4 @@
-"""Weights that are tensors of a library's own class, torchao's: what is in them is divided, see [Note: inner tensors]."""
+"""Shard weights of a library's own tensor class, torchao's: their inner tensors are sharded, see [Note: inner tensors]."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ _WITHOUT_GRADIENT = "Int4"  # torchao's classes of 4-bit weights: torch has no d
 
 
 def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
-    """Marks those that units will hold, and says how many bytes they take; local.
+    """Mark the weights that units will hold, and log how many bytes they take; local.
 
     Args:
         model: The user's module.
-        sharded: Parameters are sharded (stage 3).
-        world: Ranks that share them.
+        sharded: Whether parameters are sharded (stage 3).
+        world: Number of ranks that share them.
 
     Returns:
-        The ids of parameters that belong in units: at stage 3 those that can be divided, else those that come divided.
+        The ids of parameters that belong in units: at stage 3 those that can be sharded, otherwise those that are sharded already.
 
     Raises:
-        StateError: One is trainable.
-        UnsupportedError: Something trains beside one whose products have no gradient.
+        StateError: A weight is trainable.
+        UnsupportedError: A parameter is trained beside a weight whose products have no gradient.
     """
     found = [(name, param) for name, param in model.named_parameters() if is_wrapped(param)]
     trains = any(param.requires_grad for param in model.parameters())
@@ -60,7 +60,7 @@ def prepare_wrapped(model: nn.Module, sharded: bool, world: int) -> set[int]:
 
 
 def keep_divided(module: nn.Module) -> None:
-    """Lets ``module.to`` and its like leave divided weights as they are: torch would put others, around no values, in their place."""
+    """Let ``module.to`` and similar methods skip sharded weights: torch would replace them by new ones without values."""
     module.__dict__["_apply"] = MethodType(_apply, module)
 
 

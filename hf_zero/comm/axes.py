@@ -22,11 +22,11 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
     layer.
 
     Args:
-        stages: Of the pipeline, at least 2.
+        stages: Number of stages of the pipeline, at least 2.
         tensor: Ranks that hold one layer together.
 
     Raises:
-        ConfigError: They do not divide the number of ranks.
+        ConfigError: ``stages * tensor`` does not divide the number of ranks.
     """
     init_distributed()
     everyone, ranks, device = all_ranks(), dist.get_world_size(), default_device()
@@ -43,11 +43,12 @@ def divide_stages(stages: int, tensor: int = 1) -> Topology:
 
 
 def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
-    """The ranks of some ``stages`` on the pipe axis through this rank, each with the replicas of its shards; collective over all ranks.
+    """Return the ranks of some ``stages`` on the pipe axis through this rank, each with the replicas of its shards; collective over all
+    ranks.
 
     Args:
-        topology: Axes with that of a pipeline.
-        stages: Rising; this rank is in one of them, or alone with its replicas.
+        topology: Axes, including that of a pipeline.
+        stages: Sorted stages; this rank is in one of them, or alone with its replicas.
     """
     pipe, replicas = topology.pipe, topology.replicate
     assert pipe is not None
@@ -61,7 +62,7 @@ def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
 
 
 def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.autoep_size") -> Topology:
-    """``topology`` with its two axes of experts: ``size`` adjacent ranks hold all of them together; collective.
+    """Return ``topology`` with its two axes of experts: ``size`` adjacent ranks hold all experts together; collective.
 
     Where several ranks hold each layer together, all of these are among the ``size``: they hold different experts, so that the ranks with
     the same experts are on one data-parallel axis. Where there are shard groups, all experts are in each of them; in a pipeline, all
@@ -70,10 +71,10 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
     Args:
         topology: The axis that parameters are sharded over.
         size: Ranks that share the experts; 1 leaves ``topology`` as it is.
-        key: What asked for it, for messages.
+        key: Name of the setting that requests it, for messages.
 
     Raises:
-        ConfigError: ``size`` does not divide the ranks of the axis, with those that hold layers together with them.
+        ConfigError: ``size`` does not divide the ranks of the axis and the ranks that hold layers together with them.
     """
     layers = topology.layers.model
     tensor = layers.world if layers is not None else 1
@@ -102,14 +103,16 @@ def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.au
 
 
 def _in_all_stages(topology: Topology, pipe: Topology, size: int, together: Lines) -> Topology:
-    """The ranks that hold one model with all of its experts, stage by stage; collective."""
+    """Return the ranks that hold one model with all of its experts, stage by stage; collective."""
     stages = {line[0]: line for line in lines_of_all(pipe.ranks)}
     lines = [[stages[rank][stage] for stage in range(pipe.world) for rank in line] for line in together if line[0] in stages]
     return axis_over(divide_twice(topology.group, ("experts of all stages", size), lines, lines, topology.device)[0], topology.device)
 
 
 def _together(layers: Topology | None, lines: Lines, places: int) -> list[tuple[int, ...]]:
-    """The ranks that hold all experts: ``places`` neighbours of an axis, each with those that hold layers together with it; collective."""
+    """Return the ranks that hold all experts: ``places`` neighbours of an axis, each with the ranks that hold layers
+    with it; collective.
+    """
     beside = {rank: line for line in lines_of_all(layers.ranks) for rank in line} if layers is not None else {}
     runs = [line[start : start + places] for line in lines for start in range(0, len(line), places)]
     return list(dict.fromkeys(tuple(found for rank in run for found in beside.get(rank, [rank])) for run in runs))
@@ -119,7 +122,9 @@ MODEL_GROUPS = ("get_tensor_model_parallel_group", "get_model_parallel_group")
 
 
 def model_parallel_group(mpu: Any) -> dist.ProcessGroup | None:
-    """The ranks that hold one model together with this one; None where the object, or None, tells of none, or counts one rank."""
+    """Return the group of the ranks that hold one model together with this one; None if ``mpu`` is None, names no such group, or a group
+    of one rank.
+    """
     for name in MODEL_GROUPS:
         if hasattr(mpu, name):
             count = getattr(mpu, name.replace("group", "world_size"), None)

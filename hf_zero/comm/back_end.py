@@ -16,12 +16,12 @@ from hf_zero.comm.recorded import RecordedCollectives
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
 
-# torch 2.13 renamed it; both names mean the same call.
+# torch 2.13 renamed it; both names are the same function.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
 class NativeCollectives(Collectives):
-    """The back end's own all-gather and reduce-scatter (nccl, xccl, mpi)."""
+    """Collectives that use the back end's own all-gather and reduce-scatter (nccl, xccl, mpi)."""
 
     def connect(self) -> None:
         self.all_reduce(torch.zeros(1, device=self.topology.device), "connect").wait()
@@ -77,14 +77,16 @@ class NativeCollectives(Collectives):
 
 
 def build_collectives(topology: Topology) -> Collectives:
-    """Direct exchange where gloo serves the device, with all-to-alls for many ranks; the native calls elsewhere."""
+    """Return direct exchange if gloo serves the device, with all-to-alls for many ranks; otherwise the native collectives."""
     if serving_backend(topology.group, topology.device) != "gloo":
         return NativeCollectives(topology)
     return GlooCollectives(topology) if topology.world <= MOST_CONNECTED else AllToAllCollectives(topology)
 
 
 def open_collectives(topology: Topology) -> Collectives:
-    """The same, recorded where this process has a comms log; with the network of all data-parallel ranks where there are replicas."""
+    """Return ``build_collectives(topology)``, recorded if this process has a comms log; with the network of all data-parallel ranks if
+    there are replicas.
+    """
     sign_in()
     inner, log = build_collectives(topology), current_log()
     opened = inner if log is None else RecordedCollectives(inner, log)

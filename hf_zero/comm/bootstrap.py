@@ -1,4 +1,4 @@
-"""The start of torch.distributed: the default process group, with the back end and the timeout that fit this rank."""
+"""Start torch.distributed: the default process group, with the back end and the timeout that fit this rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def default_backend() -> str:
-    """The backend torch.distributed recommends for the device of this rank (nccl, xccl, ...); gloo on a CPU, and where there is none."""
+    """Return the backend that torch.distributed recommends for this rank's device (nccl, xccl, ...); gloo on a CPU, or if there is none."""
     device = default_device()
     try:
         return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
@@ -32,10 +32,10 @@ def default_backend() -> str:
 
 
 def default_timeout() -> timedelta:
-    """Time a collective may take: DeepSpeed's, 10 minutes unless ``DEEPSPEED_TIMEOUT`` names another number of them.
+    """Return the timeout of collectives: DeepSpeed's 10 minutes, unless ``DEEPSPEED_TIMEOUT`` names another number of minutes.
 
     Raises:
-        ConfigError: The variable is no number.
+        ConfigError: The variable is not a number.
     """
     minutes = os.environ.get("DEEPSPEED_TIMEOUT")
     if minutes is not None:
@@ -58,14 +58,14 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default torch.distributed group when there is none.
+    """Create the default torch.distributed group if there is none.
 
     This rank's device is made the current one, also where a script has made the group: torch.distributed sends objects from the current
-    device, which is the first one on all ranks until somebody says otherwise. A device that the script has chosen itself stays.
+    device, which is the first one on all ranks by default. A device that the script has chosen itself stays.
 
     The arguments are those of DeepSpeed's function of the same name. Ranks come from RANK, WORLD_SIZE, ... or, under mpirun and srun,
-    from what these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one, with no
-    port opened.
+    from the variables that these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one,
+    with no port opened.
 
     Args:
         dist_backend: Name of a torch.distributed backend; None takes the device's own.
@@ -76,12 +76,12 @@ def init_distributed(
         init_method: Passed to torch.distributed.
         dist_init_required: False with no group is an error; None and True create one.
         config: Accepted; nothing is read from it.
-        rank: Rank, when the environment is not to be asked.
-        world_size: Number of ranks, likewise.
+        rank: Rank; overrides the environment.
+        world_size: Number of ranks; overrides the environment.
 
     Raises:
         ConfigError: The environment is incomplete, or no group exists and ``dist_init_required`` is False.
-        CollectiveError: The ranks did not meet: rank 0 is not reached, or not all came.
+        CollectiveError: The ranks did not meet: rank 0 cannot be reached, or a rank is missing.
     """
     end_with_launcher()
     tell_launcher()
@@ -117,12 +117,12 @@ def init_distributed(
 
 
 def pretend_distributed(rank: int, ranks: int, device: torch.device) -> None:
-    """Makes this process ``rank`` of a default group whose other ranks are not there, for a plan.
+    """Make this process ``rank`` of a default group whose other ranks do not exist, for a plan.
 
     Args:
-        rank: Which.
-        ranks: Of the group.
-        device: That collectives are asked for on, beside the CPU.
+        rank: Rank of this process.
+        ranks: Number of ranks in the group.
+        device: Device of the collectives, beside the CPU.
     """
     from torch.testing._internal.distributed import fake_pg  # registers the back end for devices it knows
 

@@ -1,4 +1,4 @@
-"""What the engine asks of the network, whatever carries it, and the record of a collective in flight."""
+"""Define the collectives that the engine uses, independent of the back end, and the record of a collective in flight."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ _VOTE = TAGS + 1  # tag of votes
 
 @dataclass
 class Pending:
-    """A collective in flight: its works, its label, what to do when it ends, and the buffers that must live until then.
+    """A collective in flight: its works, its label, functions to call when it ends, and the buffers that must live until then.
 
     The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``;
-    ``before_finish`` is the issuer's own. ``group``, which carries it, is told when a wait takes long.
+    ``before_finish`` is for the issuer. ``group`` carries the collective; a report of a long wait names it.
     """
 
     label: str
@@ -43,7 +43,7 @@ class Pending:
         observe.issued(self.label)
 
     def wait(self) -> None:
-        """Blocks (host back ends) or orders the current stream (device back ends) behind the collective.
+        """Wait for the collective: block the host (host back ends) or order the current stream after it (device back ends).
 
         Raises:
             CollectiveError: A peer failed or the process group's timeout ran out.
@@ -66,10 +66,10 @@ class Pending:
         self.works, self.finish, self.keep = [], None, ()
 
     def received(self) -> torch.Tensor:
-        """What the collective gives back, after waiting for it.
+        """Wait for the collective and return its result.
 
         Raises:
-            CollectiveError: It failed (see ``wait``), or it gives nothing back.
+            CollectiveError: The collective failed (see ``wait``), or has no result.
         """
         self.wait()
         if self.result is None:
@@ -78,11 +78,11 @@ class Pending:
 
 
 _KINDS = {"all_gather": "gathers", "exchange_parts": "exchanges"}
-_kind_of: dict[str, str] = {}  # by label, of which there are as many as units
+_kind_of: dict[str, str] = {}  # by label; there are as many as units
 
 
 def _waits_for(label: str) -> str:
-    """Return the kind of wait that waiting for a collective is."""
+    """Return the kind of wait for the collective of this label."""
     kind = _kind_of.get(label)
     if kind is None:
         kind = _kind_of[label] = _KINDS.get(label.removeprefix("hf_zero::").partition(" ")[0], "reductions")
@@ -99,23 +99,25 @@ def _collective_error(label: str, error: BaseException) -> CollectiveError:
 
 
 def is_narrow(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor`` is of a floating-point type of one byte."""
+    """Return whether ``tensor`` has a floating-point dtype of one byte."""
     return tensor.dtype.itemsize == 1 and tensor.dtype.is_floating_point
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """``tensor`` as a network takes it that copies it: of narrow types, which gloo does not know, the bytes; shares its memory."""
+    """Return ``tensor`` in the form in which a network can copy it: dtypes of one byte, which gloo does not know, as bytes; shares its
+    memory.
+    """
     return tensor.view(torch.uint8) if is_narrow(tensor) else tensor
 
 
 class Collectives(ABC):
-    """What the engine asks of the network: all on 1D buffers, all in the same order on every rank.
+    """The collectives that the engine uses: all on 1D buffers, all in the same order on every rank.
 
     Attributes:
-        topology: The axis all calls run over.
-        sent_bytes: Bytes this rank has handed to the network so far.
-        blocks_host: Waiting stops this process, not just a device stream.
-        joint: The network of all data-parallel ranks, where the axis is a part of them.
+        topology: The axis of all calls.
+        sent_bytes: Number of bytes that this rank has sent so far.
+        blocks_host: Whether a wait blocks this process, not only a device stream.
+        joint: The network of all data-parallel ranks, if the axis has only some of them.
     """
 
     blocks_host = False
@@ -137,48 +139,50 @@ class Collectives(ABC):
 
     @property
     def data(self) -> Collectives:
-        """The network of all data-parallel ranks: over it they agree, and take values that all must have; this one where it is of all."""
+        """Return the network of all data-parallel ranks, for votes and for values that all ranks must have; this network if it has all of
+        them.
+        """
         return self.joint or self
 
     def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends find their own ways
-        """Says that each node has ``per_node`` adjacent ranks of the axis; 0 where that is not known. Alike on all ranks."""
+        """Set the number of adjacent ranks of the axis in each node to ``per_node``; 0 if it is unknown. The same on all ranks."""
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-        """Fills ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
+        """Fill ``full`` (world * n,) from every rank's ``shard`` (n,); ``shard`` may be this rank's view of ``full``."""
 
     @abstractmethod
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
-        """Sums this rank's part of every rank's ``full``; the sum is the ``result`` of what is returned.
+        """Sum this rank's part of every rank's ``full``; the sum is the ``result`` of the returned object.
 
-        The order of summation is the same on every call; ``full`` must stay untouched until the end.
+        The order of summation is the same on every call; ``full`` must not change until the end.
 
         Args:
             full: This rank's values, (world * n,).
-            dtype: Type of the result, (n,), and of the additions where the back end leaves them to us.
+            dtype: Dtype of the result, (n,), and of the additions if hf_zero computes them.
             unit: Name for labels.
         """
 
     @abstractmethod
     def exchange(self, messages: torch.Tensor, unit: str) -> Pending:
-        """Sends row ``r`` of ``messages`` (world, n) to rank ``r``; the ``result`` has the row from rank ``r`` in its row ``r``."""
+        """Send row ``r`` of ``messages`` (world, n) to rank ``r``; the ``result`` has the row from rank ``r`` in its row ``r``."""
 
     @abstractmethod
     def exchange_parts(self, outgoing: Sequence[torch.Tensor], incoming: Sequence[torch.Tensor], unit: str) -> Pending:
-        """Sends ``outgoing[r]`` to rank ``r`` and fills ``incoming[r]`` with what rank ``r`` sends; this rank's own entries are left alone.
+        """Send ``outgoing[r]`` to rank ``r`` and fill ``incoming[r]`` with the message of rank ``r``; this rank's own entries are ignored.
 
         Args:
             outgoing: One 1D tensor per rank, all of one dtype, maybe empty.
-            incoming: One 1D tensor per rank, of the length that its sender knows.
+            incoming: One 1D tensor per rank, of the same length as on its sender.
             unit: Name for labels.
         """
 
     def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
-        """Sums ``tensor`` (n,) over ranks in place, rank by rank where the back end leaves the order to us."""
+        """Sum ``tensor`` (n,) over ranks in place; in rank order if hf_zero computes the sum."""
         return self.all_reduce(tensor, unit)
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
-        """Sums (or ``op``) ``tensor`` over ranks in place."""
+        """Sum ``tensor`` over ranks in place, or reduce it by ``op``."""
         label = observe.note("all_reduce", unit)
         if self.world == 1:
             return Pending(label, [])
@@ -187,7 +191,7 @@ class Collectives(ABC):
         return Pending(label, [work], group=self.topology.group, keep=(tensor,))
 
     def broadcast(self, tensor: torch.Tensor, source: int, unit: str) -> None:
-        """Copies ``tensor`` from rank ``source`` of the axis to all, in place, and waits."""
+        """Copy ``tensor`` from rank ``source`` of the axis to all, in place, and wait."""
         label, tensor = observe.note("broadcast", unit), as_sent(tensor)
         if self.world == 1:
             return
@@ -196,7 +200,7 @@ class Collectives(ABC):
         Pending(label, [work], group=self.topology.group, keep=(tensor,)).wait()
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
-        """Returns rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
+        """Return rank ``source``'s ``value`` (built-in containers and scalars) on every rank."""
         label = observe.note("broadcast_object", unit)
         if self.world == 1:
             return value
@@ -207,24 +211,26 @@ class Collectives(ABC):
         return box[0]
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
-        """Returns every rank's ``value`` in rank order, on every rank."""
+        """Return every rank's ``value`` in rank order, on every rank."""
         label = observe.note("gather_objects", unit)
-        if self.world == 1 or planning():  # the ranks of a plan are alike
+        if self.world == 1 or planning():  # the ranks of a plan have the same value
             return [value] * self.world
         values: list[Any] = [None] * self.world
         self.launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
         return values
 
     def any_rank(self, flag: bool, unit: str) -> bool:
-        """Whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank, for no device where the host can vote."""
+        """Return whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank, but not for a device if the host
+        can vote.
+        """
         return self.any_of([flag], unit)[0]
 
     def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
-        """For each of ``flags`` what ``any_rank`` says, in one message."""
+        """Return the result of ``any_rank`` for each of ``flags``, by one message."""
         return [bool(vote) for vote in self.largest_of([float(flag) for flag in flags], unit)]
 
     def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
-        """For each of ``values`` (to 24 bits) the largest of all ranks; the same answer everywhere. Waits as ``any_rank``."""
+        """Return for each of ``values`` (to 24 bits) the maximum over ranks; the same answer everywhere. Waits like ``any_rank``."""
         if self.world == 1:
             return list(values)
         group = self.topology.group
@@ -237,8 +243,9 @@ class Collectives(ABC):
             return list(values) if planning() else list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
-        """Takes the maximum of ``votes`` over ranks: in round k each rank tells the one 2^k further all it has heard. gloo's own ring would
-        take twice as many messages one after the other as there are ranks, this as many as their number has digits."""
+        """Compute the maximum of ``votes`` over ranks: in round k each rank sends the maximum so far to the rank 2^k further on. gloo's
+        own ring would take twice as many sequential messages as there are ranks; this takes their binary logarithm.
+        """
         group, distance = self.topology.group, 1
         while distance < self.world:
             heard = torch.empty_like(votes)
@@ -254,7 +261,7 @@ class Collectives(ABC):
             distance *= 2
 
     def connect(self) -> None:
-        """Returns when every rank is connected; collective.
+        """Return when every rank is connected; collective.
 
         gloo connects its ranks when the group is made, each in its own time: a rank that used the group for nothing and destroyed it
         would cut the others off before theirs are complete. nccl would connect in the first backward.
@@ -271,6 +278,6 @@ class Collectives(ABC):
 
 
 def copy_unless_same(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copies, where the two are not one."""
+    """Copy ``source`` to ``target`` unless they are the same tensor."""
     if target.data_ptr() != source.data_ptr() or target.device != source.device:
         target.copy_(source)

@@ -15,8 +15,8 @@ from hf_zero.system.sizes import size_text
 if TYPE_CHECKING:
     from hf_zero.config.schema.tools import CommsLogger
 
-# Every operation that is recorded, with the other names users know it by, and the share of its bytes that crosses a rank's link in the
-# best algorithm: (n - 1) / n times this. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), DeepSpeed's own page refers to it.
+# Every operation that is recorded, with its other names, and the share of its bytes that crosses a rank's link in the best algorithm: (n -
+# 1) / n times this. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), to which DeepSpeed's own page refers.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "allgather_fn"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_base", "reduce_scatter_fn"),
@@ -32,10 +32,10 @@ _NEVER_ISSUED = ("send", "recv", "isend", "irecv", "gather", "scatter", "reduce"
 
 
 def operations_named(names: Iterable[str]) -> frozenset[str]:
-    """Return the operations that ``comms_logger.prof_ops`` means.
+    """Return the operations that ``comms_logger.prof_ops`` names.
 
     Raises:
-        ConfigError: A name is no collective.
+        ConfigError: A name is not that of a collective.
     """
     known = {spelling: name for name, others in _SPELLINGS.items() for spelling in (name, *others)}
     names = list(names)
@@ -47,7 +47,7 @@ def operations_named(names: Iterable[str]) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class CommsLogSettings:
-    """What is recorded, and how loudly.
+    """Settings of the comms log: which operations it records, and what it logs.
 
     Attributes:
         operations: Names of the collectives to record; None is all.
@@ -61,10 +61,10 @@ class CommsLogSettings:
 
     @staticmethod
     def of(section: CommsLogger) -> CommsLogSettings:
-        """What the configuration's section asks for.
+        """Return the settings of the configuration's section.
 
         Raises:
-            ConfigError: It names an operation that is no collective.
+            ConfigError: It names an operation that is not a collective.
         """
         operations = None if section.prof_all else operations_named(section.prof_ops)
         return CommsLogSettings(operations, section.verbose, section.debug)
@@ -82,7 +82,7 @@ class Kind:
 
 @dataclass
 class Tally:
-    """Calls of one kind: how many, seconds from issue to end, and of these the seconds this rank stood still for them."""
+    """Counts of calls of one kind: number, seconds from issue to end, and the part of these seconds in which this rank waited for them."""
 
     count: int = 0
     seconds: float = 0.0
@@ -91,7 +91,7 @@ class Tally:
 
 @dataclass
 class Call:
-    """One collective under way: its kind, its clock, and the moments of issue, end, and begin and end of the wait for it."""
+    """One collective in flight: its kind, its clock, and the moments of issue, end, and begin and end of the wait for it."""
 
     kind: Kind
     unit: str
@@ -107,7 +107,7 @@ class CommsRow:
     """One row of the table.
 
     Attributes:
-        kind: What was counted.
+        kind: The kind of calls.
         tally: Its numbers on this rank.
         fastest: Rank with the least seconds: the last to arrive, for which the others waited. None if ranks were not compared.
         least: That rank's seconds.
@@ -120,17 +120,19 @@ class CommsRow:
 
     @property
     def average(self) -> float:
-        """Return seconds per call."""
+        """Return the seconds per call."""
         return self.tally.seconds / self.tally.count
 
     @property
     def algorithm_bandwidth(self) -> float:
-        """Return bytes of the message per second."""
+        """Return the bytes of the message per second."""
         return self.kind.nbytes / self.average if self.average > 0 else 0.0
 
     @property
     def bus_bandwidth(self) -> float:
-        """Return bytes per second over the busiest link, which does not depend on the number of ranks: what hardware is rated by."""
+        """Return the bytes per second over the busiest link, a figure that does not depend on the number of ranks and compares with the
+        hardware's rating.
+        """
         rounds = _ROUNDS.get(self.kind.operation)
         share = 1.0 if rounds is None else rounds * (self.kind.ranks - 1) / self.kind.ranks
         return self.algorithm_bandwidth * share
@@ -145,7 +147,7 @@ class CommsLog:
     device the end is an event of its own.
 
     Attributes:
-        settings: What is recorded.
+        settings: The operations to record.
         tallies: By kind.
     """
 
@@ -154,7 +156,7 @@ class CommsLog:
     _open: deque[Call] = field(default_factory=deque)
 
     def begin(self, operation: str, unit: str, nbytes: int, ranks: int, watch: Watch) -> Call | None:
-        """Notes that a collective is about to be issued; None if it is not to be recorded."""
+        """Record that a collective is about to be issued; return None if it is not to be recorded."""
         if self.settings.operations is not None and operation not in self.settings.operations:
             return None
         caller = ""
@@ -163,7 +165,7 @@ class CommsLog:
         return Call(Kind(operation, ranks, nbytes, caller), unit, watch, watch.now())
 
     def end(self, call: Call) -> None:
-        """Notes that this rank has waited for ``call``."""
+        """Record that this rank has waited for ``call``."""
         call.resumed = call.watch.now()
         call.ended = call.ended if call.ended is not None else call.resumed
         self._open.append(call)
@@ -198,11 +200,11 @@ class CommsLog:
         return self.tallies
 
     def seconds_by_kind(self) -> dict[tuple[str, int, int, str], float]:
-        """Return seconds of every kind, in the form in which ranks exchange them."""
+        """Return the seconds of every kind, in the form in which ranks exchange them."""
         return {astuple(kind): tally.seconds for kind, tally in self.counted().items()}
 
     def rows(self, by_rank: Sequence[Mapping[tuple[str, int, int, str], float]] | None = None) -> list[CommsRow]:
-        """One row per kind, by operation and falling size.
+        """Return one row per kind, sorted by operation and falling size.
 
         Args:
             by_rank: ``seconds_by_kind`` of every rank, to name the last to arrive.
@@ -219,7 +221,7 @@ class CommsLog:
         return rows
 
     def clear(self) -> None:
-        """Forgets what was counted."""
+        """Clear all counts."""
         self._open.clear()
         self.tallies.clear()
 
@@ -229,11 +231,11 @@ def _size_text(nbytes: int) -> str:
     return size_text(nbytes, ".4g") if nbytes else "-"
 
 
-_current: CommsLog | None = None  # of this process, as deepspeed.comm has one
+_current: CommsLog | None = None  # the log of this process, as deepspeed.comm has one
 
 
 def start_log(settings: CommsLogSettings) -> CommsLog:
-    """Records the collectives of engines made from now on; what was counted before is kept."""
+    """Record the collectives of engines made from now on; earlier counts are kept."""
     global _current
     if _current is None:
         _current = CommsLog(settings)
@@ -242,7 +244,7 @@ def start_log(settings: CommsLogSettings) -> CommsLog:
 
 
 def stop_log() -> None:
-    """Forgets the log; engines made from now on are not recorded."""
+    """Drop the log; engines made from now on are not recorded."""
     global _current
     _current = None
 
@@ -257,7 +259,7 @@ _STRAGGLER_HEADS = ("straggler ms", "last to arrive")
 
 
 def table_text(rows: list[CommsRow]) -> str:
-    """Return the rows as aligned columns; those of stragglers if ranks were compared."""
+    """Return the rows as aligned columns, with columns for stragglers if ranks were compared."""
     compared = any(row.fastest is not None for row in rows)
     cells = [(*_HEADS, *(_STRAGGLER_HEADS if compared else ()))]
     for row in rows:

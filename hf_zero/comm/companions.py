@@ -1,4 +1,4 @@
-"""Whether the other ranks come to a collective call that a script may have meant for one rank alone, without waiting for ever.
+"""Find whether the other ranks join a collective call that a script may have meant for one rank alone, without an endless wait.
 
 [Note: calls of one rank] At stage 3 a model is loaded by all ranks together. A script that has trained may load one on rank 0 alone, while
 the others wait at its next barrier: neither goes on. No rank can know that from its own state, so those that come count themselves in the
@@ -16,20 +16,20 @@ import torch.distributed as dist
 from hf_zero.comm import hang_watch
 from hf_zero.comm.standing import Standing, look
 
-_PATIENCE = 1.0  # seconds before anybody is asked: ranks seldom come at the same time
+_PATIENCE = 1.0  # seconds before other ranks are asked: ranks seldom come at the same time
 _OFTEN = 0.02
 _ROUND = 6.0  # seconds until the next ranks are asked; the threads that answer look every five
-_ASKED = 8  # ranks in one round
+_ASKED = 8  # number of ranks asked in one round
 
-_joint = 0  # calls to which all ranks have come
+_joint = 0  # number of calls to which all ranks have come
 _of: dist.Store | None = None
 
 
 def comes_alone() -> bool:
-    """Waits until all ranks have called this, or until it is certain that some do not; collective, or this rank's own.
+    """Wait until all ranks have called this function, or until it is certain that some do not; collective, or this rank's own.
 
     Returns:
-        Whether this rank is by itself; False without others, and where they cannot be asked: before there is an engine.
+        Whether this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
     """
     global _joint, _of
     watch = hang_watch.current()
@@ -54,7 +54,7 @@ def comes_alone() -> bool:
 
 
 def _those_of_round(number: int) -> list[int]:
-    """The ranks behind this one, some in each round."""
+    """Return the ranks of a round, counted from the rank after this one."""
     world, own = dist.get_world_size(), dist.get_rank()
     others = [(own + 1 + step) % world for step in range(world - 1)]
     first = number * _ASKED % len(others)
@@ -62,7 +62,7 @@ def _those_of_round(number: int) -> list[int]:
 
 
 def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
-    """Return whether a rank is known not to come before this one goes on."""
+    """Return whether a rank is known not to come before this one continues."""
     if not store.check([key := f"standing/{rank}"]):
         return False
     number, _, text = bytes(store.get(key)).decode().partition(" ")

@@ -1,4 +1,4 @@
-"""The device of this rank."""
+"""Choose the device of this rank."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 def default_device() -> torch.device:
-    """Return the accelerator that the script has made the current one, else that of this local rank; the CPU where there is none."""
+    """Return the accelerator that the script has made the current one, otherwise that of this local rank; the CPU if there is none."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return torch.device("cpu")
@@ -17,6 +17,6 @@ def default_device() -> torch.device:
 
 
 def _chosen_index(accelerator: torch.device) -> int:
-    """Return the index of the current device; 0 where nobody has chosen one. Nothing is started to find that out."""
+    """Return the index of the current device; 0 if the script has not chosen one. Does not initialise the device."""
     started = getattr(torch.get_device_module(accelerator), "is_initialized", None)
     return 0 if started is not None and not started() else torch.accelerator.current_device_index()

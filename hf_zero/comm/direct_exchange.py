@@ -26,13 +26,13 @@ _Task = tuple[Callable[[], None], "Future[None]"]
 
 
 class Forwarded:
-    """What a relay does; waited for like a work of torch.distributed."""
+    """Handle of a task on the relay thread; its ``wait`` works like that of a torch.distributed work."""
 
     def __init__(self, future: Future[None]) -> None:
         self._future = future
 
     def wait(self) -> None:
-        """Blocks until it is done.
+        """Wait until the task is done.
 
         Raises:
             RuntimeError: The network failed.
@@ -41,16 +41,16 @@ class Forwarded:
 
 
 class Relay:
-    """Runs tasks in the order in which they were given, in a thread that ends with this object."""
+    """Runs tasks in the order of submission, in a thread that ends with this object."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
-        # A daemon: what waits for a dead rank must not keep the process from ending.
+        # A daemon: a task that waits for a dead rank must not keep the process from ending.
         Thread(target=_run, args=(self._tasks,), daemon=True, name="hf_zero relay").start()
         weakref.finalize(self, self._tasks.put, None)
 
     def start(self, task: Callable[[], None]) -> Forwarded:
-        """Has ``task`` run when all earlier ones have; in a plan, which counts what one thread does, at once."""
+        """Run ``task`` after all earlier ones; in a plan, which counts the work of one thread, run it at once."""
         future: Future[None] = Future()
         if planning():
             task()
@@ -65,14 +65,14 @@ def _run(tasks: SimpleQueue[_Task | None]) -> None:
         task, future = given
         try:
             task()
-        except BaseException as error:  # whoever waits raises it
+        except BaseException as error:  # raised by the thread that waits
             future.set_exception(error)
         else:
             future.set_result(None)
-        del given, task, future  # with the tensors that they hold
+        del given, task, future  # with the tensors that they reference
 
 
-_RELAYED = TAGS + 2  # tag of what comes from another node by way of a rank of this one
+_RELAYED = TAGS + 2  # tag of messages of another node that come by way of a rank of this node
 
 
 class GlooCollectives(Collectives):
@@ -94,8 +94,8 @@ class GlooCollectives(Collectives):
 
     def __init__(self, topology: Topology) -> None:
         super().__init__(topology)
-        self._halves = 0  # reductions in rank order so far
-        self._per_node = 0  # ranks of the axis on each node, where there are several nodes and a node has several
+        self._halves = 0  # number of reductions in rank order so far
+        self._per_node = 0  # ranks of the axis on each node, if there are several nodes and a node has several ranks
         self._relay: Relay | None = None
 
     def lie_in_nodes(self, per_node: int) -> None:
@@ -121,7 +121,7 @@ class GlooCollectives(Collectives):
         )
 
     def _gather_over_nodes(self, label: str, parts: torch.Tensor) -> list[Any]:
-        """Brings every rank's row of ``parts`` (world, n) to all, each of them once over the links between two nodes."""
+        """Send every rank's row of ``parts`` (world, n) to all ranks, each row once over the links between two nodes."""
         (here, place), nodes = divmod(self.rank, self._per_node), self.world // self._per_node
         away = [(here + step) % nodes for step in range(1, nodes)]
         mates = [here * self._per_node + (place + step) % self._per_node for step in range(1, self._per_node)]
@@ -230,7 +230,7 @@ class GlooCollectives(Collectives):
         return Pending(label, works, finish, group=self.topology.group, keep=(*send, *receive))
 
     def _peers(self) -> list[int]:
-        # Start behind this rank, so that not all ranks send to rank 0 first.
+        # Start with the next rank, so that not all ranks send to rank 0 first.
         return [(self.rank + step) % self.world for step in range(1, self.world)]
 
     def _exchange(
@@ -258,7 +258,7 @@ class GlooCollectives(Collectives):
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
-    """parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
+    """Return parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
     if parts[0].dtype == dtype:
         total = torch.add(parts[0], parts[1], out=parts[scratch] if scratch is not None else None)
     else:

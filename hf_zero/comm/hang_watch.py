@@ -1,4 +1,4 @@
-"""What a rank that has waited long says: for which collective, for whom, and where those are; asked by a thread beside the training.
+"""Report a long wait of a rank: for which collective, for which ranks, and where they are; a thread beside the training asks them.
 
 [Note: long waits] A collective for which a rank does not come says nothing until the time-out of its group. One daemon thread per rank
 looks every few seconds at where the other threads of its process are (``standing.py``): training pays nothing and notes nothing. Where a
@@ -30,23 +30,23 @@ from hf_zero.observe import logger
 
 KEY = "hf_zero_hang"
 ENDED = "ended"
-"""What a rank that ends leaves in place of its standing."""
-_OFTEN = 5.0  # seconds between two looks, at most, in a small world
-_RANKS_PER_SECOND = 500  # that may look into the store of rank 0
+"""Message that a rank which ends leaves in place of its standing."""
+_OFTEN = 5.0  # most seconds between two looks in a small world
+_RANKS_PER_SECOND = 500  # ranks that may look into the store of rank 0 per second
 _ANSWERS = 0.2  # seconds between two looks for answers
-_AGAIN = 5  # the next report of a wait comes after so many times as long
+_AGAIN = 5  # the next report of a wait comes after this multiple of the time
 _STORE_SECONDS = 10.0
-_MOST_CONNECTIONS = 400  # ranks up to which each has a connection more
-_NAMED = 8  # places of ranks in a report
+_MOST_CONNECTIONS = 400  # largest world in which each rank has a second connection
+_NAMED = 8  # most ranks whose places are in a report
 
 _current: HangWatch | None = None  # of this process
 
 
 class LongWaits:
-    """Has long waits of this rank reported as long as this object lives, or until ``stop``; local.
+    """Enables reports of this rank's long waits as long as this object lives, or until ``stop``; local.
 
     Args:
-        seconds: How long a wait is reported after; 0 for never. Where several objects differ the shortest counts.
+        seconds: Duration after which a wait is reported; 0 for never. The shortest duration of all objects counts.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -66,7 +66,7 @@ class LongWaits:
             _current.start()
 
     def stop(self) -> None:
-        """Ends the reports, with the thread where no other object needs it."""
+        """End the reports, and the thread if no other object needs it."""
         if _current is not None and _current.owners.pop(self, None) is not None and not _current.owners:
             _current.end()
 
@@ -78,12 +78,12 @@ def _end() -> None:
 
 
 def current() -> HangWatch | None:
-    """Return the thread of this process that other ranks ask; None where there is none."""
+    """Return the thread of this process that answers other ranks; None if there is none."""
     return _current if _current is not None and _current.serves(default_store()) else None
 
 
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
-    """The same store for another thread; None where it cannot be had, or is not reached.
+    """Return the same store for another thread; None if the store allows no second connection or cannot be reached.
 
     [Note: connections of the store] The process that keeps the store holds a connection per rank, and 1024 open files are a common limit.
     In a large world the thread takes the main thread's, which serves one call at a time: a wait inside the making of a group, which itself
@@ -101,7 +101,7 @@ def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
 
 
 def _require_listener(store: Any) -> None:
-    """Raises a RuntimeError where nobody listens for a store over the network: its own calls would print a trace before they fail."""
+    """Raise a RuntimeError if no process listens for a store over the network: torch's own call would print a trace before it fails."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -113,15 +113,15 @@ def _require_listener(store: Any) -> None:
 
 @dataclass
 class _Question:
-    """What a rank that waits has asked, and who has not answered.
+    """A question of a waiting rank, and the ranks that have not answered it.
 
     Attributes:
-        number: Of the question.
+        number: Number of the question.
         seconds: How long the wait has taken.
-        standing: Of the rank that asks.
+        standing: Standing of the rank that asks.
         missing: Ranks whose answers have not come.
-        deadline: When it goes on without them.
-        answers: By rank.
+        deadline: Time at which the report is made without them.
+        answers: Answers by rank.
     """
 
     number: int
@@ -133,17 +133,17 @@ class _Question:
 
 
 class HangWatch(threading.Thread):
-    """Looks for waits of this rank that are long, and answers other ranks.
+    """Looks for long waits of this rank, and answers other ranks.
 
     Args:
-        store: In which the default group's ranks met; the thread ends with that group.
-        own: The same over a connection that nobody else uses.
-        rank: This one.
+        store: Store in which the default group's ranks met; the thread ends with this group.
+        own: The same store over a connection of the thread's own.
+        rank: Rank of this process.
         world: Number of ranks.
 
     Attributes:
-        store: As given.
-        owners: Seconds after which waits are reported, by the object that wants it.
+        store: The argument ``store``.
+        owners: Seconds after which waits are reported, by the object that requests the reports.
     """
 
     def __init__(self, store: dist.Store, own: dist.Store, rank: int, world: int) -> None:
@@ -152,7 +152,7 @@ class HangWatch(threading.Thread):
         self.owners: weakref.WeakKeyDictionary[LongWaits, float] = weakref.WeakKeyDictionary()
         self._own, self._rank, self._world = own, rank, world
         self._over = threading.Event()
-        self._answered = 0  # questions of others
+        self._answered = 0  # questions of other ranks
         self._moment: Any = None
         self._since = self._due = 0.0
         self._question: _Question | None = None
@@ -163,10 +163,10 @@ class HangWatch(threading.Thread):
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:
-        """Ends the thread and waits for it for a moment: the store may not answer.
+        """End the thread and wait for it for a moment only, because the store may not answer.
 
         Args:
-            process: The process ends with it, which the thread says to those who ask later.
+            process: Whether the process ends too; the thread leaves this answer for later questions.
         """
         self._last_answer = process
         self._over.set()
@@ -174,13 +174,13 @@ class HangWatch(threading.Thread):
             self.join(1.0)
 
     def run(self) -> None:
-        """Looks again and again, until nobody wants it, the default group has gone, or the store does not answer."""
+        """Look periodically, until no object requests it, the default group is destroyed, or the store does not answer."""
         while not self._over.wait(_ANSWERS if self._question is not None else self._pause()):
             if not self.owners or self._is_gone():
                 return
             try:
                 self._look()
-            except (RuntimeError, LookupError, ValueError) as error:  # torch's errors of stores and networks are of the first kind
+            except (RuntimeError, LookupError, ValueError) as error:  # torch's errors of stores and networks are RuntimeErrors
                 if self._over.is_set() or self._is_gone():
                     return
                 if not isinstance(error, RuntimeError):
@@ -195,7 +195,7 @@ class HangWatch(threading.Thread):
                 self._own.set(f"standing/{self._rank}", f"0 {ENDED}")
 
     def _is_gone(self) -> bool:
-        """Return whether the default group has been destroyed, maybe at this moment."""
+        """Return whether the default group has been destroyed, perhaps at this moment."""
         try:
             return default_store() is not self.store
         except (LookupError, ValueError):
@@ -238,7 +238,7 @@ class HangWatch(threading.Thread):
         self._question = _Question(number, self._seconds_waited(), standing, others, deadline)
 
     def _members(self, name: str) -> list[int]:
-        """The ranks of the group of that name; all where it is not known."""
+        """Return the ranks of the group of this name; all ranks if it is unknown."""
         ranks = dict(dist.distributed_c10d._world.pg_group_ranks)
         found = (list(ranks[group]) for group in groups_of_this_rank() if str(group.group_name) == name and group in ranks)
         return next(found, list(range(self._world)))
@@ -269,15 +269,15 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
     Args:
         rank: That rank.
         seconds: How long it has waited.
-        standing: In what.
-        answers: What the others do, by rank.
+        standing: Standing of the rank: the collective it waits for.
+        answers: Standings of the other ranks, by rank.
         silent: Ranks that have not answered.
     """
     behind = {other: its for other, its in sorted(answers.items()) if its.behind(standing)}
     # In a vote a rank may wait for one that itself waits for another, in the same vote.
     late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
     told = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
-    if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the making of a group is not counted
+    if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the creation of a group is not counted
         late, told = told, {}
     parts = [_own_part(rank, seconds, standing)]
     if late:
@@ -308,7 +308,7 @@ def _wait(standing: Standing) -> str:
 
 
 def _places(standings: dict[int, Standing]) -> str:
-    """``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
+    """Return ``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
     named = [f"rank {rank} on {its.host} {_doing(its)}" for rank, its in list(standings.items())[:_NAMED]]
     return "; ".join(named + [f"and {len(standings) - _NAMED} more ranks"] * (len(standings) > _NAMED))
 

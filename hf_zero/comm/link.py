@@ -1,4 +1,4 @@
-"""Tensors from one rank of an axis to another."""
+"""Send tensors from one rank of an axis to another."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from hf_zero.comm.process_groups import serving_backend
 class Link:
     """Sends and receives between the ranks of an axis, in the order of the calls for each pair of them.
 
-    What is sent stays alive until ``settle``. A back end of the host that serves a device carries copies on the host.
+    Sent tensors stay alive until ``settle``. If a host back end serves a device, it sends copies on the host.
 
     Attributes:
-        axis: The ranks.
+        axis: The axis of the ranks.
 
     Args:
-        axis: As the attribute.
+        axis: See the attribute.
     """
 
     def __init__(self, axis: Collectives) -> None:
@@ -33,7 +33,7 @@ class Link:
         self._under_way: list[tuple[dist.Work, torch.Tensor]] = []
 
     def send(self, tensors: Sequence[torch.Tensor], target: int, label: str) -> None:
-        """Sends ``tensors`` to the rank ``target`` of the axis; returns before they have arrived."""
+        """Send ``tensors`` to rank ``target`` of the axis; return before they have arrived."""
         for tensor in tensors:
             value = tensor.detach().contiguous()
             value = value.cpu() if self._by_host else value
@@ -42,7 +42,7 @@ class Link:
             self._under_way.append((work, value))
 
     def receive(self, like: Sequence[torch.Tensor], source: int, label: str) -> list[torch.Tensor]:
-        """New tensors of the shapes and types of ``like`` with what the rank ``source`` of the axis sends."""
+        """Return new tensors, of the shapes and dtypes of ``like``, that rank ``source`` of the axis has sent."""
         found = []
         for meta in like:
             place = torch.empty(meta.shape, dtype=meta.dtype, device="cpu" if self._by_host else self._device)
@@ -53,7 +53,7 @@ class Link:
         return found
 
     def settle(self, label: str) -> None:
-        """Returns when all that was sent has left."""
+        """Wait until all sent tensors have left."""
         while self._under_way:
             work, _ = self._under_way.pop()
             self.axis.launch(f"send {label}", work.wait)

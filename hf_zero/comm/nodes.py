@@ -1,4 +1,4 @@
-"""Describe the nodes that ranks run on, as their launchers tell it, and the two networks (hops) of a reduction inside and over nodes."""
+"""Describe the nodes of the ranks, as their launchers report them, and the two networks (hops) of a reduction inside and over nodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from hf_zero.errors import ConfigError
 
 @dataclass(frozen=True)
 class Nodes:
-    """How many ranks each node has; alike on all ranks. Ranks of a node are adjacent, as launchers number them.
+    """Number of ranks of each node; the same on all ranks. Ranks of a node are adjacent, as launchers number them.
 
     Attributes:
-        sizes: The different numbers of ranks of a node, rising; empty where a rank has not been told its own.
+        sizes: The different numbers of ranks of a node, sorted; empty if the launcher has not told a rank its own.
     """
 
     sizes: tuple[int, ...] = ()
@@ -41,7 +41,7 @@ class Nodes:
             lines: Ranks of the default group, in the order of one axis; all of its lines.
 
         Returns:
-            The number, where it is the same for all lines and nodes and these ranks are adjacent in their line; else 0.
+            The number, if it is the same for all lines and nodes and these ranks are adjacent in their line; otherwise 0.
         """
         if len(self.sizes) != 1:
             return 0
@@ -54,26 +54,26 @@ class Nodes:
         return found.pop() if len(found) == 1 else 0
 
     def fitting(self, ranks: int, together: int = 1) -> list[int]:
-        """Sizes of groups that divide ``ranks``, each inside a node or several whole nodes; rising.
+        """Return the sorted group sizes that divide ``ranks`` so that each group is inside a node or consists of complete nodes.
 
         Args:
-            ranks: All ranks, or those that are divided.
-            together: Adjacent ranks that count as one, those of a tensor-parallel model say; a factor of ``ranks``.
+            ranks: Number of the ranks that are divided.
+            together: Number of adjacent ranks that count as one, such as those of a tensor-parallel model; a factor of ``ranks``.
         """
         places = ranks // together
         return [size for size in range(1, places + 1) if places % size == 0 and (size == places or self.fits(size * together))]
 
     def require_fit(self, size: int, ranks: int, what: str, together: int = 1) -> None:
-        """Refuses groups of adjacent ranks of which some would lie partly in one node and partly in another.
+        """Raise if groups of adjacent ranks would lie partly in one node and partly in another.
 
         Args:
-            size: Ranks of a group, counted as ``together`` says.
-            ranks: All ranks, or those that are divided.
-            what: The groups, for the message. Each may be several whole nodes too, where nodes are even.
+            size: Number of ranks of a group, in units of ``together`` ranks.
+            ranks: Number of the ranks that are divided.
+            what: Name of the groups, for the message. Each may also consist of several complete nodes if nodes are even.
             together: See ``fitting``.
 
         Raises:
-            ConfigError: With the numbers, and sizes that would fit.
+            ConfigError: The groups do not fit; the message gives the numbers, and sizes that would fit.
         """
         adjacent = size * together
         if adjacent < ranks and not self.fits(adjacent):
@@ -82,15 +82,15 @@ class Nodes:
             raise ConfigError(f"{what}: {adjacent} adjacent ranks do not fit {self}; {fits} ranks would")
 
     def fits(self, size: int) -> bool:
-        """Return whether groups of ``size`` adjacent ranks lie inside a node each, or are several whole ones."""
-        common = math.gcd(*self.sizes)  # 0 where nothing is known, which every size fits
+        """Return whether groups of ``size`` adjacent ranks are each inside a node, or consist of complete nodes."""
+        common = math.gcd(*self.sizes)  # 0 if the nodes are unknown; then every size fits
         return common % size == 0 or (not self.uneven and size % common == 0)
 
 
 def nodes_of(networks: Sequence[Collectives]) -> Nodes:
-    """What all ranks of ``networks``, axes that cross each other, have been told of their nodes; collective.
+    """Return the nodes of all ranks of ``networks``, axes that cross each other, as their launchers report them; collective.
 
-    One small vote for each network where all nodes have as many ranks. Nothing is kept by rank.
+    It takes one small vote for each network if all nodes have the same number of ranks. Nothing is kept by rank.
     """
     own = ranks_of_node()
     votes = [float(own), float(-own)]
@@ -107,7 +107,7 @@ def nodes_of(networks: Sequence[Collectives]) -> Nodes:
 
 
 def ranks_of_node() -> int:
-    """Ranks on this machine as the launcher says; 0 where it does not."""
+    """Return the number of ranks on this machine as the launcher reports it; 0 if it does not."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else 0
 
@@ -122,12 +122,14 @@ class TwoHops:
 
     Attributes:
         inside: The ranks of this node.
-        across: One rank of each node, those with this rank's place in it.
+        across: One rank of each node: the rank at this rank's position in its node.
     """
 
     inside: Collectives
     across: Collectives
 
     def swizzled(self, full: torch.Tensor) -> torch.Tensor:
-        """``full``, (nodes * ranks * n,), by the place of the owner of each part first: what goes to one rank of the node lies together."""
+        """Return ``full``, (nodes * ranks * n,), reordered by the position of the owner in its node: the parts for one rank of this node
+        are contiguous.
+        """
         return full.view(self.across.world, self.inside.world, -1).transpose(0, 1).reshape(-1)

@@ -1,4 +1,4 @@
-"""Process groups that only the engine uses: what a script issues on its own never stands between the engine's collectives."""
+"""Make process groups that only the engine uses, so that a script's own operations never come between the engine's collectives."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _users: dict[dist.ProcessGroup, int] = {}
 
 
 def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
-    """The ranks of ``topology`` in a process group of the engine's own; made at the first call, by all ranks together.
+    """Return the ranks of ``topology`` in a process group of the engine's own; created at the first call, by all ranks together.
 
     Votes and objects travel over the group for gathers.
     """
@@ -31,7 +31,7 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
     if topology.world == 1:
         return replace(topology, joint=joint)
     for gone in [key for key in _made if not exists(key[0])]:
-        del _made[gone]  # of a default group that was destroyed
+        del _made[gone]  # entries of a default group that was destroyed
     key = topology.group, purpose
     if key not in _made:
         alone = str(dist.get_backend(topology.group))
@@ -43,12 +43,12 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
 
 
 def borrow(topology: Topology) -> None:
-    """Counts one more user of a group of the engine's own; ``give_back`` counts one less."""
+    """Count one more user of a group of the engine's own; ``give_back`` counts one less."""
     _users[topology.group] = _users.get(topology.group, 0) + 1
 
 
 def give_back(topology: Topology) -> None:
-    """Destroys a group of the engine's own with its last user; every rank must come here."""
+    """Remove one user, and destroy the group with its last user; collective."""
     left = _users.get(topology.group, 0) - 1
     _users[topology.group] = left
     if left > 0 or topology.script_group is None:
@@ -58,5 +58,5 @@ def give_back(topology: Topology) -> None:
         del _made[key]
     if exists(topology.group):
         if topology.device.type != "cpu":
-            torch.accelerator.synchronize(topology.device)  # what is under way on the device would be cut off
+            torch.accelerator.synchronize(topology.device)  # running work on the device would be cut off
         dist.destroy_process_group(topology.group)

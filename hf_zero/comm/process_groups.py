@@ -1,4 +1,4 @@
-"""Process groups: every further one is made here, with the timeout of the group it divides; and what a group tells of itself."""
+"""Create every further process group, with the timeout of the group that it divides, and look up properties of a group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_zero.comm.device import default_device
 from hf_zero.errors import StateError
 from hf_zero.system.planning import planning
 
-# torch 2.13 renamed it; both names mean the same call.
+# torch 2.13 renamed it; both names are the same function.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-MOST_CONNECTED = 16  # up to so many ranks gloo may connect each with each
+MOST_CONNECTED = 16  # largest group in which gloo may connect each rank with each
 FAKE = "fake"
-"""torch's back end without peers, on which a plan runs: on a CPU it stands for gloo there."""
+"""torch's back end without peers, on which a plan runs: on a CPU it takes the place of gloo."""
 
-Lines = Sequence[Sequence[int]]  # ranks of the default group, in groups that do not overlap
+Lines = Sequence[Sequence[int]]  # groups of ranks of the default group, which do not overlap
 
 
 def exists(group: dist.ProcessGroup) -> bool:
@@ -31,16 +31,16 @@ def exists(group: dist.ProcessGroup) -> bool:
     return dist.is_initialized() and group in dist.distributed_c10d._world.pg_map
 
 
-# -- making -----------------------------------------------------------------------------------------------------------
+# -- creation ---------------------------------------------------------------------------------------------------------
 
-# Pairs of groups by the group that was divided and how: two engines share them.
+# Pairs of groups by the group that was divided and the division: two engines share them.
 _divided: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
     """Return the different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
 
-    Ranks at equal distances are told in three numbers: a line itself is as long as the world is large, and each rank would get them all.
+    Ranks at equal distances are sent as three numbers: a line itself is as long as the world is large, and each rank would get them all.
     """
     if planning():
         return _lines_like(own, dist.get_process_group_ranks(group))
@@ -62,7 +62,7 @@ def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> lis
 
 
 def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one follows from the other."""
+    """Return the lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one line determines the others."""
     lines: list[list[int]] = []
     covered: set[int] = set()
     for rank in ranks:
@@ -78,15 +78,15 @@ def divide_twice(
     """Return this rank's groups of two divisions of ``group``, made once; every rank of the default group makes all of them.
 
     Args:
-        group: What is divided.
-        key: Tells this pair of divisions from others of ``group``.
+        group: The group that is divided.
+        key: Distinguishes this pair of divisions from others of ``group``.
         first: The lines of the first division.
         second: The lines of the second one.
-        device: Of this rank.
-        backend: Name of the second one's back end; None takes the one that fits.
+        device: Device of this rank.
+        backend: Name of the second division's back end; None takes the one that fits.
     """
     for known in [key for key in _divided if not exists(key[0])]:
-        del _divided[known]  # of a default group that was destroyed
+        del _divided[known]  # entries of a default group that was destroyed
     if (group, key) not in _divided:
         whole = group if list(first) == [dist.get_process_group_ranks(group)] else _divide(group, first, device)
         _divided[group, key] = (whole, _divide(group, second, device, backend))
@@ -94,16 +94,16 @@ def divide_twice(
 
 
 def _divide(group: dist.ProcessGroup, lines: Lines, device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """Makes a process group of each line, with ``group``'s back end and timeout, and returns this rank's."""
+    """Create a process group of each line, with ``group``'s back end and timeout, and return this rank's."""
     return _make(lines, timeout_of(group, device), backend or backend_with_host(group, device))
 
 
 def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Return this rank's group of ``lines``; every rank that is in one of them comes here with the same.
+    """Return this rank's group of ``lines``; every rank that is in one of them must call this with the same lines.
 
-    [Note: groups of others] ``new_group`` wants to be called for the groups of others too. There it only counts, because groups are
-    named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the world has
-    lines. Here each rank makes its own, under the number that it has in the order of ``lines``.
+    [Note: groups of others] torch requires ``new_group`` to be called for groups without this rank too. Such a call only counts, because
+    groups are named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the
+    world has lines. Here each rank makes its own, under the number that it has in the order of ``lines``.
     """
     counted, made = dist.distributed_c10d._world, None
     for line in lines:
@@ -117,14 +117,14 @@ def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.Process
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, alone: bool = False) -> dist.ProcessGroup:
-    """A process group of ``ranks``; with ``alone`` no other rank takes part."""
+    """Return a new process group of ``ranks``; with ``alone`` no other rank takes part."""
     with _connected_on_use() if len(ranks) > MOST_CONNECTED else contextlib.nullcontext():
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=alone)
 
 
 @contextlib.contextmanager
 def _connected_on_use() -> Iterator[None]:
-    """Groups of gloo that are made inside connect two ranks when they first talk.
+    """Let groups of gloo that are created inside connect two ranks at their first message.
 
     [Note: connections of gloo] gloo connects each rank with each when a group is made: on 4096 ranks as many sockets in every process,
     where 1024 open files are a common limit. Votes and rings need a few. Nothing but a variable says so; the user's stays.
@@ -141,31 +141,31 @@ def _connected_on_use() -> Iterator[None]:
 
 
 def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, crossed: bool) -> dist.ProcessGroup:
-    """Another process group of the ranks of ``group``, with its timeout; collective.
+    """Return another process group of the ranks of ``group``, with its timeout; collective.
 
     Args:
-        group: The ranks.
-        device: Of this rank.
+        group: Group of the ranks.
+        device: Device of this rank.
         backend: Name of the new group's back end.
-        crossed: Ranks outside the group make copies of theirs in the same moment.
+        crossed: Ranks outside the group copy their own groups at the same time.
     """
     own, timeout = dist.get_process_group_ranks(group), timeout_of(group, device)
     if own == list(range(dist.get_world_size())):
         return _new_group(own, timeout, backend)
     if not crossed:
         return _new_group(own, timeout, backend, alone=True)
-    return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in making every group
+    return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in the creation of every group
 
 
-# Meshes by the default group and their shape: a script that makes another Accelerator gets the groups of the one before.
+# Meshes by the default group and their shape: a script that creates another Accelerator gets the same groups again.
 _meshes: dict[tuple[dist.ProcessGroup, Any], DeviceMesh] = {}
 
 
 def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, Sequence[str]]) -> DeviceMesh:
-    """All ranks as torch's mesh of named dimensions, for libraries that take one; made once per shape, collective.
+    """Return all ranks as torch's mesh of named dimensions, for libraries that need one; created once per shape, collective.
 
     Args:
-        sizes: Size by name, from the outside in; their product is the number of ranks.
+        sizes: Size by name, outermost first; their product is the number of ranks.
         device_type: "cpu", "cuda", ...
         joint: Further names, each of several dimensions together.
     """
@@ -181,17 +181,17 @@ def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, 
     return _meshes[key]
 
 
-# -- asking -----------------------------------------------------------------------------------------------------------
+# -- properties -------------------------------------------------------------------------------------------------------
 
 
 def default_store() -> dist.Store | None:
-    """Return the store in which the ranks of the default group met; None without such a group, and where its back end needs none (mpi)."""
+    """Return the store in which the ranks of the default group met; None without such a group, or if its back end needs none (mpi)."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
 def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | None:
-    """Return the timeout the group was created with; ``new_group`` would take the library's default otherwise. None if it does not tell."""
-    for of in (device, torch.device("cpu")):  # a back end of the host serves a device that has none of its own
+    """Return the timeout with which the group was created (``new_group`` would take the library's default); None if it is unknown."""
+    for of in (device, torch.device("cpu")):  # a host back end serves a device that has none of its own
         with contextlib.suppress(RuntimeError):
             return getattr(getattr(group._get_backend(of), "options", None), "_timeout", None)
     return None
@@ -202,12 +202,14 @@ def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     served = _served(group)
     if planning() and FAKE in served.values():
         return "gloo" if device.type == "cpu" else FAKE
-    # A host's back end serves a device that has none of its own.
+    # A host back end serves a device that has none of its own.
     return served.get(device.type) or served.get("cpu") or str(dist.get_backend(group))
 
 
 def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Back end for another group like ``group`` that carries host tensors over gloo besides: votes and objects wait for no device."""
+    """Return the back end for another group like ``group`` that also carries host tensors over gloo: votes and objects then wait for no
+    device.
+    """
     if FAKE in _served(group).values():
         return str(dist.get_backend_config(group))
     backend = serving_backend(group, device)
@@ -215,7 +217,9 @@ def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return where small messages lie: the host if the group carries host tensors, which then wait for no device; else ``device``."""
+    """Return the device of small messages: the host if the group carries host tensors, which then wait for no device; otherwise
+    ``device``.
+    """
     return torch.device("cpu") if "cpu" in _served(group) else device
 
 

@@ -1,4 +1,4 @@
-"""Collectives whose messages are codes of blocks: all-gathers of 8 bits per element, reduce-scatters of 4.
+"""Run collectives whose messages are codes of blocks: all-gathers of 8 bits per element, reduce-scatters of 4.
 
 Wang et al., "ZeRO++", arXiv:2306.10209 (qwZ and qgZ). The codes are ``native/quantize.py``'s ([Note: the code of a block]); a back end
 carries them as bytes. One rank sends nothing, so nothing is coded there.
@@ -19,7 +19,7 @@ GRADIENT_BITS = 4
 
 
 def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-    """As ``Collectives.all_gather``, of codes of 8 bits; this rank's own part of ``full`` becomes what its code says too.
+    """Gather codes of 8 bits like ``Collectives.all_gather``; this rank's own part of ``full`` is also replaced by the value of its code.
 
     So all ranks hold the same bits.
     """
@@ -34,35 +34,35 @@ def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.
 
 
 def message_of(shard: torch.Tensor) -> torch.Tensor:
-    """What an all-gather of codes sends of ``shard`` (n,): (message bytes,) uint8; local."""
+    """Return the message of an all-gather of codes for ``shard`` (n,): (message bytes,) uint8; local."""
     message = torch.empty(1, message_bytes(shard.numel(), WEIGHT_BITS), dtype=torch.uint8, device=shard.device)
     quantize(shard, message, WEIGHT_BITS, threads=_threads())
     return message.view(-1)
 
 
 def values_of(messages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Fills ``values`` (parts * n,) with what ``messages`` (parts, message bytes) say, and returns it; local."""
+    """Decode ``messages`` (parts, message bytes) into ``values`` (parts * n,), and return it; local."""
     dequantize(messages.unsqueeze(1), values, WEIGHT_BITS, _threads())
     return values
 
 
 def coded(shard: torch.Tensor) -> torch.Tensor:
-    """What an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
+    """Return the values that an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
     return values_of(message_of(shard).unsqueeze(0), torch.empty_like(shard))
 
 
 def reduce_scatter_codes(
     collectives: Collectives, full: torch.Tensor, dtype: torch.dtype, unit: str, error: KeptError | None = None, each: int = 1
 ) -> Pending:
-    """As ``Collectives.reduce_scatter``, of codes of 4 bits by an all-to-all; summed in fp32 in rank order, on every back end.
+    """Reduce codes of 4 bits like ``Collectives.reduce_scatter``, by an all-to-all; summed in fp32 in rank order, on every back end.
 
     Args:
-        collectives: Two ranks or more.
+        collectives: Network of two or more ranks.
         full: This rank's values in equal parts, (each * world * n,); rank ``r`` gets parts ``r``, ``r + world``, ...
         dtype: Type of the result, (each * n,): fp32, bf16 or fp16.
         unit: Name for labels.
-        error: What this rank's earlier codes have lost, (each * world, message_bytes(n, 8)).
-        each: Parts that a rank gets, see [Note: swizzled parts].
+        error: Error of this rank's earlier codes, (each * world, message_bytes(n, 8)).
+        each: Number of parts that a rank gets, see [Note: swizzled parts].
     """
     world, numel = collectives.world, full.numel() // (collectives.world * each)
     messages = torch.empty(each * world, message_bytes(numel, GRADIENT_BITS), dtype=torch.uint8, device=full.device)
@@ -79,7 +79,7 @@ def reduce_scatter_codes(
 
 
 def finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
-    """``pending``, which then does ``work`` on what it has received."""
+    """Return ``pending``, extended to call ``work`` on the data that it has received."""
     finish = pending.finish
     pending.finish = lambda: work(finish() if finish is not None else None)
     return pending

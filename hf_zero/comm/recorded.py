@@ -1,4 +1,4 @@
-"""Collectives that are written down in a comms log while another back end carries them."""
+"""Record collectives in a comms log while another back end carries them."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
 
 
 class _Stamp:
-    """Stands before the works of a collective and notes when somebody begins to wait for them."""
+    """Work in front of a collective's works; it records when a caller begins to wait for them."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
 
     def wait(self) -> None:
-        """Notes the moment."""
+        """Record the moment."""
         self._call.waits = self._call.watch.now()
 
 
 class RecordedCollectives(Collectives):
-    """Hands every call to ``inner`` and notes kind, bytes and times of those that go over the network.
+    """Forwards every call to ``inner`` and records kind, bytes and times of the calls that go over the network.
 
     Attributes:
         inner: The back end.
-        log: Where calls are counted.
+        log: The comms log.
     """
 
     def __init__(self, inner: Collectives, log: CommsLog) -> None:
@@ -41,7 +41,7 @@ class RecordedCollectives(Collectives):
 
     @property
     def sent_bytes(self) -> int:  # type: ignore[override]
-        """Return bytes handed to the network so far."""
+        """Return the number of bytes sent so far."""
         return self.inner.sent_bytes
 
     def lie_in_nodes(self, per_node: int) -> None:

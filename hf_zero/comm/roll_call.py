@@ -1,4 +1,6 @@
-"""Who still answers when a collective has failed: the ranks write once more into the store they met in, and name those that do not."""
+"""Find the ranks that still answer after a collective has failed: the ranks write once more into the store they met in, and name the
+missing ones.
+"""
 
 from __future__ import annotations
 
@@ -12,33 +14,33 @@ import torch.distributed as dist
 from hf_zero.comm.process_groups import FAKE, default_store
 
 SECONDS_TO_ANSWER = 5.0
-_MORE = 3.0  # for the store to answer
-_NAMED = 8  # of the ranks that do not answer
+_MORE = 3.0  # seconds for the store to answer
+_NAMED = 8  # most ranks that are named
 _KEY = "hf_zero_roll_call"
 _signed_in: dist.Store | None = None
 _verdict: tuple[dist.Store, str] | None = None
 
 
 def sign_in() -> None:
-    """Writes this rank's host into the default group's store, for those who outlive it; no collective, once per default group."""
+    """Write this rank's host into the default group's store, for ranks that outlive it; no collective, once per default group."""
     global _signed_in
     store = default_store()
     if store is None or store is _signed_in or dist.get_world_size() == 1:
         return
-    if FAKE not in str(dist.get_backend_config()):  # whose store keeps nothing
+    if FAKE not in str(dist.get_backend_config()):  # a store that keeps nothing
         store.set(f"{_KEY}/host/{dist.get_rank()}", platform.node())
         _signed_in = store
 
 
 def call_roll() -> str:
-    """Return which ranks do not answer, and on which hosts, in words; "" where nobody can be asked.
+    """Return which ranks do not answer, and on which hosts, in words; "" if no rank can be asked.
 
     [Note: roll call] What a back end says of a failure names no rank: an address at best, or that time is up. A dead rank's connections
     close, or the time-out ends, so the others fail within a short time of each other and come here. They count themselves in the store; the
-    first one waits for the rest, looks up who is missing and where, and writes the verdict, which the others wait for: as many messages as
-    there are ranks. A rank that computes meanwhile answers when it comes to its next collective, maybe too late. The store may be gone with
-    its host, or not be reached from here, and its calls know no time limit; so a thread asks, and is left alone when it does not come back.
-    Once per default group: after the first failure nothing can be relied on.
+    first one waits for the rest, looks up who is missing and where, and writes the verdict, which the others wait for: there are as many
+    messages as ranks. A rank that computes meanwhile answers when it comes to its next collective, maybe too late. The store
+    may be gone with its host, or not be reached from here, and its calls know no time limit; so a thread asks, and is left alone when it
+    does not come back. Once per default group: after the first failure nothing can be relied on.
     """
     global _verdict
     store = default_store()
@@ -64,7 +66,7 @@ def _ask(store: dist.Store) -> str:
         if store.add(f"{_KEY}/answered", 1) == 1:
             store.set(f"{_KEY}/verdict", _wait_for_all(store))
         return bytes(store.get(f"{_KEY}/verdict")).decode()
-    except RuntimeError:  # torch's errors of stores and networks are of this kind
+    except RuntimeError:  # torch's errors of stores and networks are RuntimeErrors
         return _unreached()
 
 
@@ -82,7 +84,7 @@ _ALL = "all ranks answer, so they run different sequences of steps, or the netwo
 
 
 def _places(store: dist.Store, ranks: list[int]) -> str:
-    """``ranks 2 and 3 on node-2, rank 5 on node-3``."""
+    """Return ``ranks 2 and 3 on node-2, rank 5 on node-3``."""
     hosts: dict[str, list[int]] = {}
     for rank in ranks[:_NAMED]:
         key = f"{_KEY}/host/{rank}"

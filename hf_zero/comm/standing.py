@@ -1,4 +1,4 @@
-"""What this rank does at this moment, seen from another thread: in which collective it waits, where it is, how far its groups have come."""
+"""Observe this rank from another thread: in which collective it waits, at which line it is, how far its groups have come."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ _TORCH = os.path.join("torch", "distributed", "distributed_c10d.py")
 _OWN = os.path.join("hf_zero", "comm", "collectives.py")
 _OWN_NAMES = ("wait", "launch")  # of ``Pending`` and ``Collectives``, which have a label
 OF_THE_SCRIPT = "a wait of the script's"
-_WAITING_CALLS = (".wait(", "wait_tensor(")  # of works of a script's
+_WAITING_CALLS = (".wait(", "wait_tensor(")  # methods of a script's own works
 _BLOCKS = ("hf_zero::pre_forward", "hf_zero::pre_backward")
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What one rank does, as ranks tell each other.
+    """State of one rank, in the form that ranks exchange.
 
     Attributes:
-        operation: The collective that it waits for, a label of the engine or the name of torch's function; "" when it waits for none.
-        group: Name of the process group of the operation, as torch has it; "" where that is not known.
-        place: Its Python line.
+        operation: The collective that the rank waits for: a label of the engine or the name of torch's function; "" when it waits for none.
+        group: Name of the process group of the operation, in torch; "" if unknown.
+        place: The rank's Python line.
         phase: Phase of the engine; "" outside of all.
         block: The block whose forward or backward began last; "" for none.
-        last: The label that was noted last; "" for none.
-        age: Seconds since.
-        issued: How many operations it has issued, by name of the process group.
+        last: The label that was recorded last; "" for none.
+        age: Seconds since then.
+        issued: Number of operations that it has issued, by name of the process group.
         host: Its host's name.
     """
 
@@ -52,32 +52,36 @@ class Standing:
     host: str = ""
 
     def as_text(self) -> str:
-        """Return the standing as it travels."""
+        """Return the standing as text for other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_text(cls, text: str) -> Standing:
-        """Return the reverse of ``as_text``."""
+        """Return the standing from the result of ``as_text``."""
         return cls(**json.loads(text))
 
     def behind(self, other: Standing) -> bool:
-        """Whether this rank has issued less than ``other``, whose operation it is about, in the group of that, or in any they share."""
+        """Return whether this rank has issued fewer operations than ``other`` in the group of ``other``'s operation, or in any group they
+        share.
+        """
         shared = self.issued.keys() & other.issued.keys()
         return any(self.issued[name] < other.issued[name] for name in (shared & {other.group} if other.group in shared else shared))
 
 
 def moment() -> tuple[Any, ...] | None:
-    """Changes whenever this rank goes on; None when no thread of it waits for a collective, or might for its device."""
+    """Return a value that changes whenever this rank continues; None when no thread of it waits for a collective, or possibly for its
+    device.
+    """
     waits = _waiting_thread()
     frame = waits[0] if waits is not None else _blocked_by_device()
     return None if frame is None else (stacks.moment(frame), observe.last_event(), tuple(issued().values()))
 
 
 def look(device: bool = False) -> Standing:
-    """What this rank does now.
+    """Return the present standing of this rank.
 
     Args:
-        device: The host has not moved for so long that it may wait for its device: ask that.
+        device: Whether to check the device too, because the host has not moved for so long that it may wait for it.
     """
     found = _waiting_thread()
     if found is not None:
@@ -101,7 +105,7 @@ def look(device: bool = False) -> Standing:
 
 
 def issued() -> dict[str, int]:
-    """Return how many operations this rank has issued in each of its process groups that tells, by name."""
+    """Return the number of operations that this rank has issued in each of its process groups that count them, by name."""
     counts: dict[str, int] = {}
     for group in groups_of_this_rank():
         try:
@@ -115,11 +119,11 @@ def issued() -> dict[str, int]:
 def groups_of_this_rank() -> list[Any]:
     """Return the process groups that this rank is in, the default one first."""
     known = list(dist.distributed_c10d._world.pg_map) if dist.is_initialized() else []
-    return [group for group in known if isinstance(group, dist.ProcessGroup)]  # a number stands for groups of others
+    return [group for group in known if isinstance(group, dist.ProcessGroup)]  # torch lists groups without this rank as a number
 
 
 def _waiting_thread() -> tuple[FrameType, str, Any] | None:
-    """Return the innermost frame of a thread that waits for a collective, the operation and its group; the main thread's first."""
+    """Return the innermost frame of a thread that waits for a collective, the operation and its group; the main thread comes first."""
     for number, frame in enumerate(stacks.threads_of_others()):
         found = _operation(frame, main=number == 0)
         if found is not None:
@@ -128,7 +132,7 @@ def _waiting_thread() -> tuple[FrameType, str, Any] | None:
 
 
 def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
-    """Return the operation that a thread is in, and its group, None where that is not known; None for a thread that is in none."""
+    """Return the operation that a thread is in, and its group (None if unknown); None for a thread that is in none."""
     callers = list(stacks.outwards(frame))
     own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
     in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]
@@ -146,7 +150,7 @@ def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
 
 
 def _group_of(frames: list[FrameType]) -> Any:
-    """The group that functions of torch.distributed have been given, which is the default one where it is None; None for no function."""
+    """Return the group passed to functions of torch.distributed, the default group if that is None; None if no function is found."""
     given = [values["group"] for values in map(stacks.values_of, frames) if "group" in values]
     named = next((group for group in given if isinstance(group, dist.ProcessGroup)), None)
     if named is None and given and dist.is_initialized():
@@ -155,17 +159,17 @@ def _group_of(frames: list[FrameType]) -> Any:
 
 
 def _blocked_by_device() -> FrameType | None:
-    """Return the main thread's innermost frame where it might wait for a device whose collectives do not block the host; else None."""
+    """Return the main thread's innermost frame if it may wait for a device whose collectives do not block the host; otherwise None."""
     if default_device().type == "cpu" or not any(device.type != "cpu" for group in groups_of_this_rank() for device in group._device_types):
         return None
     return next(stacks.threads_of_others())
 
 
 def _device_is_busy() -> bool:
-    """Return whether what this process has issued on its device is under way."""
+    """Return whether work of this process on its device is still running."""
     try:
         return not torch.accelerator.current_stream(default_device()).query()
-    except RuntimeError:  # of a device that has failed, which the main thread will raise
+    except RuntimeError:  # of a device that has failed; the main thread will raise its error
         return False
 
 

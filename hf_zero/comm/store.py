@@ -1,4 +1,4 @@
-"""The stores in which ranks meet: the launcher's, or one that listens where rank 0 is said to be and nowhere else."""
+"""Open the stores in which ranks meet: the launcher's, or one that listens only at the address of rank 0."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ import torch.distributed as dist
 from hf_zero.errors import CollectiveError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_made = 0  # groups of this process: a second one must not find the addresses of the first
-# Of rank 0, by address and port, as long as the process lives: a rank that is ahead meets for the next group where the last one met, and
-# would lose what it has said there if that went with the last group.
+_made = 0  # number of groups of this process: a second group must not find the addresses of the first
+# Stores of rank 0, by address and port, kept as long as the process lives: a rank that is ahead opens the next group where the last one
+# met, and would lose its messages there if that store were freed with the last group.
 _listening: dict[tuple[str, int], dist.Store] = {}
 
 
 def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
-    """Return the store at MASTER_ADDR and MASTER_PORT; None where torch's own way is taken. The same on every rank.
+    """Return the store at MASTER_ADDR and MASTER_PORT; None if torch's own store is to be used. The same on every rank.
 
     [Note: where the store listens] torch's own store listens on all interfaces, to anybody, and whoever reaches it can read and change
     what ranks agree on there. Where MASTER_ADDR is a number, as 127.0.0.1 is for ranks on one host, every rank connects to exactly
@@ -51,7 +51,7 @@ def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = Non
 
 
 def store_of_launcher(timeout: timedelta) -> dist.Store | None:
-    """Return the part of torchrun's store that belongs to this attempt; None where torchrun has made no store.
+    """Return the part of torchrun's store that belongs to this attempt; None if torchrun has made no store.
 
     [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
     before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at
@@ -70,7 +70,7 @@ def store_of_launcher(timeout: timedelta) -> dist.Store | None:
 
 
 def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None:
-    """A listening socket; None where this host has no such address (rank 0 behind a translated one) or the port is taken."""
+    """Return a listening socket; None if this host has no such address (rank 0 behind a translated one) or the port is taken."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,13 +84,13 @@ def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None
 
 @contextmanager
 def meeting(timeout: timedelta) -> Iterator[None]:
-    """A context in which the ranks meet; what goes wrong there is told in one line, with this rank and the address.
+    """Return a context in which the ranks meet; an error there becomes one line, with this rank and the address.
 
     Args:
-        timeout: Longest time to wait for the others.
+        timeout: Longest time to wait for the other ranks.
 
     Raises:
-        CollectiveError: Rank 0 is not reached, or not all ranks came.
+        CollectiveError: Rank 0 cannot be reached, or a rank is missing.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""The world of an engine as named axes: what ZeRO shards over, its replicas, who holds one model together, who shares sequences."""
+"""Describe the world of an engine as named axes: the axis that ZeRO shards over, its replicas, model parallelism, sequence parallelism."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Topology:
     """The axis that an engine shards over, and the further axes through this rank by name.
 
     [Note: order of axes] From the outside in: ``replicate``, the axis itself, ``sequence`` (inside it), ``model``. Ranks that are adjacent
-    are near each other, so what sends most often is innermost.
+    are near each other, so the axis that communicates most often is innermost.
 
     Attributes:
         group: Process group of the axis.
         rank: This process' position on the axis.
         world: Number of ranks on the axis.
         device: Device that parameters and collectives use on this rank.
-        replica: Which of the ranks, or groups of ranks, that train on samples of their own this one is.
-        model: The ranks that hold one model together (tensor parallelism, pipelines), across the axis; None where each rank has it all.
+        replica: Index of this rank's replica among the ranks, or groups of ranks, that train on samples of their own.
+        model: The ranks that hold one model together (tensor parallelism, pipelines), across the axis; None if each rank has all of it.
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
         joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
         expert: The ranks that hold all experts of a layer between them (expert parallelism): some of the axis, each with those that hold
             layers together with it; None where each has all.
-        expert_data: The ranks of the axis that hold the same experts; None likewise, and on that axis itself.
+        expert_data: The ranks of the axis that hold the same experts; None if each rank has all, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
         pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
         tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each holds them all.
@@ -69,22 +69,22 @@ class Topology:
 
     @property
     def data(self) -> Topology:
-        """Return all data-parallel ranks as one axis: what gradients are averaged over, and what must agree."""
+        """Return all data-parallel ranks as one axis: gradients are averaged over them, and their votes must agree."""
         return self.joint or self
 
     @property
     def layers(self) -> Topology:
-        """The same axes, where the model axis is that of tensor parallelism alone: the ranks that hold each layer together."""
+        """Return the same axes, with only tensor parallelism on the model axis: the ranks that hold each layer together."""
         return self if self.pipe is None else replace(self, model=self.tensor)
 
     @property
     def replicas(self) -> int:
-        """Ranks, or groups of ranks, that train on samples of their own: the data-parallel size."""
+        """Return the data-parallel size: the number of ranks, or groups of ranks, that train on samples of their own."""
         return self.data.world if self.sequence is None else self.data.world // self.sequence.world
 
     @property
     def expert_places(self) -> int:
-        """Return how many neighbours on the data-parallel axis hold all experts of a layer; 1 where each has all."""
+        """Return the number of neighbours on the data-parallel axis that hold all experts of a layer; 1 if each has all."""
         if self.expert is None:
             return 1
         layers = self.layers.model
@@ -92,7 +92,9 @@ class Topology:
 
     @property
     def all_parts(self) -> Topology | None:
-        """The ranks that hold one model between them where that is more than the model axis: with its experts; None without experts."""
+        """Return the ranks that hold one model with its experts between them, if they are more than the model axis;
+        None without experts.
+        """
         return self.parts or self.expert
 
     @property
@@ -107,17 +109,19 @@ class Topology:
 
     @property
     def sample_group(self) -> dist.ProcessGroup | None:
-        """Return the ``replicas`` ranks that train on samples of their own, this one among them; None where nobody made that group."""
+        """Return the group of the ``replicas`` ranks that train on samples of their own, this one among them; None if no such group was
+        made.
+        """
         return self.data.public_group if self.sequence is None else self.same_slice
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """The ranks of the axis, as the default group counts them."""
+        """Return the ranks of the axis, numbered as in the default group."""
         return tuple(dist.get_process_group_ranks(self.group))
 
 
 def axis_over(group: dist.ProcessGroup, device: torch.device | None = None) -> Topology:
-    """The ranks of ``group`` as an axis without others."""
+    """Return the ranks of ``group`` as an axis without further axes."""
     rank = dist.get_rank(group)
     return Topology(group, rank, dist.get_world_size(group), device or default_device(), rank)
 
@@ -128,8 +132,8 @@ def build_topology(
     """Return the data-parallel axes over ``group`` (default: all ranks), created if no process group exists yet; collective.
 
     Args:
-        group: The ranks to divide into axes.
-        device: Device of this rank; None asks ``default_device``.
+        group: Group of the ranks to divide into axes.
+        device: Device of this rank; None is ``default_device()``.
         model_parallel: This many adjacent ranks hold one model together; the ranks with the same place among them form the
             data-parallel axis.
         replicate: Shard groups among the data-parallel ranks; see ``divide_replicas``.
@@ -152,7 +156,7 @@ def build_topology(
 
 
 def topology_around(model: Sequence[int]) -> Topology:
-    """Return the axes of all ranks where ``model``, this rank among them, hold one model together; collective.
+    """Return the axes of all ranks if ``model``, a set of ranks with this one, holds one model together; collective.
 
     The ranks with the same place in their groups form the data-parallel axis.
 
@@ -179,12 +183,13 @@ def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: t
 
 
 def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_size") -> Topology:
-    """The data-parallel axis of ``topology`` as ``count`` shard groups of adjacent ranks, each of which holds everything; collective.
+    """Return the data-parallel axis of ``topology`` as ``count`` shard groups of adjacent ranks, each of which holds everything;
+    collective.
 
     Args:
         topology: Axes of which the data-parallel one is not divided yet.
-        count: Shard groups; 1 leaves ``topology`` as it is.
-        key: What asked for it, for messages.
+        count: Number of shard groups; 1 leaves ``topology`` as it is.
+        key: Name of the setting that requests it, for messages.
 
     Raises:
         ConfigError: ``count`` does not divide the data-parallel ranks.
@@ -208,17 +213,17 @@ def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_siz
 
 
 def lines_of(topology: Topology) -> list[list[int]]:
-    """The ranks of the data-parallel axis through this rank, and of those beside it; collective if there are such."""
+    """Return the ranks of the data-parallel axis through this rank, and of the parallel ones; collective if there are such."""
     ranks = list(topology.ranks)
     return [ranks] if len(ranks) == dist.get_world_size() else lines_of_all(ranks)
 
 
 def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topology:
-    """All ranks, where ``size`` adjacent ones share their samples; collective the first time.
+    """Return the axes of all ranks if ``size`` adjacent ones share their samples; collective the first time.
 
     Args:
-        size: Ranks of a group, at least 2.
-        key: What asked for it, for messages.
+        size: Number of ranks of a group, at least 2.
+        key: Name of the setting that requests it, for messages.
 
     Raises:
         ConfigError: ``size`` does not divide the number of ranks.
@@ -227,8 +232,8 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     group, ranks = all_ranks(), list(range(dist.get_world_size()))
     require_divisor(size, len(ranks), key, "rank(s)", least=2)
     lines = _adjacent(ranks, size)
-    # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes ranks of a group for
-    # global ones where the group's back end is named "gloo"; under its other name it goes another way, which is right.
+    # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, uses a group's ranks as
+    # global ones if the group's back end is named "gloo"; under this other name it takes another path, which is correct.
     backend = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
     same_slice, sequence = divide_twice(group, ("sequence", size), _across(lines), lines, default_device(), backend)
     topology = replace(axis_over(group), sequence=axis_over(sequence), same_slice=same_slice, replica=dist.get_rank() // size)
@@ -236,7 +241,7 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
 
 
 def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topology:
-    """All ranks of ``joint`` with the sequence axis ``sequence``: process groups that the caller made; collective over ``joint``.
+    """Return all ranks of ``joint`` with the sequence axis ``sequence``, two process groups of the caller; collective over ``joint``.
 
     Raises:
         ConfigError: The sequence groups of all ranks are not of one size, or overlap.
@@ -254,7 +259,7 @@ def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topo
 
 
 def joint_topology(topology: Topology) -> Topology:
-    """All ranks of the data-parallel and the model axes together: what saves and loads as one.
+    """Return all ranks of the data-parallel and the model axes together, which save and load as one.
 
     Raises:
         UnsupportedError: The two axes do not cover all ranks of the default group.
@@ -271,15 +276,15 @@ def joint_topology(topology: Topology) -> Topology:
 
 
 def group_timeout(topology: Topology) -> timedelta:
-    """Return the timeout of the axis' group, or the library's default where the group does not tell."""
+    """Return the timeout of the axis' group, or the library's default if the group does not report one."""
     return timeout_of(topology.group, topology.device) or dist.constants.default_pg_timeout
 
 
 def all_ranks() -> dist.ProcessGroup:
-    """The default group.
+    """Return the default group.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: There is no default group.
     """
     group = dist.group.WORLD
     if group is None:
@@ -288,7 +293,7 @@ def all_ranks() -> dist.ProcessGroup:
 
 
 def _across(lines: list[list[int]]) -> list[list[int]]:
-    """The ranks with the same place in lines of one size."""
+    """Return the ranks with the same position in lines of one size."""
     return [list(ranks) for ranks in zip(*lines, strict=True)]
 
 
@@ -297,10 +302,10 @@ def _adjacent(ranks: list[int], size: int) -> list[list[int]]:
 
 
 def require_divisor(size: int, world: int, key: str, ranks: str = "ranks", least: int = 1, usable: Sequence[int] = ()) -> None:
-    """Refuses a ``size`` of ``key`` that does not divide ``world`` ranks, with those that do, or with ``usable`` of them.
+    """Raise unless ``size`` divides ``world``; the message names ``key`` and lists valid sizes, or ``usable`` ones.
 
     Raises:
-        ConfigError: It does not, or is below ``least``.
+        ConfigError: ``size`` does not divide ``world``, or is below ``least``.
     """
     if size < least or world % size:
         fits = ", ".join(str(found) for found in usable or range(min(least, world), world + 1) if world % found == 0)
@@ -311,19 +316,21 @@ _newest_with: dict[Axis, Topology] = {}
 
 
 def newest_is(axis: Axis, topology: Topology) -> Topology:
-    """Notes ``topology`` as the newest one with ``axis``, and returns it."""
+    """Record ``topology`` as the newest one with ``axis``, and return it."""
     _newest_with[axis] = topology
     return topology
 
 
 def newest_with(axis: Axis) -> Topology | None:
-    """The newest topology that has ``axis``, for libraries that ask without an engine; None if its groups are gone or there is none."""
+    """Return the newest topology that has ``axis``, for libraries without access to an engine; None if its groups are gone or there is
+    none.
+    """
     found = _newest_with.get(axis)
     further = found.axis(axis) if found is not None else None
     return found if further is not None and exists(further.group) else None
 
 
 def newest_axis(axis: Axis) -> Topology | None:
-    """That axis of the newest topology that has it; None as ``newest_with``."""
+    """Return this axis of the newest topology that has it; None in the same cases as ``newest_with``."""
     newest = newest_with(axis)
     return newest.axis(axis) if newest is not None else None

@@ -1,4 +1,4 @@
-"""The time at which collectives begin and end, on the host's clock or a device's."""
+"""Measure when collectives begin and end, on the host's clock or a device's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class Watch(ABC):
-    """Tells the time where a collective runs."""
+    """Clock of the place where a collective runs."""
 
     @abstractmethod
     def now(self) -> Any:
@@ -18,19 +18,19 @@ class Watch(ABC):
 
     @abstractmethod
     def end_of(self, works: list[Any]) -> Any:
-        """Return the moment at which ``works`` will be over; None where that is known only by waiting for them."""
+        """Return the moment at which ``works`` end; None if it is known only after waiting for them."""
 
     @abstractmethod
     def reached(self, moment: Any) -> bool:
-        """Return whether it is over."""
+        """Return whether the moment has passed."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:
-        """Between two moments that have been reached."""
+        """Return the seconds between two moments that have been reached."""
 
 
 class HostWatch(Watch):
-    """The process' own clock; a work of a host back end cannot tell when it ended, so its end is when the wait for it is over."""
+    """The process' own clock; works of a host back end do not report their end, so the end is when the wait is over."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -59,11 +59,11 @@ class DeviceWatch(Watch):
 
     def now(self) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))  # the current device may be another
+        event.record(self._module.current_stream(self._device))  # the current device may be another one
         return event
 
     def end_of(self, works: list[Any]) -> Any:
-        # A stream of its own waits for the collective and for nothing else; the compute stream goes on.
+        # A separate stream waits for the collective and for nothing else; the compute stream continues.
         with self._module.stream(self._side):
             for work in works:
                 if work is not None:

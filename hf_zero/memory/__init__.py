@@ -1,1 +1,1 @@
-"""Memory of the host: how much there is, where it comes from, copies between it and a device."""
+"""Manage memory of the host: how much there is, where it comes from, and copies between it and a device."""

@@ -1,4 +1,4 @@
-"""How much host memory is free, and whether what is about to be allocated fits: asked before, not found out by being killed."""
+"""Check whether host memory suffices before it is allocated, because the system kills a process that takes too much."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
 
 @dataclass(frozen=True)
 class FreeMemory:
-    """Host memory that may still be taken.
+    """Host memory that may still be allocated.
 
     Attributes:
         nbytes: The smallest of the limits that hold for this process.
-        limit: Whose limit that is, with its numbers, for messages.
+        limit: Description of this limit with its numbers, for messages.
     """
 
     nbytes: int
@@ -29,13 +29,13 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
-    """What the machine and the cgroups of this process leave; None where neither can be asked (not Linux), and for a plan.
+    """Return the memory that the machine and the cgroups of this process leave; None if neither reports it (not Linux), and for a plan.
 
     Memory of the page cache that the kernel would give back counts as free.
 
     Args:
-        proc: Where the kernel shows processes.
-        cgroups: Where the cgroup file systems are mounted.
+        proc: Mount point of the kernel's process file system.
+        cgroups: Mount point of the cgroup file systems.
     """
     found = [] if planning() else [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
     return min(found, key=lambda free: free.nbytes, default=None)
@@ -62,7 +62,7 @@ def _of_cgroups(proc: Path, mount: Path) -> Iterator[FreeMemory]:
 
 
 def _up_from(root: Path, path: str, names: tuple[str, str, str]) -> Iterator[FreeMemory]:
-    """The limits of a cgroup and all above it; inside a container the path may not exist and the root is the container's own."""
+    """Yield the limits of a cgroup and of all above it; inside a container the path may not exist and the root is the container's own."""
     parts = [part for part in path.split("/") if part and part != ".."]
     for depth in range(len(parts), -1, -1):
         folder = root.joinpath(*parts[:depth])
@@ -88,15 +88,16 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_host_memory(need: Mapping[str, int], gather: Callable[[Any], list[Any]], remedy: str) -> None:
-    """Refuses, the same on every rank, what does not fit beside what the ranks of each machine hold already; collective.
+    """Raise, the same on every rank, if an allocation does not fit beside the memory that the ranks of each machine hold already;
+    collective.
 
     Args:
-        need: Bytes that this rank is about to allocate in host memory, by what they are for.
+        need: Bytes that this rank is about to allocate in host memory, by purpose.
         gather: Gives every rank's value to every rank, in rank order.
         remedy: What a user can do, as the end of a sentence.
 
     Raises:
-        HostMemoryError: On every rank, with the numbers of the first machine that has too little.
+        HostMemoryError: On every rank; the message has the numbers of the first machine with too little memory.
     """
     free = free_memory()
     mine = (platform.node(), dict(need), free.nbytes if free else None, free.limit if free else "")

@@ -1,4 +1,6 @@
-"""Host memory that devices copy from and to, page-locked at its exact size, and what is updated beside it, on huge pages."""
+"""Allocate host memory that devices copy from and to, page-locked at its exact size, and memory that is updated beside
+it, on huge pages.
+"""
 
 from __future__ import annotations
 
@@ -17,24 +19,24 @@ from hf_zero.system.planning import planning
 from hf_zero.system.sizes import gib
 
 ALIGNMENT = 4096
-"""Bytes that addresses, sizes and offsets of unbuffered file access are multiples of, and the size of a page."""
+"""Multiple of bytes for addresses, sizes and offsets of unbuffered file access; also the size of a page."""
 
 
 class HostMemory:
-    """Allocates host buffers of one device; each goes back to the kernel with its last tensor.
+    """Allocates host buffers of one device; each is returned to the kernel with its last tensor.
 
     torch's own page-locked allocator rounds each size up to a power of two, half of it wasted at worst, and keeps what is freed; here pages
     are taken from the kernel and registered with the driver as they are. When registering fails (a limit on locked memory) the
     memory stays ordinary and copies are slower.
 
-    Whoever drops a buffer that a device may still be copying waits for the whole device: registering and dropping are for what stays, and
-    ``HostPool`` for what comes and goes.
+    To free a buffer that a device may still be copying, a caller waits for all work of the device: use this class for lasting buffers, and
+    ``HostPool`` for temporary ones.
 
     Attributes:
-        device: As given.
-        pin: As given.
-        nbytes: Bytes that are held now, in whole pages.
-        locked_bytes: How many of them are page-locked.
+        device: The argument ``device``.
+        pin: The argument ``pin``.
+        nbytes: Bytes that are allocated now, in complete pages.
+        locked_bytes: Number of these bytes that are page-locked.
 
     Args:
         device: The training device; only one that copies from host memory needs it locked.
@@ -51,12 +53,12 @@ class HostMemory:
         self._asks_torch = pin and runtime is None and device.type != "cpu"
 
     def empty(self, numel: int, dtype: torch.dtype, pinned: bool = False) -> torch.Tensor:
-        """Return a (numel,) tensor whose memory begins at a page; zeros.
+        """Return a (numel,) tensor of zeros whose memory begins at a page.
 
         Args:
-            numel: Elements.
-            dtype: Their type.
-            pinned: The device copies from or to it.
+            numel: Number of elements.
+            dtype: Dtype of the elements.
+            pinned: Whether the device copies from or to it.
         """
         nbytes = max(ALIGNMENT, -(-numel * dtype.itemsize // ALIGNMENT) * ALIGNMENT)
         if planning():
@@ -68,28 +70,28 @@ class HostMemory:
         if hasattr(mmap, "MADV_HUGEPAGE") and nbytes >= 2 << 20:
             with contextlib.suppress(OSError):  # a kernel without huge pages
                 pages.madvise(mmap.MADV_HUGEPAGE)
-        tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages
+        tensor = torch.frombuffer(pages, dtype=torch.uint8)  # keeps the pages alive
         pages.enter(self, tensor.data_ptr(), locks)
         return tensor[: numel * dtype.itemsize].view(dtype)
 
 
 class HostPool:
-    """Blocks of host memory that are used again and again: page-locking costs more than the copies.
+    """Pool of reusable host memory blocks, because page-locking costs more than the copies.
 
-    A request takes the smallest free block that is large enough, but leaves one of more than twice the size to others while there is a
-    smaller one that can go in exchange for a new one. So there are never more blocks than were in use at once, however sizes change.
+    A request takes the smallest free block that is large enough. It does not take one of more than twice the size while there is a
+    smaller one that can be freed in exchange for a new one. So there are never more blocks than were in use at once, however sizes change.
 
     Args:
-        memory: Where blocks come from.
+        memory: Allocator of the blocks.
     """
 
     def __init__(self, memory: HostMemory) -> None:
         self.memory = memory
-        self._free: list[tuple[int, int, torch.Tensor]] = []  # bytes, something that settles ties, block; ascending
-        self._given: deque[torch.Tensor] = deque()  # not yet among them
+        self._free: list[tuple[int, int, torch.Tensor]] = []  # (bytes, a number that breaks ties, block), ascending
+        self._given: deque[torch.Tensor] = deque()  # blocks that were given back but are not in `_free` yet
 
     def take(self, nbytes: int) -> torch.Tensor:
-        """A block of at least ``nbytes``, uint8, with any content. A device may still be copying what was there before."""
+        """Return a uint8 block of at least ``nbytes``, with any content. A device may still be copying the former content."""
         while self._given:
             block = self._given.popleft()
             insort(self._free, (block.numel(), id(block), block))
@@ -101,18 +103,18 @@ class HostPool:
         return self.memory.empty(max(nbytes, 1), torch.uint8, pinned=True)
 
     def give(self, block: torch.Tensor) -> None:
-        """Takes a block back; from any thread, and from a finalizer."""
+        """Take a block back; from any thread, and from a finalizer."""
         self._given.append(block)
 
 
 class _Pages(mmap.mmap):
-    """Pages of the kernel that are unlocked before they go back to it."""
+    """Pages of the kernel that are unlocked before they are returned to it."""
 
     _memory: HostMemory | None = None
     _locks: _Locks | None = None
 
     def enter(self, memory: HostMemory, address: int, locks: _Locks | None) -> None:
-        """Counts the pages, and locks them where ``locks`` can."""
+        """Count the pages, and lock them if ``locks`` can."""
         self._memory, self._address, self._process, self._nbytes = memory, address, os.getpid(), len(self)
         memory.nbytes += self._nbytes
         if locks is not None and locks.lock(address, self._nbytes):
@@ -120,7 +122,7 @@ class _Pages(mmap.mmap):
             memory.locked_bytes += self._nbytes
 
     def __del__(self) -> None:
-        # A forked child has the object and neither the locks nor a device; at its end a process loses its locks anyway.
+        # A forked child has the object but neither the locks nor a device; a process loses its locks at its end anyway.
         if self._memory is None or self._process != os.getpid() or sys.is_finalizing():
             return
         self._memory.nbytes -= self._nbytes
@@ -130,7 +132,7 @@ class _Pages(mmap.mmap):
 
 
 def _kind(shared: bool) -> dict[str, int]:
-    """Arguments of ``mmap`` for pages that children of this process share, or for its own.
+    """Return the arguments of ``mmap`` for pages that children of this process share, or for private ones.
 
     [Note: locked pages and fork] A fork copies private pages that are locked, or moves them from under the device, depending on the kernel;
     what is shared stays where it is. Of memory without a file only a private one is on huge pages, unless the machine is set up otherwise.
@@ -145,7 +147,7 @@ def _runtime_of(device: torch.device) -> Any:
 
 
 def _locked_by_torch(nbytes: int) -> torch.Tensor | None:
-    """Zeros from torch's own page-locked memory, beginning at a page; None, with a warning, where there is none to be had."""
+    """Return zeros from torch's own page-locked memory that begin at a page; None, with a warning, if there is none."""
     try:
         memory = torch.zeros(nbytes + ALIGNMENT, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
@@ -160,7 +162,7 @@ class _Locks:
     """Page locks of a driver.
 
     Args:
-        device: Whose.
+        device: Device of the driver.
         runtime: The driver's library.
     """
 
@@ -171,15 +173,15 @@ class _Locks:
         self._failed = False
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Locks pages; False, with a warning, where the driver refuses, and then for good."""
+        """Lock pages; return False, with a warning, if the driver refuses, and then always."""
         if self._failed:
             return False
-        with self._module.device(self._device):  # the driver starts the current one
+        with self._module.device(self._device):  # the driver initialises the current device
             status = int(self._runtime.cudaHostRegister(address, nbytes, 0))
         if status == 0:
             return True
         self._failed = True
-        with contextlib.suppress(RuntimeError):  # the driver reports the error once more, to the next operation, whatever that is
+        with contextlib.suppress(RuntimeError):  # otherwise the driver reports the error again to the next operation, whichever it is
             torch.zeros(1, device=self._device)
         warn_once(
             f"page-locking {gib(nbytes)} of host memory failed (CUDA error {status}): ordinary memory is used, whose copies do not "
@@ -188,7 +190,7 @@ class _Locks:
         return False
 
     def unlock(self, address: int) -> None:
-        """Unlocks pages, which nothing copies any more when this returns."""
+        """Unlock pages; no copy uses them any more when this returns."""
         with self._module.device(self._device):
             self._module.synchronize(self._device)
             status = int(self._runtime.cudaHostUnregister(address))

@@ -1,4 +1,4 @@
-"""Copies between host and device beside the computation: a stream of their own, and marks that say how far it has come."""
+"""Copy between host and device beside the computation: on a separate stream, with marks that show its progress."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 import torch
 
-_LEAVING = 2  # device tensors that a lane keeps alive at once: one on its way, one waiting for it
+_LEAVING = 2  # device tensors that a lane keeps alive: one that is copied, one that waits
 
 
 class Mark:
-    """A point in a lane: what was given to the lane before it.
+    """A point in a lane: all work that was submitted to the lane before it.
 
     Args:
         device: The training device.
-        event: Of the lane; None where copies are over when they have been issued.
-        keep: Device memory that the lane uses before this point, kept alive until somebody has waited for it.
+        event: Event of the lane; None if copies are synchronous.
+        keep: Device memory that the lane uses before this point, kept alive until a caller has waited for it.
     """
 
     def __init__(self, device: torch.device, event: Any = None, keep: torch.Tensor | None = None) -> None:
@@ -27,25 +27,25 @@ class Mark:
         self._keep = keep
 
     def wait(self) -> None:
-        """Blocks this thread until the lane has come here: the host may read or overwrite what was copied."""
+        """Block this thread until the lane has reached the mark: the host may then read or overwrite the copied memory."""
         if self._event is not None:
             self._event.synchronize()
         self._keep = None
 
     def order(self) -> None:
-        """Lets the device's current stream go on only when the lane has come here."""
+        """Make the device's current stream wait until the lane has reached the mark."""
         if self._event is not None:
             torch.get_device_module(self._device).current_stream(self._device).wait_event(self._event)
         self._keep = None
 
     @property
     def waited_for(self) -> bool:
-        """Return whether nothing is kept alive any more."""
+        """Return whether the mark keeps no memory alive any more."""
         return self._keep is None
 
 
 class CopyLane:
-    """One direction of copies of one engine. Where training runs in host memory, copies are plain copies and every mark is reached.
+    """One direction of copies of one engine. If training runs in host memory, copies are plain copies and every mark is reached at once.
 
     [Note: device memory in a lane] Memory that a lane copies belongs to the stream it was allocated on, the one that computes. torch's
     ``record_stream`` would keep it from being given away too early, but hands it out again only when the host has seen the lane pass: a
@@ -63,7 +63,7 @@ class CopyLane:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """What is given to the device inside goes to the lane, behind all that the current stream was given before."""
+        """Submit device work inside the ``with`` to the lane, after all earlier work of the current stream."""
         if self._stream is None:
             yield
             return
@@ -76,7 +76,7 @@ class CopyLane:
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Copies ``source`` to ``target``, of the same number of elements; host memory must not be touched before the mark.
+        """Copy ``source`` to ``target``, of the same number of elements; host memory must not be touched before the mark.
 
         Device memory must live until the current stream is ordered behind it.
         """

@@ -1,4 +1,4 @@
-"""What the C library's heap keeps while a sharded model is built, and while it is trained on a host.
+"""Control how much memory the C library's heap keeps while a sharded model is built, and while it is trained on a host.
 
 [Note: what stays between what goes] While a sharded model is built and loaded, whole tensors come and go between shards that stay.
 The C library serves them from one heap after the first few, and cannot return what lies below a block that stays: a rank that should
@@ -16,27 +16,27 @@ import os
 from functools import cache
 from typing import Any
 
-# Parameters of mallopt, and what the library sets itself once a few large blocks have come and gone.
+# Parameters of mallopt, and the values that the library sets itself after a few large blocks were freed.
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
 _USUAL_TRIM, _USUAL_MMAP = 64 << 20, 32 << 20
-_TRAINING_TRIM = 256 << 20  # per process
+_TRAINING_TRIM = 256 << 20  # settings belong to the process
 _BUILDING = 1 << 20
 
 _returning = False
 
 
 def return_large_blocks() -> None:
-    """From now on every large block goes back to the system as soon as it is freed."""
+    """Return every large block to the system as soon as it is freed, from now on."""
     global _returning
     _returning = True
     _set_limits(_BUILDING, _BUILDING)
 
 
 def keep_large_blocks(on_host: bool) -> None:
-    """Undoes ``return_large_blocks``.
+    """Undo ``return_large_blocks``.
 
     Args:
-        on_host: The model runs in host memory, so keep what a step frees for the next one.
+        on_host: Whether the model runs in host memory, so that the heap keeps memory that a step frees for the next step.
     """
     global _returning
     if on_host or _returning:
@@ -55,7 +55,7 @@ def _set_limits(mmap: int, trim: int) -> None:
 
 @cache
 def _mallopt() -> Any:
-    """glibc's mallopt; None with another C library."""
+    """Return glibc's mallopt; None with another C library."""
     try:
         library = ctypes.CDLL(None)
         return library.mallopt if hasattr(library, "gnu_get_libc_version") else None

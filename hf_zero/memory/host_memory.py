@@ -1,4 +1,4 @@
-"""Host memory: large buffers on huge pages, blocks given back, and what is mapped from files."""
+"""Allocate host memory: large buffers on huge pages, freed blocks, and pages mapped from files."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """As ``empty``, for what lives a part of a step: a view that begins at a huge page of memory a little larger.
+    """Return an uninitialised tensor like ``empty``, for use during a part of a step: a view that begins at a huge page of slightly larger
+    memory.
 
-    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. Nobody
+    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. No code
     writes to what is left of the room, so it takes no memory, and a plan leaves it out.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or planning() or _advise() is None:
         return empty(numel, dtype, device)
-    # An end of more than half a page gets a page of its own too.
+    # A rest of more than half a page gets a page of its own too.
     paged = nbytes if nbytes % _HUGE_PAGE < _HUGE_PAGE // 2 else -(-nbytes // _HUGE_PAGE) * _HUGE_PAGE
     room = torch.empty(paged + _HUGE_PAGE, dtype=torch.uint8)
     aligned = room[-room.data_ptr() % _HUGE_PAGE :][:paged]
@@ -38,19 +39,19 @@ def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
 
 
 def moved(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous copy of ``tensor`` on huge pages; ``tensor`` itself where that would gain nothing."""
+    """Return a contiguous copy of ``tensor`` on huge pages; ``tensor`` itself if a copy would gain nothing."""
     if tensor.device.type != "cpu" or tensor.nbytes < 2 * _HUGE_PAGE or _advise() is None:
         return tensor
     return on_huge_pages(torch.empty_like(tensor, memory_format=torch.contiguous_format)).copy_(tensor)
 
 
 def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """A contiguous copy of 1D ``tensor`` in another element type."""
+    """Return a contiguous copy of 1D ``tensor`` in another dtype."""
     return empty(tensor.numel(), dtype, tensor.device).copy_(tensor)
 
 
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """Asks the kernel to back ``tensor``, not yet written to, with huge pages; returns it.
+    """Ask the kernel to back ``tensor``, not yet written to, with huge pages, and return it.
 
     [Note: huge pages] A flat buffer is written and read from end to end once a step. Fresh memory costs a fault per page, and
     walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms
@@ -70,12 +71,12 @@ def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _advise() -> Any:
-    """Return the C library's madvise; None where there is none or it has no such advice."""
+    """Return the C library's madvise; None if it is missing or does not know this advice."""
     return linux_function("madvise", ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 
 
 def mapped_files() -> list[tuple[int, int]]:
-    """Address ranges of this process that are pages of files, (start, stop); empty where the kernel does not tell."""
+    """Return the address ranges (start, stop) of this process that are pages of files; empty if the kernel does not report them."""
     try:
         lines = Path("/proc/self/maps").read_text().splitlines()
     except OSError:

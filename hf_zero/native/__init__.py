@@ -1,4 +1,4 @@
-"""Kernels over host memory: a native library with a plain C ABI, and a torch reference that serves where it is not there.
+"""Run kernels over host memory: a native library with a plain C ABI, and a torch reference that is used when the library is missing.
 
 ``kernels/`` is C++17 behind a plain C ABI: no Python.h, no torch headers, no C++ run-time library. The build backend compiles it with
 cmake where a C++ compiler is found (``make kernels`` does it by hand); ``hf_zero/native/library.py`` loads it with ctypes, compares the
@@ -14,7 +14,7 @@ results: the build for aarch64 (gcc 12, run under emulation) gives the same ones
 which has been tested in Triton's interpreter and compiled for three generations of GPUs (``tests/support/triton_compile.py``), and given
 the exact numbers on an H100 in the parity runs; which is faster has not been compared. The codes of 1-bit Adam are Triton kernels there
 unless it is 0 (``native/triton_trial.py``, [Note: trying a kernel first]). Passes of optimizers, norms and copies share threads that the
-library keeps (``kernels/threads.cpp``): chunks go to whoever is free, Python's lock is taken once a pass, and on machines of 8 and more
+library keeps (``kernels/threads.cpp``): free threads take the next chunk, Python's lock is taken once a pass, and on machines of 8 and more
 processors a thread looks for the next pass for half a millisecond before it sleeps, because waking one costs milliseconds in a virtual
 machine. Of the other kernels a call uses one thread; ``native/thread_ranges.py`` cuts a range for several.
 """

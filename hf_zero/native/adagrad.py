@@ -1,4 +1,4 @@
-"""Adagrad in one pass over a flat range, and its torch reference.
+"""Run Adagrad in one pass over a flat range; with its torch reference.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 12 (2011).
 """
@@ -14,7 +14,7 @@ from hf_zero.native.passes import PassTensors, floats
 
 
 class _Rule(ctypes.Structure):
-    """``struct hfz_adagrad_rule``."""
+    """Fields of ``struct hfz_adagrad_rule``."""
 
     _fields_ = floats("grad_factor", "lr", "eps", "decay")
 
@@ -31,13 +31,13 @@ def adagrad_update(
     grad_factor: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One Adagrad step in place: ``g += weight_decay * p``, ``total += g * g``, ``p -= lr * g / (sqrt(total) + eps)``.
+    """Take one Adagrad step in place: ``g += weight_decay * p``, ``total += g * g``, ``p -= lr * g / (sqrt(total) + eps)``.
 
     Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``total`` may be bf16.
-    A decaying rate is the caller's ``lr``.
+    The caller computes the decay of the rate and passes it as ``lr``.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     tensors = PassTensors("adagrad_update", master, grad, (total,), low)
     rule = _Rule(grad_factor, lr, eps, weight_decay)
@@ -56,7 +56,7 @@ def adagrad_reference(
     weight_decay: float,
     grad_factor: float = 1.0,
 ) -> None:
-    """As ``adagrad_update`` in plain torch; any device, and fp64 as well. Products and sums round separately here."""
+    """Compute ``adagrad_update`` in plain torch; any device, and fp64 as well. Products and sums are rounded separately here."""
     tensors = PassTensors("adagrad_reference", master, grad, (total,), low)
     param, sums = master.detach().view(-1), total.view(-1)
     gradient = tensors.flat_gradient(grad_factor)

@@ -1,4 +1,4 @@
-"""One fused pass of unscale, clip, Adam or AdamW and 16-bit copy over a flat range, and its torch reference.
+"""Run unscale, clip, Adam or AdamW and 16-bit copy in one fused pass over a flat range; with its torch reference.
 
 Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
@@ -23,18 +23,18 @@ from torch import Tensor
 from hf_zero.native.library import TRITON_VARIABLE
 from hf_zero.native.passes import PassTensors, floats
 
-# How weights decay, as ``hf_zero_kernels.h`` counts.
+# Kinds of weight decay, numbered as in ``hf_zero_kernels.h``.
 NO_DECAY, L2, DECOUPLED = 0, 1, 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class AdamRule:
-    """One step of Adam or AdamW.
+    """Rule of one step of Adam or AdamW.
 
     Attributes:
         lr: Learning rate.
         betas: Decay of the two moments.
-        eps: Added to the root of the second moment.
+        eps: Term added to the root of the second moment.
         weight_decay: Decay of the weights.
         decoupled: True decays as AdamW does, False adds the decay to the gradient.
         bias_correction: Divide the moments by ``1 - beta ** step``.
@@ -53,22 +53,22 @@ class AdamRule:
 
     @property
     def minus_step(self) -> float:
-        """What the first moment over the root is multiplied with."""
+        """Return the factor of the quotient of first moment and root: the negative step size."""
         return -(self.lr / (1 - self.betas[0] ** self.step if self.bias_correction else 1.0))
 
     @property
     def root_divisor(self) -> float:
-        """What the root of the second moment is divided by."""
+        """Return the divisor of the second moment's square root: the bias correction of step ``step``."""
         return math.sqrt(1 - self.betas[1] ** self.step if self.bias_correction else 1.0)
 
     @property
     def decay(self) -> float:
-        """Multiplied with the weights: their new share, or, for L2, what goes to the gradient."""
+        """Return the factor of the weights: the share of them that is kept, or, for L2, the share that is added to the gradient."""
         return 1 - self.lr * self.weight_decay if self.decoupled else float(self.weight_decay)
 
     @property
     def decay_mode(self) -> int:
-        """``NO_DECAY``, ``L2`` or ``DECOUPLED``."""
+        """Return ``NO_DECAY``, ``L2`` or ``DECOUPLED``."""
         return NO_DECAY if self.weight_decay == 0 else DECOUPLED if self.decoupled else L2
 
 
@@ -91,11 +91,11 @@ def _kernel() -> Any:
 
 
 def adam_triton(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
-    """As ``adam_update`` for fp32 masters on a GPU; with ``TRITON_INTERPRET=1`` in host memory, for tests.
+    """Compute ``adam_update`` for fp32 masters on a GPU; with ``TRITON_INTERPRET=1`` in host memory, for tests.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
-        ImportError: There is no Triton.
+        HfZeroError: The tensors do not fit together.
+        ImportError: Triton is not installed.
     """
     PassTensors("adam_triton", master, grad, (exp_avg, exp_avg_sq), low)
     kernel = _kernel()
@@ -116,7 +116,7 @@ _VECTOR = 16
 
 
 class _Rule(ctypes.Structure):
-    """``struct hfz_adam_rule``."""
+    """Fields of ``struct hfz_adam_rule``."""
 
     _fields_ = [
         *floats("grad_factor", "mean_weight", "beta2", "square_weight", "root_divisor", "eps", "minus_step", "decay"),
@@ -133,11 +133,11 @@ def adam_update(
     rule: AdamRule,
     threads: int = 1,
 ) -> None:
-    """One Adam step in place, in one pass over memory.
+    """Take one Adam step in place, in one pass over memory.
 
     Args:
         master: fp32, contiguous, any shape; updated.
-        grad: fp32, bf16 or fp16, as many elements; only read.
+        grad: fp32, bf16 or fp16, with the same number of elements; only read.
         exp_avg: First moment, fp32 or bf16; updated. Computed in fp32 and rounded to nearest even when it is bf16.
         exp_avg_sq: Second moment, of the type of ``exp_avg``.
         low: bf16 or fp16 copy of the result, written in the same pass; None writes none.
@@ -145,7 +145,7 @@ def adam_update(
         threads: The most threads to use. The result does not depend on it.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     tensors = PassTensors("adam_update", master, grad, (exp_avg, exp_avg_sq), low)
     structure = _Rule(
@@ -166,14 +166,14 @@ def adam_update(
 
 
 def adam_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
-    """As ``adam_update``, by torch's fused kernel and casts around it; any device, and fp64 throughout as well.
+    """Compute ``adam_update`` by torch's fused kernel with casts around it; any device, and also completely in fp64.
 
     torch rounds elements outside whole vectors differently, so the last ones go through it in a vector of their own: then this
     too does not depend on where a range is cut, and equals the native kernel.
     """
     tensors = PassTensors("adam_reference", master, grad, (exp_avg, exp_avg_sq), low)
     function: Callable[..., None] = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_
-    # An infinite count of steps makes both corrections exactly 1.
+    # An infinite step count makes both corrections exactly 1.
     count = torch.tensor(float(rule.step) if rule.bias_correction else math.inf, dtype=torch.float32, device=master.device)
     options: dict[str, Any] = {"lr": float(rule.lr), "beta1": rule.betas[0], "beta2": rule.betas[1]}
     options |= {"weight_decay": rule.weight_decay, "eps": rule.eps}

@@ -1,4 +1,4 @@
-"""The message that a vector becomes when its blocks are coded: one fp32 scale per block, then integers of 8 or 4 bits."""
+"""Define the message of a vector that is encoded in blocks: one fp32 scale per block, then integers of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import torch
 
 QUANTIZE_BLOCK = 256  # elements with one scale; HFZ_QUANTIZE_BLOCK of the native library
 LARGEST = {8: 127, 4: 28}
-"""Bits of an integer -> the largest multiple of the scale that it stands for; the smallest is its negative."""
+"""Bits of an integer -> the largest multiple of the scale that it can represent; the smallest is its negative."""
 
 _SCALE_BYTES = 4
 
 
 @dataclass(frozen=True)
 class KeptError:
-    """What codes have lost so far, as a moving average that is added before the next coding (Xie et al., "LoCo", arXiv:2407.04480).
+    """The error of all codes so far, as a moving average that is added before the next encoding (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
         messages: Codes of 8 bits of as many parts, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
-        keep: Weight of the old error in the new one, from 0 (the error is what the last code lost) to 1 (there is none).
+        keep: Weight of the old error in the new one, from 0 (only the error of the last code) to 1 (no error is recorded).
     """
 
     messages: torch.Tensor
@@ -27,22 +27,22 @@ class KeptError:
 
     @property
     def take(self) -> float:
-        """Weight of what the present code loses."""
+        """Return the weight of the present code's error."""
         return 1.0 - self.keep
 
 
 def block_count(numel: int) -> int:
-    """Blocks of a vector of ``numel`` elements."""
+    """Return the number of blocks of a vector of ``numel`` elements."""
     return -(-numel // QUANTIZE_BLOCK)
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Return bytes of the integers of ``numel`` elements."""
+    """Return the number of bytes of the integers of ``numel`` elements."""
     return -(-numel * bits // 8)
 
 
 def message_bytes(numel: int, bits: int) -> int:
-    """Return bytes of the message of ``numel`` elements: a multiple of four, so that rows of messages keep their scales aligned."""
+    """Return the number of bytes of the message of ``numel`` elements: a multiple of four, so that the scales of all rows are aligned."""
     return block_count(numel) * _SCALE_BYTES + -(-code_bytes(numel, bits) // 4) * 4
 
 
@@ -52,6 +52,6 @@ def scales_of(message: torch.Tensor, numel: int) -> torch.Tensor:
 
 
 def codes_of(message: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """Return the integers behind them: (..., code_bytes) uint8, a view."""
+    """Return the integers after the scales: (..., code_bytes) uint8, a view."""
     start = block_count(numel) * _SCALE_BYTES
     return message[..., start : start + code_bytes(numel, bits)]

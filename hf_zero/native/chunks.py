@@ -1,4 +1,4 @@
-"""What the codes of 1-bit Adam are made of: the chunks of a vector, what is coded, and where a decoded momentum goes."""
+"""Define the tables of 1-bit Adam's codes: the chunks of a vector, the values that are encoded, and the targets of a decoded momentum."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from dataclasses import dataclass
 
 import torch
 
-# A scale costs 32 bits a chunk, so 1/32 of the signs at this size; small chunks follow the magnitude of the values more closely.
+# A scale costs 32 bits per chunk, 1/32 of the signs at this size; smaller chunks follow the magnitude of the values more closely.
 CHUNK_NUMEL = 1024
-# Chunks start at multiples of this, so that no byte of bits belongs to two of them.
+# Chunks start at multiples of this, so that no byte of bits belongs to two chunks.
 BLOCK_NUMEL = 16
 
 
 @dataclass(frozen=True)
 class ChunkTable:
-    """Chunks of a flat vector that have a scale each.
+    """Chunks of a flat vector, each with a scale.
 
     Elements outside all chunks (gaps between parameters, padding) count in no scale; vectors are zero there, and stay so.
 
@@ -42,7 +42,7 @@ class ChunkTable:
 
 @dataclass(frozen=True)
 class Fresh:
-    """A new momentum, ``momentum * beta + grad * weight``: fp32, only read, (numel,); ``grad`` may end behind the last chunk."""
+    """A new momentum, ``momentum * beta + grad * weight``: fp32, only read, (numel,); ``grad`` may end after the last chunk."""
 
     momentum: torch.Tensor
     grad: torch.Tensor
@@ -51,12 +51,12 @@ class Fresh:
 
 
 def build_chunks(ranges: Sequence[tuple[int, int]], numel: int, device: torch.device) -> ChunkTable:
-    """Cuts each range of a vector into chunks.
+    """Cut each range of a vector into chunks.
 
     Args:
-        ranges: (start, stop) by rising start, each starting at a multiple of 16, not overlapping.
+        ranges: Sorted, disjoint (start, stop), each starting at a multiple of 16.
         numel: Elements of the vector, a multiple of 16.
-        device: Where the vector is.
+        device: Device of the vector.
     """
     starts = [at for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
     counts = [min(CHUNK_NUMEL, stop - at) for start, stop in ranges for at in range(start, stop, CHUNK_NUMEL)]
@@ -73,11 +73,11 @@ def build_chunks(ranges: Sequence[tuple[int, int]], numel: int, device: torch.de
 
 @dataclass(frozen=True)
 class Sent:
-    """What workers sent of one vector, coded alike.
+    """Codes of one vector from all workers, encoded alike.
 
     Attributes:
         bits: (workers, numel // 8) uint8; rows may have any distance, elements of a row lie side by side.
-        scales: (workers, chunks) fp32, likewise.
+        scales: (workers, chunks) fp32, with the same freedom of strides.
     """
 
     bits: torch.Tensor
@@ -85,20 +85,20 @@ class Sent:
 
     @property
     def workers(self) -> int:
-        """Return how many sent something."""
+        """Return the number of workers."""
         return self.bits.shape[0]
 
 
 @dataclass(frozen=True)
 class MoveRule:
-    """``master = master * decay + momentum / (sqrt(variance) / root_divisor + eps) * minus_step``.
+    """Rule ``master = master * decay + momentum / (sqrt(variance) / root_divisor + eps) * minus_step``.
 
     Attributes:
-        decay: 1 leaves the weights alone.
+        decay: Factor of the weights; 1 for no decay.
         variance_divisor: Bias correction of the variance, ``root_divisor ** 2``; 1 corrects nothing.
-        eps: Added to the root, or under it with ``eps_inside``.
+        eps: Term added to the root, or under it with ``eps_inside``.
         minus_step: Learning rate over the momentum's bias correction, negative.
-        eps_inside: ``sqrt(variance / variance_divisor + eps)`` instead.
+        eps_inside: Whether the divisor is ``sqrt(variance / variance_divisor + eps)``.
     """
 
     decay: float
@@ -109,7 +109,7 @@ class MoveRule:
 
     @property
     def divisor(self) -> float:
-        """What the root is divided by, or with ``eps_inside`` the variance."""
+        """Return the divisor of the root, or of the variance with ``eps_inside``."""
         return self.variance_divisor if self.eps_inside else math.sqrt(self.variance_divisor)
 
 
@@ -119,12 +119,12 @@ class Target:
 
     Attributes:
         start: Element of the vector that the tensors begin at.
-        first: First chunk.
-        last: First chunk behind it.
-        momentum: (n,) fp32, contiguous; what was sent is written to its chunks.
+        first: Index of the first chunk.
+        last: Index after the last chunk.
+        momentum: (n,) fp32, contiguous; the decoded values are written to its chunks.
         master: (n,) fp32, contiguous; updated.
         variance: (n,) fp32, contiguous.
-        rule: The numbers.
+        rule: The rule of the update.
     """
 
     start: int

@@ -1,7 +1,7 @@
-"""Vectors as one sign bit per element and one scale per chunk, all chunks of a vector in one call.
+"""Encode vectors as one sign bit per element and one scale per chunk, all chunks of a vector in one call.
 
 Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv:2102.02888. Served by the
-native library on a host, by Triton on a GPU, and by ``codes_reference`` where there is neither; all give the same bits.
+native library on a host, by Triton on a GPU, and by ``codes_reference`` if both are missing; all give the same bits.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_zero.native.thread_ranges import for_thread_ranges
 
 
 class _Rule(ctypes.Structure):
-    """``struct hfz_move_rule``."""
+    """Fields of ``struct hfz_move_rule``."""
 
     _fields_ = [*floats("decay", "divisor", "eps", "minus_step"), ("eps_inside", ctypes.c_int32)]
 
@@ -29,7 +29,7 @@ def _rule(rule: MoveRule) -> ctypes.Structure:
     return _Rule(rule.decay, rule.divisor, rule.eps, rule.minus_step, int(rule.eps_inside))
 
 
-# -- coding -------------------------------------------------------------------------------------------------------------
+# -- encoding -----------------------------------------------------------------------------------------------------------
 
 
 def compress(
@@ -41,7 +41,7 @@ def compress(
     fresh: Fresh | None = None,
     threads: int = 1,
 ) -> None:
-    """Codes ``fresh + error`` as signs and scales, and leaves in ``error`` what the code lost.
+    """Encode ``fresh + error`` as signs and scales, and store the error of the code in ``error``.
 
     A chunk's scale is the sum of its magnitudes divided by the sum of the magnitudes of its signs, which is their number (section 4 of
     the paper: the compressed vector has the magnitude of the original). In the 1-norm this is the scale that loses least, and it
@@ -54,7 +54,7 @@ def compress(
         scales: (chunks,) fp32, contiguous; overwritten.
         alive: (numel,) bool, False outside all chunks; elements that are False take no part: their value is dropped. None: all in
             chunks take part.
-        fresh: What is added to ``error`` first; None adds nothing.
+        fresh: Momentum that is added to ``error`` first; None adds nothing.
         threads: The most threads to use; the result does not depend on it.
     """
     bits.zero_()
@@ -81,7 +81,7 @@ def recompress(
     alive: torch.Tensor | None = None,
     threads: int = 1,
 ) -> None:
-    """``compress`` of ``error`` plus the mean of what workers sent; arguments as in ``compress`` and ``decompress``."""
+    """Encode ``error`` plus the mean of the workers' vectors; the arguments are those of ``compress`` and ``decompress``."""
     bits.zero_()
     native = library_for(error)
     if native is None:
@@ -99,13 +99,13 @@ def recompress(
 
 
 def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None, threads: int = 1) -> None:
-    """The mean of the vectors that workers sent: each is plus or minus its chunk's scale, and they are summed in their order.
+    """Compute the mean of the workers' vectors: each element is plus or minus its chunk's scale, and the sum is in the workers' order.
 
     Args:
-        out: (numel,) fp32, contiguous; its chunks are overwritten, the rest is left alone.
+        out: (numel,) fp32, contiguous; its chunks are overwritten, other elements do not change.
         table: The chunks.
         sent: The codes.
-        alive: As in ``compress``; elements that are False become 0.
+        alive: See ``compress``; elements that are False become 0.
         threads: The most threads to use; the result does not depend on it.
     """
     native = library_for(out)
@@ -123,13 +123,13 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
 
 
 def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, rule: MoveRule, threads: int = 1) -> None:
-    """One update along ``momentum`` over a fixed ``variance``, in place; every operation rounds by itself.
+    """Update ``master`` along ``momentum`` with a fixed ``variance``, in place; every operation is rounded separately.
 
     Args:
         master: (n,) fp32, contiguous; updated.
         momentum: (n,) fp32, contiguous.
         variance: (n,) fp32, contiguous.
-        rule: Its numbers.
+        rule: The rule of the update.
         threads: The most threads to use; the result does not depend on it.
     """
     native = library_for(master)
@@ -153,14 +153,14 @@ def take(
     alive: torch.Tensor | None = None,
     threads: int = 1,
 ) -> None:
-    """Decodes a momentum and moves along it, in one pass over memory.
+    """Decode a momentum and update along it, in one pass over memory.
 
     Args:
         table: The chunks.
         bits: (numel // 8,) uint8, contiguous.
         scales: (chunks,) fp32, contiguous.
-        targets: Where it goes; together they may leave out chunks.
-        alive: As in ``decompress``.
+        targets: Targets of the decoded momentum; they need not cover all chunks.
+        alive: See ``decompress``.
         threads: The most threads to use; the result does not depend on it.
     """
     native = library_for(bits)
@@ -186,13 +186,13 @@ def _chunks(table: ChunkTable, first: int, last: int) -> tuple[object, ...]:
 
 
 def _sent(sent: Sent, first: int) -> tuple[object, ...]:
-    """What the workers sent, as arguments for chunks from ``first`` on."""
+    """Return the workers' codes as arguments for chunks from ``first`` on."""
     strides = (ctypes.c_int64(tensor.stride(0)) for tensor in (sent.bits, sent.scales))
     return sent.workers, address(sent.bits), next(strides), address(sent.scales, first), next(strides)
 
 
 def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], None]) -> None:
-    """Calls ``work(start, stop)`` for ranges of chunks that cover ``first`` to ``last``."""
+    """Call ``work(start, stop)`` for ranges of chunks that cover ``first`` to ``last``."""
 
     def part(start: int, stop: int) -> None:  # in elements, as if all chunks were full
         work(first + start // CHUNK_NUMEL, first + -(-stop // CHUNK_NUMEL))
@@ -201,5 +201,5 @@ def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], 
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """Return the functions of the same names that serve where the native library does not."""
+    """Return the module with functions of the same names that is used without the native library."""
     return triton_codes if triton_codes.serves(tensor.device) else codes_reference

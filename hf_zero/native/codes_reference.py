@@ -1,4 +1,4 @@
-"""The codes of 1-bit Adam in plain torch, on any device: what every kernel is compared with, and what serves where there is none."""
+"""Compute the codes of 1-bit Adam in plain torch, on any device: the reference of every kernel, and the fallback without kernels."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def compress(
     alive: torch.Tensor | None = None,
     fresh: Fresh | None = None,
 ) -> None:
-    """As ``compress`` in plain torch; any device."""
+    """Compute ``codes.compress`` in plain torch; any device."""
     if fresh is not None:
         grad = torch.nn.functional.pad(fresh.grad, (0, error.numel() - fresh.grad.numel()))
         error.add_(fresh.momentum.mul(fresh.beta).add_(grad.mul(fresh.weight)))
@@ -25,7 +25,7 @@ def compress(
     if alive is not None:
         error.masked_fill_(~alive, 0.0)
         counts = _sum_chunks(alive.to(torch.float64), table).clamp_(min=1.0)
-    # Added up in double precision: the order of summation then does not show in the rounded result.
+    # The sum is in double precision: the order of summation then does not change the rounded result.
     scales.copy_(_sum_chunks(error.abs().double(), table) / counts)
     positive = error >= 0
     positive.view(-1, BLOCK_NUMEL)[table.block_chunk == table.chunks] = False
@@ -38,14 +38,14 @@ def compress(
 def recompress(
     error: torch.Tensor, table: ChunkTable, sent: Sent, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None
 ) -> None:
-    """As ``recompress`` in plain torch; any device."""
+    """Compute ``codes.recompress`` in plain torch; any device."""
     mean = torch.zeros_like(error)
     decompress(mean, table, sent, alive)
     compress(error.add_(mean), table, bits, scales, alive)
 
 
 def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None) -> None:
-    """As ``decompress`` in plain torch; any device."""
+    """Compute ``codes.decompress`` in plain torch; any device."""
     total: torch.Tensor | None = None
     for row, row_scales in zip(sent.bits, sent.scales, strict=True):
         part = _decoded(table, row, row_scales, alive)
@@ -59,7 +59,7 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
 
 
 def _decoded(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None) -> torch.Tensor:
-    """What one code stands for, (numel,), zero outside all chunks."""
+    """Return the values of one code, (numel,), zero outside all chunks."""
     shifts = torch.arange(8, dtype=torch.uint8, device=bits.device)
     signs = ((bits.unsqueeze(1) >> shifts) & 1).view(-1, BLOCK_NUMEL).float().mul_(2).sub_(1)
     by_block = torch.cat([scales, scales.new_zeros(1)])[table.block_chunk]
@@ -77,7 +77,9 @@ def _sum_chunks(values: torch.Tensor, table: ChunkTable) -> torch.Tensor:
 
 
 def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, rule: MoveRule) -> None:
-    """As ``move`` in plain torch; any device. The root goes through double precision: torch's own is not always the nearest number."""
+    """Compute ``codes.move`` in plain torch; any device. The root is computed in double precision: torch's own is not always correctly
+    rounded.
+    """
     if rule.decay != 1.0:
         master.mul_(rule.decay)
     if rule.eps_inside:
@@ -88,7 +90,7 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
 
 
 def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None) -> None:
-    """As ``take`` in plain torch; any device."""
+    """Compute ``codes.take`` in plain torch; any device."""
     whole = torch.zeros(table.numel, device=bits.device)
     decompress(whole, table, Sent(bits.unsqueeze(0), scales.unsqueeze(0)), alive)
     for target in targets:

@@ -1,4 +1,4 @@
-"""Copy flat ranges of host memory by several threads, and convert between fp32 and bf16 or fp16, past the cache where that is faster."""
+"""Copy flat ranges of host memory with several threads, and convert between fp32 and bf16 or fp16, bypassing the cache if it is faster."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ _PAIRS = {
 
 
 def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
-    """Writes ``source`` into ``target``, as ``target.copy_(source)``: to nearest even, denormals kept.
+    """Write ``source`` into ``target`` like ``target.copy_(source)``: rounded to nearest even, with denormals kept.
 
-    Every bit is torch's but for NaN: here NaN keeps its sign and the upper bits of its payload, torch's own paths differ from
+    All bits equal torch's except for NaN: here NaN keeps its sign and the upper bits of its payload; torch's own paths differ from
     each other.
 
     Args:
         source: fp32, or bf16 or fp16 with an fp32 target; contiguous, any shape.
-        target: As many elements, contiguous.
+        target: Contiguous tensor with the same number of elements.
         threads: The most threads to use.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     problem = (source.dtype, target.dtype) not in _PAIRS or source.numel() != target.numel()
     if problem or not (source.is_contiguous() and target.is_contiguous()) or {source.device.type, target.device.type} != {"cpu"}:
@@ -54,15 +54,15 @@ def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
 
 
 def copy(target: Tensor, source: Tensor, *, threads: int = 1) -> None:
-    """Writes ``source`` to ``target``, bit for bit; versions of ``target`` are not counted up.
+    """Write ``source`` to ``target``, bit for bit; the version counter of ``target`` does not change.
 
     Args:
-        target: In host memory, contiguous, of the size and type of ``source``.
-        source: In host memory, contiguous. Other Python threads run meanwhile.
+        target: Contiguous tensor in host memory, of the size and dtype of ``source``.
+        source: Contiguous tensor in host memory. Other Python threads run meanwhile.
         threads: The most threads to use.
 
     Raises:
-        HfZeroError: The two do not fit.
+        HfZeroError: The tensors do not fit together.
     """
     fits = source.dtype == target.dtype and source.numel() == target.numel() and source.is_contiguous() and target.is_contiguous()
     if not fits or {source.device.type, target.device.type} != {"cpu"}:

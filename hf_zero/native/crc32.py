@@ -1,4 +1,4 @@
-"""CRC-32 of each chunk of a range of bytes, as zlib computes it; natively at the rate of memory, which zlib is far below."""
+"""Compute the CRC-32 of each chunk of a range of bytes, as zlib does; natively at the speed of memory, far above zlib's."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def crc32_chunks(data: memoryview, chunk_bytes: int) -> np.ndarray:
         (chunks,) uint32.
     """
     native = library()
-    # A library of this ABI that was built before the function was there is good for everything else.
+    # A library of this ABI that was built before the function was added can still be used for everything else.
     if native is None or not native.has("hfz_crc32"):
         return crc32_chunks_reference(data, chunk_bytes)
     rows = np.frombuffer(data, dtype=np.uint8)
@@ -32,7 +32,7 @@ def crc32_chunks(data: memoryview, chunk_bytes: int) -> np.ndarray:
 
 
 def crc32_chunks_reference(data: memoryview, chunk_bytes: int) -> np.ndarray:
-    """As ``crc32_chunks``, by zlib."""
+    """Compute ``crc32_chunks`` with zlib."""
     rows = memoryview(data).cast("B")
     sums = [zlib.crc32(rows[start : start + chunk_bytes]) for start in range(0, len(rows), chunk_bytes)]
     return np.array(sums, dtype=np.uint32)

@@ -1,4 +1,4 @@
-"""Finds the native library, checks its version and the processor, and keeps the reason of what was chosen.
+"""Find the native library, check its version and the processor, and record the reason of the choice.
 
 ``HF_ZERO_NATIVE`` overrides the choice: ``0`` uses the torch reference, the name of an instruction set that one (``ISAS``),
 a path that library.
@@ -21,11 +21,11 @@ from hf_zero.observe import log_rank0
 from hf_zero.system.planning import planning
 
 VARIABLE = "HF_ZERO_NATIVE"
-# "0" keeps Triton out on GPUs. "1" lets its Adam serve, exact but not compared for speed; else torch's fused kernel does.
+# "0" disables Triton on GPUs. "1" enables its Adam, which is exact but was not compared for speed; otherwise torch's fused kernel is used.
 TRITON_VARIABLE = "HF_ZERO_TRITON"
 ABI_VERSION = 6
 NAMES = ("libhf_zero_kernels.so", "libhf_zero_kernels.dylib")
-# The best first, each with its bit in hfz_supported_isas().
+# Best first, each with its bit in hfz_supported_isas().
 ISAS = {"avx512bf16": 8, "avx512": 4, "avx2": 2, "baseline": 1}
 
 ELEMENT_TYPES = {torch.float32: 1, torch.bfloat16: 2, torch.float16: 3}
@@ -34,7 +34,7 @@ _STATUS_TEXT = {1: "an element type that the kernel does not take", 2: "a negati
 
 @dataclass(frozen=True)
 class Status:
-    """What serves: the library's path and instruction set, or "" and the reason why the torch reference does."""
+    """The implementation in use: the library's path and instruction set, or "" and the reason why the torch reference is used."""
 
     path: str
     isa: str
@@ -58,11 +58,11 @@ class Library:
         return {}
 
     def has(self, name: str) -> bool:
-        """Return whether it holds a kernel of that name."""
+        """Return whether the library has a kernel of this name."""
         return hasattr(self.handle, f"{name}_{self.isa}")
 
     def call(self, name: str, *arguments: object) -> None:
-        """Calls ``<name>_<isa>``; ctypes gives up the GIL meanwhile.
+        """Call ``<name>_<isa>``; ctypes releases the GIL meanwhile.
 
         Raises:
             HfZeroError: The kernel refused its arguments.
@@ -70,13 +70,14 @@ class Library:
         self._require(name, self._function(name)(*arguments))
 
     def call_threaded(self, runner: str, name: str, threads: int, *arguments: object) -> None:
-        """As ``call``, cut for up to ``threads`` threads that the library starts itself: Python's lock is given up and taken once.
+        """Call a kernel like ``call``, divided among up to ``threads`` threads of the library: Python's lock is released and taken only
+        once.
 
         Args:
-            runner: The function of the library that cuts such a kernel's arguments.
+            runner: The library's function that divides the arguments of such a kernel.
             name: The kernel.
             threads: The most threads to use. The result does not depend on it.
-            arguments: Of the kernel.
+            arguments: Arguments of the kernel.
         """
         kernel = ctypes.cast(self._function(name), ctypes.c_void_p)
         self._require(name, getattr(self.handle, runner)(kernel, ctypes.c_int32(threads), *arguments))
@@ -93,16 +94,16 @@ class Library:
 
 
 def library() -> Library | None:
-    """Return the library that serves, or None; what ``HF_ZERO_NATIVE`` says is looked at once per value.
+    """Return the library in use, or None; ``HF_ZERO_NATIVE`` is evaluated once per value.
 
     Raises:
-        ConfigError: The variable names an instruction set or a file that is not to be had.
+        ConfigError: The variable names an instruction set or a file that is not available.
     """
     return None if planning() else _choose(os.environ.get(VARIABLE, ""))[0]
 
 
 def library_for(tensor: torch.Tensor) -> Library | None:
-    """As ``library``, for the memory that ``tensor`` lies in; None for a device. Says once when the torch reference serves instead."""
+    """Return ``library()`` for the memory of ``tensor``; None for a device. Logs once if the torch reference is used instead."""
     if tensor.device.type != "cpu":
         return None
     found = library()
@@ -112,13 +113,13 @@ def library_for(tensor: torch.Tensor) -> Library | None:
 
 
 def status() -> Status:
-    """What serves and why; as ``library``."""
+    """Return which implementation is used and why; see ``library``."""
     return _choose(os.environ.get(VARIABLE, ""))[1]
 
 
 @functools.cache
 def announce() -> None:
-    """Says once on rank 0 when the torch reference serves; called by what would use the library."""
+    """Log once on rank 0 if the torch reference is used; called by code that would use the library."""
     found = status()
     if not found.isa:
         log_rank0("native kernels are not used, the %s", found)
@@ -144,7 +145,7 @@ def _choose(wish: str) -> tuple[Library | None, Status]:
 
 
 def _load(path: Path, isa: str) -> Library:
-    """Opens a library; ``isa`` "" takes the best. Whatever is wrong with it is an ``OSError``."""
+    """Open a library; ``isa`` "" takes the best. Every failure is an ``OSError``."""
     handle = ctypes.CDLL(str(path))
     if not hasattr(handle, "hfz_abi_version") or handle.hfz_abi_version() != ABI_VERSION:
         raise OSError(f"{path} is of another version; build it again (pip install, or make kernels)")

@@ -1,4 +1,4 @@
-"""Lion in one pass over a flat range, and its torch reference.
+"""Run Lion in one pass over a flat range; with its torch reference.
 
 Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2.
 """
@@ -14,7 +14,7 @@ from hf_zero.native.passes import PassTensors, floats
 
 
 class _Rule(ctypes.Structure):
-    """``struct hfz_lion_rule``."""
+    """Fields of ``struct hfz_lion_rule``."""
 
     _fields_ = floats("grad_factor", "update_weight", "momentum_weight", "minus_lr", "decay")
 
@@ -31,12 +31,12 @@ def lion_update(
     grad_factor: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One Lion step in place: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - b1))``, ``m = lerp(m, g, 1 - b2)``.
+    """Take one Lion step in place: ``p = p * (1 - lr * weight_decay) - lr * sign(lerp(m, g, 1 - b1))``, ``m = lerp(m, g, 1 - b2)``.
 
     Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``exp_avg`` may be bf16.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     tensors = PassTensors("lion_update", master, grad, (exp_avg,), low)
     rule = _Rule(grad_factor, 1 - betas[0], 1 - betas[1], -lr, 1 - lr * weight_decay)
@@ -55,7 +55,7 @@ def lion_reference(
     weight_decay: float,
     grad_factor: float = 1.0,
 ) -> None:
-    """As ``lion_update`` in plain torch; any device, and fp64 as well."""
+    """Compute ``lion_update`` in plain torch; any device, and fp64 as well."""
     tensors = PassTensors("lion_reference", master, grad, (exp_avg,), low)
     param, momentum = master.detach().view(-1), exp_avg.view(-1)
     gradient, before = tensors.flat_gradient(grad_factor), momentum.to(master.dtype)

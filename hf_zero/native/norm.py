@@ -1,4 +1,4 @@
-"""The sum of squares of a flat range in double precision, which also tells whether every element is finite."""
+"""Compute the sum of squares of a flat range in double precision, which also shows whether every element is finite."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.native.library import ELEMENT_TYPES, announce, library
 from hf_zero.native.passes import address
 from hf_zero.system.planning import planning
 
-# As HFZ_BLOCK: every block has a sum of its own, so threads do not change the result.
+# Same as HFZ_BLOCK: every block has a sum of its own, so that threads do not change the result.
 BLOCK_NUMEL = 65536
 
 
@@ -28,7 +28,7 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
         threads: The most threads to use.
 
     Raises:
-        HfZeroError: A type or layout that the kernel does not take.
+        HfZeroError: The kernel does not support the dtype or layout.
     """
     if values.dtype not in ELEMENT_TYPES or not values.is_contiguous() or values.device.type != "cpu":
         raise HfZeroError(
@@ -36,7 +36,7 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
             "fp32, bf16 or fp16, contiguous and in host memory is expected"
         )
     if planning():
-        return 1.0  # a piece at a time would take a plan minutes
+        return 1.0  # piece by piece a plan would take minutes
     native = library()
     if native is None:
         announce()
@@ -49,7 +49,7 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
 
 
 def squared_norm_reference(values: Tensor) -> float:
-    """As ``squared_norm`` in plain torch."""
+    """Compute ``squared_norm`` in plain torch."""
     pieces = values.detach().view(-1).split(BLOCK_NUMEL)
     return total_of(torch.stack([piece.double().square().sum() for piece in pieces]))
 

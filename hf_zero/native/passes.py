@@ -1,4 +1,4 @@
-"""What the optimizer passes share: which tensors fit together, and the call of a kernel over thread ranges."""
+"""Share code between optimizer passes: the check which tensors fit together, and the call of a kernel over thread ranges."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hf_zero.system.planning import planning
 
 _STATE_TYPES = (torch.float32, torch.bfloat16)
 LOW_TYPES = (torch.bfloat16, torch.float16)
-"""Types that a pass can write beside the master."""
+"""Dtypes that a pass can write beside the master."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class PassTensors:
 
     Attributes:
         name: The pass, for messages.
-        master: fp32, or fp64 with everything else fp64 too.
+        master: fp32, or fp64 if all other tensors are fp64 too.
         grad: fp32, bf16 or fp16; only read.
-        states: One or two; fp32 or bf16, all alike.
+        states: One or two tensors; fp32 or bf16, all of one dtype.
         low: bf16 or fp16 copy to write, or None.
     """
 
@@ -47,7 +47,7 @@ class PassTensors:
             self._check("low", self.low, LOW_TYPES)
 
     def _check(self, role: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-        """Raises ``HfZeroError`` naming the tensor that does not fit."""
+        """Raise ``HfZeroError``, which names the tensor, if it does not fit."""
         if tensor.dtype not in dtypes:
             raise HfZeroError(f"{self.name}: {role} is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
         if tensor.numel() != self.master.numel() or not tensor.is_contiguous() or tensor.device != self.master.device:
@@ -57,7 +57,7 @@ class PassTensors:
             )
 
     def run_native(self, kernel: str, rule: ctypes.Structure, threads: int) -> bool:
-        """Runs a kernel of the library; False, and nothing done, where the torch reference has to serve."""
+        """Run a kernel of the library; return False, with nothing done, if the torch reference must be used."""
         if planning():
             return True  # takes no memory
         native = library() if self.master.device.type == "cpu" and self.master.dtype == torch.float32 else None
@@ -84,16 +84,18 @@ class PassTensors:
         return True
 
     def flat_gradient(self, grad_factor: float) -> Tensor:
-        """Return the gradient as the references want it, (numel,): of the master's type and times the factor; may be ``grad`` itself."""
+        """Return the gradient in the form that the references need, (numel,): in the master's dtype and times the factor; may be ``grad``
+        itself.
+        """
         grad = self.grad.detach().view(-1).to(self.master.dtype)
         return grad if grad_factor == 1.0 else grad * grad_factor
 
 
 def address(tensor: Tensor | None, start: int = 0) -> ctypes.c_void_p:
-    """Return the address of element ``start``; 0 without tensor."""
+    """Return the address of element ``start``; 0 without a tensor."""
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr() + start * tensor.element_size())
 
 
 def floats(*names: str) -> list[tuple[str, type[ctypes.c_float]]]:
-    """Fields of a rule that are floats."""
+    """Return the fields of a rule that are floats."""
     return [(name, ctypes.c_float) for name in names]

@@ -1,7 +1,7 @@
-"""Vectors as integers of 8 or 4 bits and one fp32 scale per block of 256 elements: what ZeRO++ sends in place of 16-bit numbers.
+"""Encode vectors as integers of 8 or 4 bits and one fp32 scale per block of 256 elements, which ZeRO++ sends in place of 16-bit numbers.
 
 Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209. Served by the native
-library on a host, by Triton on a GPU, and by ``quantize_reference`` where there is neither; all give the same bits.
+library on a host, by Triton on a GPU, and by ``quantize_reference`` if both are missing; all give the same bits.
 
 [Note: the code of a block] The scale is the largest magnitude of the block divided by 127 (8 bits) or 28 (4 bits). With 8 bits an element
 becomes the whole number nearest to its quotient by the scale, and stands for that number times the scale. With 4 bits it becomes the
@@ -12,7 +12,7 @@ or more in magnitude becomes zeros, so that no operation meets a subnormal scale
 overflow cannot vanish. The last block of a vector may be shorter.
 
 A message (``block_codes.py``) is the scales of a vector and behind them its integers, in two's complement: one byte per element, or half
-of one, the even element in the low half. Its length is a multiple of four bytes; what is behind the integers says nothing.
+of one, the even element in the low half. Its length is a multiple of four bytes; bytes after the integers have no meaning.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ _STEP = 16 * QUANTIZE_BLOCK
 
 
 def can_quantize(dtype: torch.dtype) -> bool:
-    """Return whether vectors of ``dtype`` can be coded: fp32, bf16 and fp16 can."""
+    """Return whether vectors of ``dtype`` can be encoded: fp32, bf16 and fp16 can."""
     return dtype in ELEMENT_TYPES
 
 
 def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None, threads: int = 1) -> None:
-    """Writes the code of each part of ``values``; see [Note: the code of a block].
+    """Write the code of each part of ``values``; see [Note: the code of a block].
 
     Args:
         values: (parts * n,) fp32, bf16 or fp16, contiguous.
         messages: (parts, message_bytes(n, bits)) uint8, contiguous; overwritten.
         bits: 8 or 4.
-        error: What earlier codes have lost: it is added to the values first, and what this one loses is mixed into it. A block that is
+        error: Error of earlier codes: it is added to the values first, and this code's error is mixed into it. A block that is
             not finite leaves its error alone.
         threads: The most threads to use; the result does not depend on it.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     parts, numel = len(messages), values.numel() // max(1, len(messages))
     _require(values, messages, parts, numel, bits)
@@ -72,7 +72,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: int = 1) -> None:
-    """Writes what ``messages`` stand for: for each part the sum over workers, in their order, in fp32, rounded once to the type of ``out``.
+    """Decode ``messages``: for each part the sum over workers, in their order, in fp32, rounded once to the dtype of ``out``.
 
     Args:
         messages: (parts, workers, message_bytes(n, bits)) uint8, contiguous.
@@ -81,7 +81,7 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: in
         threads: The most threads to use; the result does not depend on it.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     parts, workers = messages.shape[:2]
     numel = out.numel() // max(1, parts)
@@ -103,13 +103,13 @@ _NOWHERE = (address(None), ctypes.c_int64(0)) * 2
 
 
 def _places(messages: torch.Tensor, numel: int, bits: int) -> tuple[object, ...]:
-    """Addresses and strides of the scales and the codes of (rows, message bytes)."""
+    """Return addresses and strides of the scales and the codes of (rows, message bytes)."""
     scales, codes = scales_of(messages, numel), codes_of(messages, numel, bits)
     return address(scales), ctypes.c_int64(scales.stride(0)), address(codes), ctypes.c_int64(codes.stride(0))
 
 
 def _for_blocks(blocks: int, threads: int, work: Callable[[int, int], None]) -> None:
-    """Calls ``work(first, last)`` for ranges of blocks that cover all."""
+    """Call ``work(first, last)`` for ranges of blocks that cover all blocks."""
 
     def part(start: int, stop: int) -> None:  # in elements, as if all blocks were full
         work(start // QUANTIZE_BLOCK, -(-stop // QUANTIZE_BLOCK))
@@ -130,5 +130,5 @@ def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: in
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """Return the functions of the same names that serve where the native library does not."""
+    """Return the module with functions of the same names that is used without the native library."""
     return triton_quantize if triton_quantize.serves(tensor.device) else quantize_reference

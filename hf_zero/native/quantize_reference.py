@@ -1,4 +1,4 @@
-"""The codes of ZeRO++ in plain torch, on any device: what every kernel is compared with, and what serves where there is none."""
+"""Compute the codes of ZeRO++ in plain torch, on any device: the reference of every kernel, and the fallback without kernels."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LEAST_OF_BLOCK = 2.0**-100
 
 
 def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None) -> None:
-    """As ``quantize`` in plain torch; any device."""
+    """Compute ``quantize.quantize`` in plain torch; any device."""
     numel = values.numel() // len(messages)
     blocks = _blocks(values.float().view(-1, numel))
     old = torch.zeros_like(blocks)
@@ -33,7 +33,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """As ``dequantize`` in plain torch; any device."""
+    """Compute ``quantize.dequantize`` in plain torch; any device."""
     parts, numel = len(messages), out.numel() // len(messages)
     total: torch.Tensor | None = None
     for worker in range(messages.shape[1]):
@@ -44,13 +44,13 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int) -> None:
 
 
 def _blocks(values: torch.Tensor) -> torch.Tensor:
-    """(parts, n) as (parts, blocks, QUANTIZE_BLOCK), zeros behind the last element."""
+    """Return (parts, n) as (parts, blocks, QUANTIZE_BLOCK), with zeros after the last element."""
     return torch.nn.functional.pad(values, (0, -values.shape[1] % QUANTIZE_BLOCK)).view(len(values), -1, QUANTIZE_BLOCK)
 
 
 def _coded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales, (parts, blocks) fp32, and integers, (parts, blocks, QUANTIZE_BLOCK) int8."""
-    largest = blocks.abs().amax(-1)  # NaN where one is
+    """Return scales, (parts, blocks) fp32, and integers, (parts, blocks, QUANTIZE_BLOCK) int8."""
+    largest = blocks.abs().amax(-1)  # NaN if an element is NaN
     limit = torch.full_like(largest, LARGEST[bits])  # a tensor: some devices multiply by the reciprocal of a number
     scales = torch.where(largest < LEAST_OF_BLOCK, 0.0, largest / limit)
     scales = torch.where(torch.isfinite(largest), scales, math.nan)
@@ -60,24 +60,24 @@ def _coded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]
 
 
 def _nearest_of_4(quotients: torch.Tensor) -> torch.Tensor:
-    """Return the whole numbers from -7 to 7 with the triangular numbers nearest to ``quotients``; of two as near the even one."""
-    twice = (quotients.abs() * 2 - 0.5).round()  # between those of k - 1 and k, twice the quotient is k * k
+    """Return the integers from -7 to 7 whose triangular numbers are nearest to ``quotients``; a tie goes to the even one."""
+    twice = (quotients.abs() * 2 - 0.5).round()  # halfway between those of k - 1 and k, twice the quotient is k * k
     return twice.sqrt().floor() * quotients.sign()
 
 
 def _multiples(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Return how many scales integers stand for, fp32."""
+    """Return the multiples of the scale that the integers represent, fp32."""
     whole = integers.float()
     return whole if bits == 8 else whole * (whole.abs() + 1) * 0.5
 
 
 def _decoded(messages: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """What (parts, message bytes) stand for, (parts, blocks, QUANTIZE_BLOCK) fp32."""
+    """Return the values of messages (parts, message bytes), (parts, blocks, QUANTIZE_BLOCK) fp32."""
     return _multiples(_unpacked(codes_of(messages, numel, bits), numel, bits), bits) * scales_of(messages, numel).unsqueeze(-1)
 
 
 def _packed(integers: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """Return the bytes of (parts, blocks, QUANTIZE_BLOCK) int8; those behind ``numel`` are zero."""
+    """Return the bytes of (parts, blocks, QUANTIZE_BLOCK) int8; bytes after ``numel`` elements are zero."""
     flat = integers.view(torch.uint8).view(len(integers), -1)
     if bits == 8:
         return flat[:, :numel]
@@ -86,7 +86,7 @@ def _packed(integers: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
 
 
 def _unpacked(codes: torch.Tensor, numel: int, bits: int) -> torch.Tensor:
-    """(parts, blocks, QUANTIZE_BLOCK) int8, zeros behind ``numel``."""
+    """Return (parts, blocks, QUANTIZE_BLOCK) int8, with zeros after ``numel`` elements."""
     if bits == 8:
         return _blocks(codes.view(torch.int8))
     halves = torch.stack([codes & 15, codes >> 4], -1).view(len(codes), -1)[:, :numel].view(torch.int8)

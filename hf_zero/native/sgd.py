@@ -1,4 +1,4 @@
-"""SGD with momentum in one pass over a flat range, and its torch reference."""
+"""Run SGD with momentum in one pass over a flat range; with its torch reference."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.native.passes import PassTensors, floats
 
 
 class _Rule(ctypes.Structure):
-    """``struct hfz_sgd_rule``."""
+    """Fields of ``struct hfz_sgd_rule``."""
 
     _fields_ = [
         *floats("grad_factor", "minus_lr", "momentum", "grad_weight", "decay"),
@@ -35,13 +35,13 @@ def sgd_update(
     grad_factor: float = 1.0,
     threads: int = 1,
 ) -> None:
-    """One step of SGD with momentum in place, as torch.optim.SGD: the first step sets the buffer to the gradient.
+    """Take one step of SGD with momentum in place, like torch.optim.SGD: the first step sets the buffer to the gradient.
 
     ``g += weight_decay * p``, ``m = momentum * m + (1 - dampening) * g``, ``p -= lr * (g + momentum * m if nesterov else m)``.
     Tensors and ``threads`` are as in ``adam_update``, ``grad_factor`` as in ``AdamRule``; ``momentum_buffer`` may be bf16.
 
     Raises:
-        HfZeroError: Tensors that do not fit together.
+        HfZeroError: The tensors do not fit together.
     """
     tensors = PassTensors("sgd_update", master, grad, (momentum_buffer,), low)
     rule = _Rule(grad_factor, -lr, momentum, 1 - dampening, weight_decay, int(first), int(nesterov))
@@ -75,7 +75,7 @@ def sgd_reference(
     first: bool,
     grad_factor: float = 1.0,
 ) -> None:
-    """As ``sgd_update`` in plain torch; any device, and fp64 as well. Products and sums round separately here."""
+    """Compute ``sgd_update`` in plain torch; any device, and fp64 as well. Products and sums are rounded separately here."""
     tensors = PassTensors("sgd_reference", master, grad, (momentum_buffer,), low)
     param, buffer = master.detach().view(-1), momentum_buffer.view(-1)
     gradient = tensors.flat_gradient(grad_factor)

@@ -1,4 +1,4 @@
-"""Cuts a range of elements into one range per thread. The kernels' results do not depend on where it is cut."""
+"""Cut a range of elements into one range per thread. The kernels' results do not depend on the cuts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-# Ranges begin at multiples of this many elements, so that none begins in the middle of a cache line of aligned tensors.
+# Ranges begin at multiples of this many elements, so that no range of an aligned tensor begins in the middle of a cache line.
 _STEP = 4096
-# Below this many elements per thread, waking it costs more than it does.
+# Below this many elements per thread, a thread costs more to wake than it saves.
 _LEAST = 1 << 15
 
 _lock = threading.Lock()
@@ -17,12 +17,12 @@ _pool: ThreadPoolExecutor | None = None
 
 
 def for_thread_ranges(count: int, threads: int, work: Callable[[int, int], None], *, step: int = _STEP) -> None:
-    """Calls ``work(start, stop)`` for ranges that cover ``range(count)``, on the calling thread and up to ``threads - 1`` others.
+    """Call ``work(start, stop)`` for ranges that cover ``range(count)``, on the calling thread and up to ``threads - 1`` others.
 
     Args:
         count: Number of elements.
         threads: The most threads to use; few elements take fewer.
-        work: Must give up the GIL to run beside the others, as ctypes calls do. What it raises is raised here, after all have ended.
+        work: Must release the GIL to run in parallel, as ctypes calls do. Its exception is raised here, after all calls have ended.
         step: Ranges begin at multiples of this many elements.
     """
     threads = max(1, min(threads, count // _LEAST))
@@ -51,7 +51,7 @@ def _executor() -> ThreadPoolExecutor:
 
 
 def _forget() -> None:
-    """A forked child has the pool's object and none of its threads."""
+    """Reset the pool in a forked child, which has none of its threads."""
     global _pool, _lock
     _pool, _lock = None, threading.Lock()
 

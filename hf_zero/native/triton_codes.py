@@ -1,4 +1,4 @@
-"""The codes of 1-bit Adam as Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits."""
+"""Compute the codes of 1-bit Adam with Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 from hf_zero.native import codes_reference, triton_trial
 from hf_zero.native.chunks import CHUNK_NUMEL, ChunkTable, Fresh, Sent, Target, build_chunks
 
-# Every product and sum rounds by itself, as in torch's operations.
+# Every product and sum is rounded separately, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
+    """Return whether these functions can be used for tensors on ``device``, see [Note: trying a kernel first]."""
     return triton_trial.serves(device, "1-bit Adam", agrees)
 
 
 def agrees(device: torch.device) -> bool:
-    """Return whether a coded vector comes out as in plain torch, bit for bit.
+    """Return whether an encoded vector equals that of plain torch, bit for bit.
 
     Raises:
-        Exception: Whatever Triton raises where it does not work.
+        Exception: Any error of Triton on a device where it does not work.
     """
     table = build_chunks([(0, 1500), (1504, 1600)], 1632, device)
     values = torch.linspace(-1, 1, 3 * table.numel, device=device).view(3, -1).clone()
@@ -51,14 +51,14 @@ def compress(
     alive: torch.Tensor | None = None,
     fresh: Fresh | None = None,
 ) -> None:
-    """As ``compress`` of ``codes.py``, ``bits`` being zero already."""
+    """Compute ``codes.compress``; ``bits`` must be zero."""
     _code(error, table, bits, scales, alive, fresh=fresh)
 
 
 def recompress(
     error: torch.Tensor, table: ChunkTable, sent: Sent, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None
 ) -> None:
-    """As ``recompress`` of ``codes.py``, ``bits`` being zero already."""
+    """Compute ``codes.recompress``; ``bits`` must be zero."""
     _code(error, table, bits, scales, alive, sent=sent)
 
 
@@ -83,7 +83,7 @@ def _code(
 
 
 def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None) -> None:
-    """As ``decompress`` of ``codes.py``."""
+    """Compute ``codes.decompress``."""
     if table.chunks:
         arguments = (table.starts, table.counts, *_rows(sent), _bytes(alive, sent.bits), out)
         options = {"WORKERS": sent.workers, "HAS_ALIVE": alive is not None, "BLOCK": CHUNK_NUMEL, **_EXACT}
@@ -91,7 +91,7 @@ def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Te
 
 
 def take(table: ChunkTable, bits: torch.Tensor, scales: torch.Tensor, targets: Sequence[Target], alive: torch.Tensor | None = None) -> None:
-    """As ``take`` of ``codes.py``."""
+    """Compute ``codes.take``."""
     for target in targets:
         if target.last == target.first:
             continue
@@ -108,5 +108,5 @@ def _rows(sent: Sent) -> tuple[Any, ...]:
 
 
 def _bytes(alive: torch.Tensor | None, otherwise: torch.Tensor) -> torch.Tensor:
-    """``alive`` as bytes; any tensor of bytes where the kernel does not look at it."""
+    """Return ``alive`` as bytes; if it is None, any tensor of bytes, which the kernel does not read."""
     return otherwise if alive is None else alive.view(torch.uint8)

@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def mean_of(sent_bits, bits_stride, sent_scales, scales_stride, k, at, inside, WORKERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The mean over workers of chunk ``k``, added up in their order."""
+    """Return the mean over workers of chunk ``k``, added up in their order."""
     place = (at % 8).to(tl.int32)
     byte = tl.load(sent_bits + at // 8, mask=inside, other=0).to(tl.int32)
     scale = tl.load(sent_scales + k)
@@ -26,7 +26,9 @@ def compress(  # type: ignore[no-untyped-def]
     alive, error, bits, scales,
     WORKERS: tl.constexpr, HAS_FRESH: tl.constexpr, HAS_SENT: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Error plus fresh momentum or the mean of what was sent: its signs, its scale, and what they do not say."""
+    """Encode one chunk of the error plus fresh momentum, or plus the mean of the workers' codes: write its signs, its scale and the new
+    error.
+    """
     k = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + k), tl.load(counts + k)
     within = tl.arange(0, BLOCK)
@@ -56,7 +58,7 @@ def decompress(  # type: ignore[no-untyped-def]
     starts, counts, sent_bits, bits_stride, sent_scales, scales_stride, alive, out,
     WORKERS: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The mean of what workers sent."""
+    """Decode one chunk to the mean of the workers' vectors."""
     k = tl.program_id(0).to(tl.int64)
     start, count = tl.load(starts + k), tl.load(counts + k)
     within = tl.arange(0, BLOCK)
@@ -73,7 +75,7 @@ def take(  # type: ignore[no-untyped-def]
     decay, divisor, eps, minus_step,
     DECAYS: tl.constexpr, EPS_INSIDE: tl.constexpr, HAS_ALIVE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Chunk ``first + program`` of a momentum and the move along it; momentum, master and variance begin at element ``begin``."""
+    """Decode chunk ``first + program`` of a momentum and update along it; momentum, master and variance begin at element ``begin``."""
     k = tl.program_id(0).to(tl.int64) + first
     start, count = tl.load(starts + k), tl.load(counts + k)
     within = tl.arange(0, BLOCK)

@@ -11,7 +11,7 @@ def adam(  # type: ignore[no-untyped-def]
     grad_factor, mean_weight, beta2, square_weight, root_divisor, eps, minus_step, decay,
     DECAY_MODE: tl.constexpr, HAS_LOW: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block of elements; the arguments are ``struct hfz_adam_rule``'s of the native library."""
+    """Update one block of elements; the arguments are those of the native library's ``struct hfz_adam_rule``."""
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < count
     p = tl.load(master + at, mask=inside)

@@ -1,4 +1,4 @@
-"""The codes of ZeRO++ as Triton kernels, for tensors on a GPU: one pass over memory, and the bits of ``quantize_reference``."""
+"""Compute the codes of ZeRO++ with Triton kernels, for tensors on a GPU: one pass over memory, and the bits of ``quantize_reference``."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import torch
 from hf_zero.native import quantize_reference, triton_trial
 from hf_zero.native.block_codes import LARGEST, QUANTIZE_BLOCK, KeptError, block_count, codes_of, message_bytes, scales_of
 
-# Every product and sum rounds by itself, as in torch's operations.
+# Every product and sum is rounded separately, as in torch's operations.
 _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether these functions serve tensors on ``device``, see [Note: trying a kernel first]."""
+    """Return whether these functions can be used for tensors on ``device``, see [Note: trying a kernel first]."""
     return triton_trial.serves(device, "quantized collectives", agrees)
 
 
 def agrees(device: torch.device) -> bool:
-    """Return whether coded and decoded vectors come out as in plain torch, bit for bit.
+    """Return whether encoded and decoded vectors equal those of plain torch, bit for bit.
 
     Raises:
-        Exception: Whatever Triton raises where it does not work.
+        Exception: Any error of Triton on a device where it does not work.
     """
     numel = 2 * QUANTIZE_BLOCK + 16
     values = torch.linspace(-1, 1, 2 * numel, device=device).pow_(3)
@@ -34,7 +34,7 @@ def agrees(device: torch.device) -> bool:
             for rows in messages:
                 quantizes(values, rows, bits, error)
             found.append([messages, error.messages])
-            for dtype in (torch.float32, torch.float16, *((torch.bfloat16,) if device.type != "cpu" else ())):  # the interpreter cuts off
+            for dtype in (torch.float32, torch.float16, *((torch.bfloat16,) if device.type != "cpu" else ())):  # the interpreter truncates
                 found[-1].append(torch.empty(2 * numel, dtype=dtype, device=device))
                 dequantizes(messages, found[-1][-1], bits)
     half = len(found) // 2
@@ -48,7 +48,7 @@ def _kernels() -> Any:
 
 
 def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: KeptError | None = None) -> None:
-    """As ``quantize`` of ``quantize.py``."""
+    """Compute ``quantize.quantize``."""
     parts, numel = len(messages), values.numel() // len(messages)
     kept = _places(error.messages, numel, 8) if error is not None else _places(messages, numel, bits)
     _kernels().quantize[(parts * block_count(numel),)](
@@ -58,7 +58,7 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
 
 
 def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int) -> None:
-    """As ``dequantize`` of ``quantize.py``."""
+    """Compute ``quantize.dequantize``."""
     parts, workers = messages.shape[:2]
     numel = out.numel() // parts
     _kernels().dequantize[(parts * block_count(numel),)](

@@ -7,8 +7,8 @@ import triton.language as tl
 
 @triton.jit
 def scale_of(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The scale of one block: 0 for (almost) nothing, NaN where an element is not finite."""
-    # As whole numbers: magnitudes in their order, then infinity, then NaN.
+    """Return the scale of one block: 0 if all elements are (almost) zero, NaN if an element is not finite."""
+    # As integers, magnitudes keep their order, followed by infinity and NaN.
     largest = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
     magnitude = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(magnitude, tl.zeros_like(magnitude) + LARGEST)
@@ -18,7 +18,7 @@ def scale_of(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def integers_of(values, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The whole numbers that stand for what is nearest to the quotients, as floats: the sum with 1.5 * 2**23 rounds."""
+    """Return the integers nearest to the quotients, as floats: the sum with 1.5 * 2**23 rounds."""
     live = scale > 0.0
     by = tl.zeros_like(values) + tl.where(live, scale, 1.0)
     quotient = tl.div_rn(tl.where(live, values, 0.0), by)
@@ -33,7 +33,7 @@ def integers_of(values, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-d
 
 @triton.jit
 def multiples_of(integers, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """How many scales integers stand for."""
+    """Return the multiples of the scale that the integers represent."""
     if BITS == 8:
         return integers
     return integers * (tl.abs(integers) + 1.0) * 0.5
@@ -41,7 +41,7 @@ def multiples_of(integers, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def read_integers(codes, at, inside, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The integers of one block, as floats."""
+    """Return the integers of one block, as floats."""
     if BITS == 8:
         return tl.load(codes + at, mask=inside, other=0).to(tl.int8, bitcast=True).to(tl.float32)
     byte = tl.load(codes + at // 2, mask=inside, other=0).to(tl.int32)
@@ -51,7 +51,7 @@ def read_integers(codes, at, inside, BITS: tl.constexpr):  # type: ignore[no-unt
 
 @triton.jit
 def write_integers(integers, codes, start, at, inside, count, BITS: tl.constexpr, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Writes the integers of one block."""
+    """Write the integers of one block."""
     whole = integers.to(tl.int32)
     if BITS == 8:
         tl.store(codes + at, (whole & 255).to(tl.uint8), mask=inside)
@@ -67,7 +67,7 @@ def quantize(  # type: ignore[no-untyped-def]
     count, keep, take,
     BITS: tl.constexpr, LARGEST: tl.constexpr, HAS_ERROR: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block: its scale and its integers, and what they lose."""
+    """Encode one block: write its scale, its integers, and their error."""
     per_part = (count + BLOCK - 1) // BLOCK
     part, block = tl.program_id(0).to(tl.int64) // per_part, tl.program_id(0).to(tl.int64) % per_part
     start = block * BLOCK
@@ -97,7 +97,7 @@ def dequantize(  # type: ignore[no-untyped-def]
     scales, scales_stride, codes, codes_stride, out, count,
     WORKERS: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One block: the sum over workers, in their order."""
+    """Decode one block: the sum over workers, in their order."""
     per_part = (count + BLOCK - 1) // BLOCK
     part, block = tl.program_id(0).to(tl.int64) // per_part, tl.program_id(0).to(tl.int64) % per_part
     at = block * BLOCK + tl.arange(0, BLOCK)

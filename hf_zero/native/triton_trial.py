@@ -1,4 +1,4 @@
-"""Whether Triton's kernels serve a device.
+"""Decide whether Triton's kernels are used on a device.
 
 [Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, a driver that takes its code. The first
 use on a device codes a small vector and compares with plain torch; where that fails, torch's operations serve, and a line says why.
@@ -17,12 +17,12 @@ from hf_zero.observe import log_rank0
 
 
 def serves(device: torch.device, what: str, agrees: Callable[[torch.device], bool]) -> bool:
-    """Return whether kernels serve tensors on ``device``: a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0.
+    """Return whether the kernels are used for tensors on ``device``: on a GPU where Triton works, unless ``HF_ZERO_TRITON`` is 0.
 
     Args:
-        device: Where the tensors lie.
-        what: The kernels are for, for messages.
-        agrees: Whether they give torch's bits there; raises whatever Triton raises where it does not work. Asked once per device.
+        device: Device of the tensors.
+        what: Purpose of the kernels, for messages.
+        agrees: Returns whether the kernels give torch's bits on the device, or raises Triton's error; called once per device.
     """
     return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _works(device, what, agrees)
 

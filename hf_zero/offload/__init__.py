@@ -1,12 +1,12 @@
-"""Where state rests when it is not on the training device: host memory and NVMe files, and how much of the host may be taken.
+"""Keep state off the training device: in host memory and NVMe files, within the memory that the host has left.
 
-``offload_optimizer`` and ``offload_param`` change where, never what: on CPU the run is the same bit for bit
+``offload_optimizer`` and ``offload_param`` change the place of state, never a number: on CPU the run is the same bit for bit
 (``tests/parity/test_parity_offload.py``). Users' page: docs/offload.md. ``offload/policy.py`` turns the sections into two objects, chosen
-per unit; nothing else asks where something is.
+per unit; no other code asks where state is.
 
 - A **shard storage** (``core/units/shard.py``) is where a unit's shard rests: on the device; on the device but updated on the host
 (``ReturningStorage``); in page-locked host memory (``HostStorage``); in a file, with the next ones read ahead (``FileStorage``).
-Unsharding asks it for what to send.
+Unsharding gets the tensor to send from it.
 - The **state store** (``core/optimizer/state_store.py``) is where masters and moments live and how an update reaches them. Without
 offload one step of the inner optimizer updates all. It is given the inner optimizer and its segments (``core/optimizer/segments.py``)
 once. Offloaded, units are updated one sub-group at a time in the order of forward ([Note: stepping by sub-groups]): in one native pass

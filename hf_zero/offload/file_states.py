@@ -1,4 +1,4 @@
-"""Masters and moments in a file, whose parts come into a few buffers to be updated."""
+"""Keep masters and moments in a file, whose parts are read into a few buffers for an update."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
-# Bounds of what is read at a time, in elements: a multiple of a page in every type of two bytes and more.
+# Bounds of the ranges that are read at a time, in elements: multiples of a page in every dtype of two bytes and more.
 _STEP_NUMEL = ALIGNMENT // 2
 
 
 @dataclass(frozen=True)
 class BufferPlan:
-    """How the buffers of a file of states are used.
+    """Use of the buffers of a file of states.
 
     Attributes:
-        count: Buffers, each as large as the largest master shard: what may be resident at once.
+        count: Number of buffers, each as large as the largest master shard: the limit of resident memory.
         pipeline_read: The next sub-group is read while one is updated.
         pipeline_write: The previous sub-group is written while one is updated.
-        most_numel: Elements of a sub-group at most.
+        most_numel: Largest number of elements of a sub-group.
     """
 
     count: int
@@ -39,7 +39,7 @@ class BufferPlan:
 
     @property
     def frames(self) -> int:
-        """Sub-groups in memory at once."""
+        """Return the number of sub-groups in memory at a time."""
         return 1 + self.pipeline_read + self.pipeline_write
 
     def sub_group_numel(self, largest: int, tensors: int) -> int:
@@ -60,20 +60,20 @@ class BufferPlan:
 
 @dataclass
 class _Region:
-    """One array of the file, laid out like a shard, and the mapped tensor that stands for it at rest."""
+    """One array of the file, laid out like a shard, and the mapped tensor that represents it at rest."""
 
     offset: int
     dtype: torch.dtype
     mapped: torch.Tensor  # (shard_numel,)
 
     def place(self, sub_group: SubGroup) -> int:
-        """Return where ``sub_group`` begins in the file."""
+        """Return the offset of ``sub_group`` in the file."""
         return self.offset + sub_group.range.start * self.dtype.itemsize
 
 
 @dataclass
 class _Frame:
-    """The buffers of one sub-group, by the name of what they are for; ``loaded`` are those whose content is the sub-group's."""
+    """The buffers of one sub-group, by purpose; ``loaded`` are the buffers whose content is that of the sub-group."""
 
     sub_group: SubGroup | None = None
     loaded: set[str] = field(default_factory=set)
@@ -100,12 +100,12 @@ class FileStates(HostStates):
     read into a frame, the tensors that the inner optimizer knows are pointed at it (``tensor.data``), updated, and written back.
 
     Args:
-        folder: Where the file is made.
+        folder: Folder of the file.
         file: The file.
-        memory: Of the buffers.
+        memory: Allocator of the buffers.
         plan: Number and use of the buffers.
-        types: States that the optimizer will keep per element, for the size of the sub-groups.
-        apart: As in ``HostStates``.
+        types: Dtypes of the states that the optimizer will keep per element, for the size of the sub-groups.
+        apart: See ``HostStates``.
     """
 
     tier = "nvme"
@@ -126,7 +126,7 @@ class FileStates(HostStates):
         self._types = dict(types)
         self._regions: dict[tuple[int, str], _Region] = {}
         self._frames = [_Frame() for _ in range(plan.frames)]
-        self._fresh: set[tuple[int, str]] = set()  # regions that hold nothing but zeros yet
+        self._fresh: set[tuple[int, str]] = set()  # regions that hold only zeros yet
         self._largest = 0
         self._has_masters = False
 
@@ -142,7 +142,7 @@ class FileStates(HostStates):
     def rest(self, unit: Unit) -> None:
         self._largest = max(self._largest, unit.layout.shard_numel)
         if unit.master is None or (unit.master is unit.shard and not self._apart):
-            return  # in fp32 on the host the shard is needed in memory anyway, and is the master
+            return  # in fp32 on the host the shard must be in memory anyway, and is the master
         self._has_masters = True
         region = self._region(unit, MASTER, unit.master.dtype)
         frame = self._frames[0]
@@ -150,7 +150,7 @@ class FileStates(HostStates):
             slot = self._slot(frame, MASTER, part.numel * region.dtype.itemsize)
             frame.view(MASTER, part.numel, region.dtype).copy_(unit.master[part.start : part.stop])
             self.file.write(region.offset + part.start * region.dtype.itemsize, slot).wait()
-        frame.slots.clear()  # sized for this; updates size their own
+        frame.slots.clear()  # the number of threads was chosen for this; updates choose their own
         unit.own.master = region.mapped
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
@@ -202,7 +202,7 @@ class FileStates(HostStates):
         self._fresh.clear()
         for segment in sub_group.segments:
             for name, value in segment.elementwise():
-                if not frame.holds(name, value):  # the inner optimizer has made or replaced it
+                if not frame.holds(name, value):  # the inner optimizer has created or replaced it
                     self._copy_in(frame, sub_group, segment, name, value)
         for name, region in self._regions_of(sub_group.unit):
             if name in frame.loaded:
@@ -237,7 +237,7 @@ class FileStates(HostStates):
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         key = (id(segment.unit), name)
-        if key in self._regions and key not in self._fresh:  # it holds values that count until others are installed
+        if key in self._regions and key not in self._fresh:  # it holds values that are valid until others are installed
             return super().new_state(segment, name, dtype)
         self._fresh.add(key)
         return segment.within(self._region(segment.unit, name, dtype).mapped)
@@ -265,7 +265,7 @@ class FileStates(HostStates):
 
 
 def _tensors(segment: OwnedSegment) -> Iterator[tuple[str, torch.Tensor]]:
-    """Master and states of a segment."""
+    """Yield the master and the states of a segment."""
     yield MASTER, segment.tensor
     yield from segment.elementwise()
 

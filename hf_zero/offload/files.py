@@ -31,14 +31,14 @@ from hf_zero.system.sizes import gib
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
-FILES = ("optimizer.bin", "parameters.bin")  # nothing else is made in such a folder, and nothing else deleted
+FILES = ("optimizer.bin", "parameters.bin")  # only such folders are created, and only such folders deleted
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
 GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 
 
 @dataclass(frozen=True)
 class IoSettings:
-    """How files are accessed.
+    """Settings of file access.
 
     Attributes:
         request_bytes: Bytes per read or write.
@@ -50,18 +50,18 @@ class IoSettings:
 
 
 class SwapFolder:
-    """A folder of this process below ``nvme_path``, removed with all it holds at exit, after an exception too.
+    """A folder of this process below ``nvme_path``, removed with its files at exit, also after an exception.
 
     [Note: what a killed process leaves] Nothing can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
-    process, and whoever makes a folder beside it first removes those of the same machine whose lock is free. A folder has no name by which
-    it is looked for before its lock is held.
+    process, and a process that makes a folder beside it first removes folders of the same machine whose lock is free. A folder has no
+    name by which it can be found before its lock is held.
 
     Attributes:
         path: The folder.
 
     Args:
         root: ``nvme_path``; made if missing.
-        rank: For the name.
+        rank: Rank of this process, for the name.
 
     Raises:
         OffloadError: The folder cannot be made.
@@ -79,16 +79,16 @@ class SwapFolder:
                 f"no swap files can be made in nvme_path {str(base)!r}: {error}. Name a folder that can be written to"
             ) from error
         self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
-        # Runs at the end of a child of multiprocessing too, which skips what atexit holds.
+        # It also runs at the end of a child of multiprocessing, which skips atexit handlers.
         multiprocessing.util.Finalize(None, self._finalizer, exitpriority=0)
 
     def remove(self) -> None:
-        """Removes the folder and its files; a second call does nothing."""
+        """Remove the folder and its files; a second call does nothing."""
         self._finalizer()
 
 
 class _Lock(enum.Enum):
-    """How an attempt to lock a file ended. Without locks it cannot be known, so nothing is ever called abandoned."""
+    """Result of an attempt to lock a file. Without support for locks it is unknown, so no folder is ever treated as abandoned."""
 
     HELD = enum.auto()
     TAKEN = enum.auto()
@@ -108,7 +108,7 @@ def _try_lock(descriptor: int) -> _Lock:
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:
-    """Makes the folder ``path``, which is locked as soon as it has that name; returns it and the descriptor that holds the lock."""
+    """Create the folder ``path``, which is locked as soon as it has this name; return it and the descriptor that holds the lock."""
     made = path.with_name(own_files.hidden_name(path.name))
     lock: int | None = None
     with Folder(path.parent) as above:
@@ -161,14 +161,14 @@ class Transfer:
     futures: list[Future[None]]
 
     def wait(self) -> None:
-        """Blocks until all of it is done.
+        """Wait until the transfer is done.
 
         Raises:
-            OffloadError: Some part failed.
+            OffloadError: A part of the transfer failed.
         """
         futures, self.futures = self.futures, []
         failure: BaseException | None = None
-        for future in futures:  # all of them: the buffer must not be in use any more when the first error is told
+        for future in futures:  # all parts: the buffer must not be in use any more when the first error is raised
             failure = failure or future.exception()
         if failure is not None:
             raise failure
@@ -178,16 +178,16 @@ class SwapFile:
     """One file of regions; reading and writing needs aligned buffers, and happens in the threads of a pool.
 
     Attributes:
-        path: Where it is.
+        path: Path of the file.
         nbytes: Bytes of its regions.
         direct: Whether access goes past the page cache.
 
     Args:
-        path: Must not exist.
+        path: Path of a file that does not exist yet.
         settings: Size and number of requests.
 
     Raises:
-        OffloadError: It cannot be made.
+        OffloadError: The file cannot be created.
     """
 
     def __init__(self, path: Path, settings: IoSettings = IoSettings()) -> None:
@@ -202,7 +202,7 @@ class SwapFile:
                 try:
                     self._unbuffered = folder.reopen(path.name, os.O_RDWR | getattr(os, "O_DIRECT", 0))
                     self.direct = hasattr(os, "O_DIRECT")
-                except OSError:  # tmpfs and others: through the page cache then
+                except OSError:  # tmpfs and other file systems without O_DIRECT: use the page cache
                     self._unbuffered = folder.reopen(path.name)
                     self.direct = False
         except OSError as error:
@@ -213,10 +213,10 @@ class SwapFile:
         self._finalizer = weakref.finalize(self, _close_file, self._pool, (self._buffered, self._unbuffered))
 
     def make_room(self, nbytes: int) -> None:
-        """Makes the file at least ``nbytes`` long, in one call, so that the disk has room for them from now on.
+        """Make the file at least ``nbytes`` long, in one call, so that the disk has room for them from now on.
 
         Raises:
-            OffloadError: It has not.
+            OffloadError: The disk has too little room.
         """
         if nbytes <= self._room:
             return
@@ -230,10 +230,10 @@ class SwapFile:
         self._room = nbytes
 
     def reserve(self, nbytes: int) -> int:
-        """Returns the offset of a new region of zeros; the disk has room for it from now on.
+        """Return the offset of a new region of zeros; the disk has room for it from now on.
 
         Raises:
-            OffloadError: It has not.
+            OffloadError: The disk has too little room.
         """
         offset = self.nbytes
         end = offset + -(-nbytes // GRANULARITY) * GRANULARITY
@@ -242,10 +242,11 @@ class SwapFile:
         return offset
 
     def map(self, offset: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return a (numel,) tensor that *is* the file's content from ``offset`` on: read when looked at, written back by the kernel.
+        """Return a (numel,) tensor that *is* the file's content from ``offset`` on: pages are read on access, and written back by the
+        kernel.
 
         [Note: mapped and direct access] Linux keeps both coherent: unbuffered reads write changed pages back first, unbuffered writes drop
-        pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and whoever needs its value (a
+        pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and code that needs its value (a
         checkpoint, ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so no reader sees half of a write.
         """
         nbytes = numel * dtype.itemsize
@@ -255,11 +256,15 @@ class SwapFile:
         return torch.frombuffer(view, dtype=dtype)
 
     def read(self, offset: int, buffer: torch.Tensor) -> Transfer:
-        """Starts reading the file from ``offset`` on into ``buffer``, a uint8 tensor; all three aligned to ``ALIGNMENT``."""
+        """Start reading the file from ``offset`` on into ``buffer``, a uint8 tensor; offset, address and size are aligned to
+        ``ALIGNMENT``.
+        """
         return self._submit(self._read_part, offset, buffer)
 
     def write(self, offset: int, buffer: torch.Tensor) -> Transfer:
-        """Starts writing ``buffer``, a uint8 tensor, to the file from ``offset`` on; all three aligned to ``ALIGNMENT``."""
+        """Start writing ``buffer``, a uint8 tensor, to the file from ``offset`` on; offset, address and size are
+        aligned to ``ALIGNMENT``.
+        """
         return self._submit(self._write_part, offset, buffer)
 
     def _submit(self, work: Callable[[int, memoryview], None], offset: int, buffer: torch.Tensor) -> Transfer:
@@ -275,7 +280,7 @@ class SwapFile:
         self._complete("write", lambda descriptor, rest, place: os.pwrite(descriptor, rest, place), offset, view)
 
     def _complete(self, what: str, call: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> None:
-        """Calls until all of ``view`` is done; what the file system refuses unbuffered goes through the page cache."""
+        """Repeat ``call`` until all of ``view`` is transferred; requests that the file system refuses unbuffered use the page cache."""
         done, descriptor = 0, self._unbuffered
         while done < len(view):
             try:
@@ -300,7 +305,7 @@ class SwapFile:
         return OffloadError(f"cannot {what} {where}: {error}{space}. Make room, or set nvme_path to another disk")
 
     def close(self) -> None:
-        """Waits for what is in flight and closes the file; mapped tensors stay readable until they are dropped."""
+        """Wait for transfers in flight and close the file; mapped tensors stay readable until they are dropped."""
         self._finalizer()
 
 
@@ -312,24 +317,24 @@ def _close_file(pool: ThreadPoolExecutor, descriptors: tuple[int, ...]) -> None:
 
 
 class PlannedFolder(SwapFolder):
-    """No folder."""
+    """Replacement of ``SwapFolder`` in a plan, without a folder."""
 
     def __init__(self) -> None:
         self.path = Path()
 
     def remove(self) -> None:
-        """There is nothing to remove."""
+        """Do nothing: there is no folder."""
 
 
 class PlannedFile(SwapFile):
-    """Regions that are tensors without values, in the tier "disk"."""
+    """Replacement of ``SwapFile`` in a plan: regions are tensors without values, in the tier "disk"."""
 
     def __init__(self) -> None:
         self.path, self.nbytes, self.settings, self.direct = Path(), 0, IoSettings(), True
         self._regions: dict[int, torch.Tensor] = {}
 
     def make_room(self, nbytes: int) -> None:
-        """The plan says in the end whether there is room."""
+        """Do nothing: the plan checks at its end whether there is room."""
 
     def reserve(self, nbytes: int) -> int:
         offset = self.nbytes

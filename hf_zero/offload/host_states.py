@@ -18,7 +18,7 @@ from hf_zero.observe import waiting
 
 @dataclass(frozen=True)
 class SubGroup:
-    """What is updated at a time: a range of one unit's shard and the segments inside it."""
+    """Unit of an update: a range of one unit's shard and the segments inside it."""
 
     unit: Unit
     range: Range
@@ -26,11 +26,11 @@ class SubGroup:
 
 
 class HostStates:
-    """Masters and moments in host memory; where training runs there too, they are where they would be anyway.
+    """Masters and moments in host memory; if training runs in host memory, they stay where they are.
 
     Args:
-        memory: For masters of units on a device.
-        apart: The training device has memory of its own.
+        memory: Allocator for masters of units on a device.
+        apart: Whether the training device has memory of its own.
     """
 
     tier = "host"
@@ -40,7 +40,7 @@ class HostStates:
         self._apart = apart
 
     def rest(self, unit: Unit) -> None:
-        """Moves the master of a new unit here."""
+        """Move the master of a new unit to this store."""
         if unit.master is not None and self._apart:
             master = self._memory.empty(unit.master.numel(), unit.master.dtype)
             master.copy_(unit.master)
@@ -51,47 +51,47 @@ class HostStates:
         return [Range(0, unit.layout.shard_numel)]
 
     def prepare(self, sub_group: SubGroup) -> None:
-        """``sub_group`` is updated next: starts reading it."""
+        """Start reading ``sub_group``, which is updated next."""
 
     def open(self, sub_group: SubGroup) -> None:
-        """Makes masters and states of ``sub_group``'s segments memory that can be written to."""
+        """Put masters and states of ``sub_group``'s segments into memory that can be written to."""
 
     def close(self, sub_group: SubGroup) -> None:
-        """``sub_group`` is updated: starts writing it back."""
+        """Start writing ``sub_group`` back after its update."""
 
     def flush(self) -> None:
-        """Waits for what is being written: masters and states can be read."""
+        """Wait for running writes: masters and states can be read afterwards."""
 
     def settle(self) -> None:
-        """Waits for all that is under way."""
+        """Wait for all running transfers."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Zeros of the segment's shape for its state ``name``, where such states rest."""
+        """Return zeros of the segment's shape for its state ``name``, in the tier of such states."""
         return torch.zeros(segment.range.numel, dtype=dtype)
 
     def adopt(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Moves states that were put into the inner optimizer from outside to where they rest."""
+        """Move states that were put into the inner optimizer from outside to their tier."""
 
     def nbytes(self, kept: int) -> int:
-        """Return bytes of masters and states that rest here; ``kept``: the sum of their sizes."""
+        """Return the bytes of masters and states in this store; ``kept``: the sum of their sizes."""
         return kept
 
     def close_all(self) -> None:
-        """Frees everything."""
+        """Free all memory and files."""
 
 
 class HostGradients(GradientPlace):
-    """One host buffer per unit, for the life of the engine.
+    """Gradients on the host: one host buffer per unit, as long as the engine lives.
 
-    [Note: gradients on the host] What one micro-step leaves is copied out in the type it arrived in. A further micro-step brings the
-    sum back, adds on the device, in the accumulation type, and copies it out again: the numbers are those of a sum that never left, no
-    thread waits, and the bus carries the two directions at once. What leaves stays alive as [Note: device memory in a lane] says.
+    [Note: gradients on the host] The gradient of a micro-step is copied to the host in the dtype it arrived in. A further micro-step
+    copies the sum back, adds on the device, in the accumulation type, and copies it out again: the numbers are those of a sum that never
+    left, no thread waits, and the bus carries the two directions at once. What leaves stays alive as [Note: device memory in a lane] says.
 
     Args:
-        memory: Of the buffers.
+        memory: Allocator of the buffers.
         device: The training device.
-        outward: Copies to the host.
-        listener: As in ``GradientPlace``.
+        outward: Lane of copies to the host.
+        listener: See ``GradientPlace``.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class HostGradients(GradientPlace):
         self._marks: dict[int, Mark] = {}
 
     def add(self, unit: Unit, total: torch.Tensor | None, received: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        unit.own.settle()  # the last update reads the buffer
+        unit.own.settle()  # the last update may still read the buffer
         with self._outward.entered():
             leaving = received
             if total is not None:

@@ -1,4 +1,4 @@
-"""What rests off the device, as storages of shards and a store of optimizer state."""
+"""Choose which state is kept off the device: make the storages of shards and the store of optimizer state."""
 
 from __future__ import annotations
 
@@ -42,27 +42,27 @@ def trains_on_host(device: torch.device) -> bool:
 
 
 def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
-    """What rests elsewhere, as the end of a line; empty when nothing does."""
+    """Describe the offloaded state, as the end of a log line; "" if there is none."""
     parts = [("optimizer states", settings.optimizer.device, True), ("parameters", settings.param.device, stage.parameters_sharded)]
     return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
 
 def init_shard_storage(device: torch.device, pin_memory: bool) -> ShardStorage:
-    """Return where ``zero.Init`` keeps offloaded shards until ``initialize`` puts them to where they rest."""
+    """Return the storage in which ``zero.Init`` keeps offloaded shards until ``initialize`` moves them to their final storage."""
     return ON_DEVICE if trains_on_host(device) else HostStorage(HostMemory(device, pin_memory), CopyLane(device), passing=True)
 
 
 class Offloading:
-    """Where the units of one engine keep shards, masters, moments and gradients.
+    """Storages of one engine's shards, masters, moments and gradients.
 
     Attributes:
-        state_store: Where masters and moments live; None when the optimizer is not offloaded.
+        state_store: Store of masters and moments; None when the optimizer is not offloaded.
 
     Args:
-        settings: What rests where.
+        settings: The tiers of all state.
         precision: Element types.
         collectives: The data-parallel axis.
-        stage: ``offload_param`` means something only where it shards parameters (3).
+        stage: The ZeRO stage; ``offload_param`` has an effect only at stage 3.
     """
 
     def __init__(self, settings: OffloadSettings, precision: PrecisionPolicy, collectives: Collectives, stage: StagePolicy) -> None:
@@ -81,10 +81,10 @@ class Offloading:
         self._returning: ShardStorage = ON_DEVICE
         self._on_host: ShardStorage = ON_DEVICE
         self._in_file: ShardStorage | None = None
-        self._kept_numel = 0  # elements of shards that `max_in_cpu` keeps in host memory
-        self._left_numel = 0.0  # elements whose states may still stay on the device
+        self._kept_numel = 0  # number of shard elements that `max_in_cpu` keeps in host memory
+        self._left_numel = 0.0  # number of elements whose states may still stay on the device
         self._inward, self._outward = CopyLane(self._device), CopyLane(self._device)
-        self._mode = "none"  # of `offload_overlap`, settled by `prepare`
+        self._mode = "none"  # mode of `offload_overlap`, chosen by `prepare`
         self._param_itemsize = 4.0
 
     # -- before units are made ----------------------------------------------------------------------------------------
@@ -98,14 +98,14 @@ class Offloading:
         passing_bytes: int = 0,
         param_itemsize: float = 4.0,
     ) -> None:
-        """Checks that memory and disk have room, and reserves the disk's; collective.
+        """Check that memory and disk have room, and reserve the disk's; collective.
 
         Args:
             inner: The optimizer, over the model's parameters; None for an engine that only runs forward.
-            trained_numel: Elements that it trains, of all ranks' shards.
+            trained_numel: Number of elements that it trains, of all ranks' shards.
             frozen_numel: Elements of frozen units.
             largest_numel: Elements of the largest block.
-            passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: each block's go when its new ones are there.
+            passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: those of a block are freed when its new ones exist.
             param_itemsize: Bytes of an element of the units, on average.
 
         Raises:
@@ -133,13 +133,13 @@ class Offloading:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
 
     def _need(self, types: dict[str, torch.dtype], trained: int, numel: int, largest: int) -> dict[str, int]:
-        """Return bytes of host memory by what they are for.
+        """Return the bytes of host memory that are needed, by purpose.
 
         Args:
             types: States per element.
             trained: Elements of this rank whose optimizer is offloaded.
             numel: All elements of this rank.
-            largest: Those of the largest block.
+            largest: Elements of the largest block.
         """
         master, param = self._master_dtype().itemsize, self._param_itemsize
         apart = self._apart or self._precision.master_dtype is not None  # a master that is not the shard itself
@@ -161,7 +161,9 @@ class Offloading:
         return {name: math.ceil(nbytes) for name, nbytes in need.items()}
 
     def _remedies(self, need: Mapping[str, int], largest: int) -> str:
-        """What lessens ``need`` by how much, as a sentence; ``largest``: elements of the largest block on this rank."""
+        """Return a sentence that says which settings reduce ``need`` by how much; ``largest``: elements of the largest
+        block on this rank.
+        """
         master, param = self._master_dtype().itemsize, self._param_itemsize
         states, parameters = need.get("masters and optimizer states", 0), need.get("parameters", 0)
         optimizer = states + need.get("gradients", 0) + need.get("updated shards", 0)
@@ -178,11 +180,11 @@ class Offloading:
 
     @property
     def updates_overlap(self) -> bool:
-        """Return whether updates may go on after a step; known once ``prepare`` was called."""
+        """Return whether updates may continue after a step; known once ``prepare`` was called."""
         return self._mode != "none"
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
-        """What `offload_overlap` comes to here: none, forward or full."""
+        """Return the mode that `offload_overlap` means for this engine: none, forward or full."""
         wish = self._settings.overlap
         if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
             return "none"
@@ -191,7 +193,7 @@ class Offloading:
         return "forward" if wish == "full" and self._optimizer.device == "nvme" else wish
 
     def _overlap(self, need: int) -> OverlapPolicy:
-        """When units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
+        """Return the policy of when units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
         ranks = ranks_on_this_host(self._collectives.data.world)
         threads, free = None, None
         if self._apart:
@@ -240,7 +242,7 @@ class Offloading:
         return folder, file
 
     def _on_all(self, work: Callable[[], T]) -> T:
-        """Does ``work`` on every rank, failing on all when it fails on one; collective."""
+        """Run ``work`` on every rank, and raise on all ranks if it fails on one; collective."""
         results: list[T] = []
         text, cause = "", None
         try:
@@ -255,11 +257,11 @@ class Offloading:
     # -- while units are made, in the order of forward ----------------------------------------------------------------
 
     def shard_storage(self, numel: int, trained: bool) -> ShardStorage:
-        """Return where the next unit's shard rests.
+        """Return the storage of the next unit's shard.
 
         Args:
             numel: Elements of the unit.
-            trained: An optimizer updates it.
+            trained: Whether an optimizer updates it.
         """
         if not self._offloads_param:
             return self._returning if trained and not self.stays(numel) else ON_DEVICE
@@ -276,7 +278,7 @@ class Offloading:
         return self.state_store is None or numel <= self._left_numel
 
     def take(self, unit: Unit) -> None:
-        """Moves the master of a new unit to where it rests."""
+        """Move the master of a new unit to its tier."""
         if self.state_store is None or not unit.trainable:
             return
         if self.stays(unit.layout.numel):
@@ -285,12 +287,12 @@ class Offloading:
             self.state_store.take(unit)
 
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
-        """Return where ``unit``'s reduced gradients are summed; None is where they arrive."""
+        """Return the place in which ``unit``'s reduced gradients are summed; None if they stay where they arrive."""
         return self._gradients if self.state_store is not None and self.state_store.holds(unit) else None
 
 
 def _leave_out(need: dict[str, int], nbytes: int) -> None:
-    """Lessens what parameters need by ``nbytes`` that are taken already and go as the new memory comes."""
+    """Reduce the need of parameters by ``nbytes`` that are allocated already, and are freed as the new memory is allocated."""
     for name in ("parameters", "buffers of parameters"):
         less = min(need.get(name, 0), max(0, nbytes))
         if less:

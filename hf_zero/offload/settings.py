@@ -1,4 +1,4 @@
-"""What an engine keeps off its device, and how it is reached."""
+"""Define settings: which state an engine keeps off its device, and how it accesses the state."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from hf_zero.offload.files import IoSettings
 
 @dataclass(frozen=True)
 class OptimizerOffload:
-    """Where masters and optimizer states rest.
+    """Settings of masters and optimizer states.
 
     Attributes:
         device: "none" (the device that trains), "cpu" or "nvme".
-        folder: Of the files, with "nvme"; None is the working folder.
-        ratio: Share of the elements whose states rest there.
+        folder: Folder of the files, with "nvme"; None is the working folder.
+        ratio: Share of the elements whose states are offloaded.
         pin_memory: Page-lock host memory.
-        buffer_count: Buffers for files, each of the largest block's shard.
+        buffer_count: Number of buffers for files, each of the size of the largest block's shard.
         pipeline_read: Read ahead.
         pipeline_write: Write while the next is updated.
         cores: Share of the host's cores that updates may use.
@@ -36,13 +36,13 @@ class OptimizerOffload:
 
 @dataclass(frozen=True)
 class ParamOffload:
-    """Where the shards of parameters rest at stage 3.
+    """Settings of the shards of parameters at stage 3.
 
     Attributes:
         device: "none" (the device that trains), "cpu" or "nvme".
-        folder: Of the files, with "nvme"; None is the working folder.
+        folder: Folder of the files, with "nvme"; None is the working folder.
         pin_memory: Page-lock host memory.
-        buffer_count: Buffers for files, each of the largest block's shard.
+        buffer_count: Number of buffers for files, each of the size of the largest block's shard.
         max_in_cpu: Elements of this rank that stay in host memory with "nvme".
     """
 
@@ -55,13 +55,13 @@ class ParamOffload:
 
 @dataclass(frozen=True)
 class OffloadSettings:
-    """What rests where.
+    """Settings of all offloaded state.
 
     Attributes:
         optimizer: Masters and optimizer states.
         param: Shards of parameters.
         overlap: When updates on the host may go on after a step: "auto", "none", "forward" or "full".
-        io: How files are accessed.
+        io: Settings of file access.
     """
 
     optimizer: OptimizerOffload = field(default_factory=OptimizerOffload)

@@ -1,4 +1,4 @@
-"""Storages of shards away from the device: updated on the host and sent back, kept in host memory, kept in a file."""
+"""Store shards away from the device: updated on the host and sent back, kept in host memory, or kept in a file."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _no_memory() -> torch.Tensor:
 
 @dataclass
 class _Frame:
-    """A host buffer that travels: which unit it holds, and what must end before it may hold another."""
+    """A host buffer of copies: the unit whose shard it holds, and the copies that must end before it may hold another."""
 
     unit: ShardOwner | None = None
     memory: torch.Tensor = field(default_factory=_no_memory)  # uint8
@@ -35,7 +35,7 @@ class _Frame:
         return self.memory[: unit.shard.nbytes].view(unit.shard.dtype)
 
     def settle(self) -> None:
-        """Waits until no copy reads or writes the buffer."""
+        """Wait until no copy reads or writes the buffer."""
         transfer, mark = self.transfer, self.mark
         self.transfer = self.mark = None
         if transfer is not None:
@@ -55,14 +55,14 @@ class _Frames:
         """Return the buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
         frame = self._frames.pop(0)
         self._frames.append(frame)
-        for other in self._frames:  # what it held of ``unit`` is outdated: the only unit of a model comes around before it is overwritten
+        for other in self._frames:  # outdated contents: with a single unit they are found before they are overwritten
             if other.unit is unit:
                 other.unit = None
         frame.unit = None
         frame.settle()
         nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
         if frame.memory.numel() < nbytes:
-            frame.memory = _no_memory()  # before the new one is there
+            frame.memory = _no_memory()  # freed before the new one is allocated
             frame.memory = self._memory.empty(nbytes, torch.uint8, pinned=True)
         frame.unit = unit
         return frame
@@ -75,7 +75,7 @@ class _Frames:
         """Return the buffer that was taken for ``unit`` and has its new values.
 
         Raises:
-            StateError: None was, or it has gone to another unit.
+            StateError: No buffer was taken, or it has been given to another unit.
         """
         found = self.holding(unit)
         if found is None:
@@ -83,31 +83,31 @@ class _Frames:
         return found
 
     def settle(self) -> None:
-        """Waits for what is in flight; what the buffers hold stays known."""
+        """Wait for running copies; the contents of the buffers stay valid."""
         for frame in self._frames:
             frame.settle()
 
     def drop(self, unit: ShardOwner | None = None) -> None:
-        """Forgets what the buffers hold, of ``unit`` or of all; waits for what is in flight."""
+        """Invalidate the contents of the buffers, of ``unit`` or of all; waits for running copies."""
         for frame in self._frames:
             if unit is None or frame.unit is unit:
                 frame.unit = None
                 frame.settle()
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Free the memory."""
         self.drop()
         for frame in self._frames:
             frame.memory = _no_memory()
 
 
 class ReturningStorage(ShardStorage):
-    """Shards stay on the device, but are updated on the host: new values go through buffers.
+    """Storage on the device for shards that are updated on the host: new values go through buffers.
 
     Args:
-        memory: Of the buffers.
-        lane: Copies to the device.
-        lasting: One buffer per unit, so that updates of all may be under way at once; else two for all, in turn.
+        memory: Allocator of the buffers.
+        lane: Lane of copies to the device.
+        lasting: Whether each unit has a buffer, so that updates of all may run at once; otherwise two buffers serve all units in turn.
     """
 
     def __init__(self, memory: HostMemory, lane: CopyLane, lasting: bool = False) -> None:
@@ -126,7 +126,7 @@ class ReturningStorage(ShardStorage):
     def send(self, unit: ShardOwner) -> None:
         frame = self._frames(unit).filled(unit)
         frame.mark = self._lane.copy(unit.shard, frame.view(unit))
-        # Whatever the device does next may read the shard.
+        # The next operation of the device may read the shard.
         frame.mark.order()
 
     def close(self) -> None:
@@ -135,15 +135,15 @@ class ReturningStorage(ShardStorage):
 
 
 class HostStorage(ShardStorage):
-    """Shards rest in page-locked host memory and go to the device when their unit is unsharded.
+    """Storage in page-locked host memory; shards are copied to the device when their unit is unsharded.
 
     A unit frees the buffer that the lane fills only after it has waited for the all-gather, ``arrive`` included, so nothing else
     keeps it alive ([Note: device memory in a lane]).
 
     Args:
-        memory: Of the shards.
-        lane: Copies to the device.
-        passing: As in ``ShardStorage``.
+        memory: Allocator of the shards.
+        lane: Lane of copies to the device.
+        passing: See ``ShardStorage``.
     """
 
     reshards = True
@@ -186,13 +186,13 @@ class _Place:
 
 @dataclass
 class _Course:
-    """Which way the units are being asked for: up in forward, down in backward."""
+    """Direction in which units are requested: up in forward, down in backward."""
 
     last: int = -1
     step: int = field(default=1)
 
     def go(self, index: int) -> int:
-        """Notes that ``index`` was asked for; returns +1 or -1."""
+        """Record a request for ``index``; return +1 or -1."""
         if index != self.last:
             self.step = 1 if index > self.last else -1
         self.last = index
@@ -200,14 +200,14 @@ class _Course:
 
 
 class FileStorage(ShardStorage):
-    """Shards rest in a file; those that come next are read ahead into a few buffers.
+    """Storage in a file; the next shards are read ahead into a few buffers.
 
     Args:
-        folder: Where the file is made; goes when the last unit goes that rests here.
+        folder: Folder of the file; removed with the last unit that is stored in it.
         file: The file.
-        memory: Of the buffers.
-        lane: Copies to the device.
-        count: Buffers.
+        memory: Allocator of the buffers.
+        lane: Lane of copies to the device.
+        count: Number of buffers.
     """
 
     reshards = True

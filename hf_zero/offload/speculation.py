@@ -1,4 +1,4 @@
-"""Steps taken during backward, on copies, before it is known whether ``step`` will ask for the same."""
+"""Step units on copies during backward, before it is known whether ``step`` will compute the same update."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
 
 
 class Spares:
-    """Host memory for the second copies of states, used again and again, up to a limit.
+    """Host memory for the second copies of states, reused, up to a limit.
 
     Attributes:
         nbytes: Bytes allocated so far.
 
     Args:
-        memory: Where it comes from.
-        most_bytes: The limit.
+        memory: Allocator of the memory.
+        most_bytes: The limit in bytes.
     """
 
     def __init__(self, memory: HostMemory, most_bytes: int) -> None:
@@ -40,7 +40,7 @@ class Spares:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """A tensor like each of ``wanted``, 1D, with any content; None when the limit is reached."""
+        """Return a tensor like each of ``wanted``, 1D, with any content; None when the limit is reached."""
         found: list[torch.Tensor] = []
         for like in wanted:
             free = self._free.get((like.numel(), like.dtype))
@@ -55,22 +55,22 @@ class Spares:
         return found
 
     def give(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Takes back tensors that are read no more."""
+        """Return tensors to the pool once nothing reads them."""
         for tensor in tensors:
             self._free.setdefault((tensor.numel(), tensor.dtype), []).append(tensor)
 
 
 @dataclass
 class _Shadow:
-    """The copy of one segment that is stepped in its place."""
+    """Copy of one segment that is stepped instead of the segment."""
 
     segment: OwnedSegment
     tensor: torch.Tensor
     present: dict[str, Any]  # states of the segment
-    state: dict[str, Any]  # of the copy: spare tensors, and clones of single numbers
+    state: dict[str, Any]  # states of the copy: spare tensors, and clones of single numbers
 
     def fill(self, threads: int) -> None:
-        """Copies the states."""
+        """Copy the states."""
         for name, value in self.present.items():
             if value.ndim:
                 copy(self.state[name], value.view(-1), threads=threads)
@@ -78,7 +78,7 @@ class _Shadow:
                 self.state[name] = value.clone()
 
     def install(self) -> list[torch.Tensor]:
-        """Makes the copy the segment's state; returns the memory of the old one."""
+        """Make the copy the segment's state; return the memory of the old state."""
         old = []
         for name, value in self.present.items():
             if value.ndim:
@@ -91,11 +91,11 @@ class _Shadow:
 
 @dataclass
 class Speculation:
-    """One unit's step on copies of its master and moments; ``begin``, ``run`` and ``finish`` make them the real ones.
+    """One unit's step on copies of its master and moments; ``begin``, ``run`` and ``finish`` turn the copies into the real state.
 
     [Note: speculative steps] During the backward that completes an optimizer step a unit is stepped as soon as its gradient is on the
     host, as if nothing would be clipped or overflow. The present values stay untouched, so nothing has to be computed backwards: ``step``
-    compares what the copies were made from and with (values, gradient, factor, learning rate) with what it is about to use, and
+    compares the inputs of the speculation (values, gradient, factor, learning rate) with those that it is about to use, and
     either exchanges the memory of the two or forgets the copies and updates as usual. A gradient that was clipped, changed by hand,
     dropped by ``zero_grad`` or completed by another backward fails that comparison like any other change. Both ways do the same
     arithmetic on the same numbers.
@@ -103,14 +103,14 @@ class Speculation:
     Attributes:
         unit: The unit.
         grad: Its gradient on the host.
-        factor: What the gradient is multiplied with first.
+        factor: Factor by which the gradient is multiplied first.
         stepper: Has the optimizer, its hyper-parameters by group, and the most threads to use.
         master: (shard_numel,) copy.
-        low: (shard_numel,): takes the new shard; None where the master is the shard.
-        own_low: ``low`` is a spare, not what the unit's shard storage has for new shards.
+        low: (shard_numel,): receives the new shard; None if the master is the shard.
+        own_low: Whether ``low`` is a spare tensor, not the buffer of the unit's shard storage.
         shadows: The copies of its segments.
-        spares: Where the copies' memory comes from.
-        future: The step.
+        spares: Pool of the copies' memory.
+        future: The running step.
     """
 
     unit: Unit
@@ -123,7 +123,7 @@ class Speculation:
     shadows: list[_Shadow]
     spares: Spares
     future: Future[None] | None = None
-    _read: list[tuple[torch.Tensor, int]] = field(init=False)  # what it is computed from, and its version
+    _read: list[tuple[torch.Tensor, int]] = field(init=False)  # the input tensors, with their versions
     _target: torch.Tensor | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
@@ -136,14 +136,14 @@ class Speculation:
         """Return the step.
 
         Raises:
-            StateError: It was not given to the other thread.
+            StateError: The step was not submitted to the other thread.
         """
         if self.future is None:
             raise StateError(f"the step of a copy of {self.unit.name} was never begun")
         return self.future
 
     def step(self, settle: Callable[[Unit], None]) -> None:
-        """Steps the copies; in the other thread.
+        """Step the copies; runs in the other thread.
 
         Args:
             settle: Waits until the gradient can be read.
@@ -167,7 +167,7 @@ class Speculation:
             )
 
     def fits(self, update: UnitUpdate) -> bool:
-        """Return whether it is what ``update`` would compute."""
+        """Return whether the speculation computes the same as ``update``."""
         return (
             update.grad is self.grad
             and update.factor == self.factor
@@ -188,7 +188,7 @@ class Speculation:
 
     def run(self) -> None:
         self.begun().result()
-        if self.low is None:  # the master is the shard, which stays where it is
+        if self.low is None:  # the master is the shard, whose memory stays
             copy(self._read[1][0], self.master, threads=self.stepper.threads)
         elif self._target is not None:
             sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
@@ -212,7 +212,7 @@ class Speculation:
         self.spares.give(old)
 
     def spare_tensors(self) -> list[torch.Tensor]:
-        """What it holds of ``spares``."""
+        """Return the tensors of ``spares`` that it holds."""
         states = [value for shadow in self.shadows for value in shadow.state.values() if value.ndim]
         return [self.master, *states, *([self.low] if self.own_low and self.low is not None else [])]
 
@@ -221,7 +221,7 @@ class Speculator:
     """Steps units during backward, as far as there is memory for their copies.
 
     Args:
-        thread: Where they are stepped.
+        thread: Thread of the steps.
         spares: Memory of the copies.
     """
 
@@ -234,18 +234,18 @@ class Speculator:
         self._speculations: dict[int, Speculation] = {}
 
     def expect(self, segments: Segments, stepper: SubGroupStepper | None, scale: float) -> None:
-        """A backward begins.
+        """Note that a backward begins.
 
         Args:
-            segments: What the step after it updates.
+            segments: Segments that the step after it updates.
             stepper: Hyper-parameters of that step; None if another backward comes before it.
             scale: Loss scale that the gradients carry.
         """
         self._segments, self._stepper = segments, stepper
-        self._factor = float(torch.ones(()) / scale)  # to the bit what the step divides by where nothing is clipped
+        self._factor = float(torch.ones(()) / scale)  # bit for bit the divisor of a step without clipping
 
     def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
-        """``unit``'s gradient is reduced, and can be read after ``settle(unit)``."""
+        """Start the speculation of ``unit``, whose gradient is reduced, and can be read after ``settle(unit)``."""
         former = self._speculations.pop(id(unit), None)
         if former is not None:
             self._drop(former)
@@ -259,11 +259,11 @@ class Speculator:
         if stepper is None or master is None:
             return None
         present = {segment: segment.state for segment in self._segments.of(unit)}
-        # Cut segments are views of one master, which a finished step replaces as a whole.
+        # Cut segments are views of one master, which a finished step replaces completely.
         if any(segment.rests for segment in present) or not present or not all(_can_be_copied(state) for state in present.values()):
             return None
         low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
-        own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # what backward reads: it must stay as it is
+        own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # backward reads it: it must not change
         wanted = [master, *(value for state in present.values() for value in state.values() if value.ndim)]
         taken = self._spares.take([*wanted, low] if low is not None and own_low else wanted)
         if taken is None:
@@ -282,29 +282,31 @@ class Speculator:
         return Speculation(unit, grad, self._factor, stepper, copy, low, own_low, shadows, self._spares)
 
     def take(self, update: UnitUpdate) -> Speculation | None:
-        """Return the speculation that computes what ``update`` would, if there is one that has begun."""
+        """Return the speculation that computes the same as ``update``, if there is one that has begun."""
         speculation = self._speculations.pop(id(update.unit), None)
         if speculation is None:
             return None
-        if speculation.fits(update) and not speculation.begun().cancel():  # one that has not begun is dropped
+        if speculation.fits(update) and not speculation.begun().cancel():  # a speculation that has not begun is dropped
             return speculation
         self._drop(speculation)
         return None
 
     def halt(self) -> None:
-        """Backward is over: what has not begun never does. In place an update moves less memory, and the norm wants the processors."""
+        """Drop speculations that have not begun when backward is over: an update in place moves less memory, and the norm needs the
+        processors.
+        """
         for speculation in self._speculations.values():
             speculation.begun().cancel()
 
     def forget(self) -> None:
-        """No step comes any more."""
+        """Drop all speculations, because no step follows."""
         for speculation in self._speculations.values():
             self._drop(speculation)
         self._speculations.clear()
         self._segments, self._stepper = Segments(), None
 
     def _drop(self, speculation: Speculation) -> None:
-        """Its memory may be used again at once: the one thread that writes to it begins the next work when this has ended."""
+        """Free the memory of a speculation for reuse; the only thread that writes to it begins its next work after this one has ended."""
         speculation.begun().cancel()
         self._spares.give(speculation.spare_tensors())
 

@@ -1,4 +1,4 @@
-"""Updates of offloaded state: unit by unit in the order of forward, each unit's new shard on its way back while the next is updated."""
+"""Update offloaded state unit by unit in the order of forward; each unit's new shard is copied back while the next unit is updated."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """When units are updated; what is computed is the same.
+    """Policy of when units are updated; the numbers are the same with every policy.
 
     Attributes:
-        forward: Updates of sharded units go on after ``step``, while the next forward runs. Only for optimizers whose
+        forward: Updates of sharded units continue after ``step``, while the next forward runs. Only for optimizers whose
             step changes nothing but tensors of its own unit (``HostOptimizer``), and shard storages whose ``outgoing`` is each
             unit's own.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
-        threads: As in ``StateStore``.
+        threads: See ``StateStore``.
     """
 
     forward: bool = False
@@ -40,16 +40,16 @@ class OverlapPolicy:
 
 
 class OffloadedStateStore(StateStore):
-    """Masters and moments of some units rest on the host or in a file; those of the others stay on the device.
+    """Store in which masters and moments of some units are on the host or in a file, and those of other units on the device.
 
     Attributes:
-        speculator: Is told of gradients that arrive; None without steps during backward.
+        speculator: Is notified of gradients that arrive; None without steps during backward.
 
     Args:
-        states: Where the offloaded ones rest.
+        states: Store of the offloaded state.
         accumulation_dtype: Type of gradients.
-        policy: When units are updated.
-        memory: For copies of states.
+        policy: Policy of when units are updated.
+        memory: Allocator for copies of states.
     """
 
     def __init__(self, states: HostStates, accumulation_dtype: torch.dtype, policy: OverlapPolicy, memory: HostMemory) -> None:
@@ -66,7 +66,7 @@ class OffloadedStateStore(StateStore):
         self._last: Future[None] | None = None
 
     def take(self, unit: Unit) -> None:
-        """Moves the master of a new unit to where it rests."""
+        """Move the master of a new unit to its tier."""
         self._offloaded.add(id(unit))
         if self.states.tier != "host":
             self.in_files = self.in_files | {id(unit)}
@@ -104,8 +104,9 @@ class OffloadedStateStore(StateStore):
         return SubGroupStepper(self.inner, self._accumulation_dtype, self.threads)
 
     def _overlaps(self) -> bool:
-        """Whether this step's updates may run in the other thread: not the first, which makes the states, nor one with a rate in a tensor,
-        which a scheduler changes in place."""
+        """Return whether this step's updates may run in the other thread: not in the first step, which makes the states, nor if a learning
+        rate is a tensor, which a scheduler changes in place.
+        """
         in_tensors = any(isinstance(value, torch.Tensor) for group in self.inner.param_groups for value in group.values())
         return self.policy.forward and bool(self.inner.state) and not in_tensors
 
@@ -140,7 +141,7 @@ class OffloadedStateStore(StateStore):
             unit.shard_storage.flush()
 
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
-        """In the order of forward, but first those of unsharded units, for which ``step`` waits."""
+        """Return the updates in the order of forward, but updates of unsharded units, for which ``step`` waits, come first."""
         by_id = self._sub_groups_by_unit()
         units = [unit for unit in trained_of(self.units) if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
@@ -159,7 +160,7 @@ class OffloadedStateStore(StateStore):
         ]
 
     def _start(self, updates: Sequence[UnitUpdate]) -> None:
-        """Hands the updates to the other thread."""
+        """Submit the updates to the other thread."""
         for update in updates:
             work: Work = (self.speculator.take(update) if self.speculator is not None else None) or update
             work.begin()
@@ -169,7 +170,7 @@ class OffloadedStateStore(StateStore):
 
     def _run(self, work: Work) -> None:
         work.run()
-        self.states.flush()  # who waits for the unit may read its master in the file
+        self.states.flush()  # code that waits for the unit may read its master in the file
 
     def settle(self) -> None:
         units, self._underway = self._underway, []
@@ -187,7 +188,7 @@ class OffloadedStateStore(StateStore):
                 stepper.step(run, [segment.gradient(by_unit[id(segment.unit)]) for segment in run])
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:
-        """What is updated at a time, by id of the unit in the order of forward; units without a segment on this rank are left out."""
+        """Return the sub-groups by id of their unit, in the order of forward; units without a segment on this rank are left out."""
         if self._sub_groups is None:
             self._sub_groups = {
                 id(unit): [_sub_group(unit, part, segments) for part in self.ranges(unit)]
@@ -217,7 +218,7 @@ class OffloadedStateStore(StateStore):
         for wait in waits:
             try:
                 wait()
-            except Exception as error:  # the states are needed no more, and destroy() must not fail
+            except Exception as error:  # the states are not needed any more, and destroy() must not fail
                 failures.append(error)
         if failures:
             logger.warning("an update that was under way has failed: %s", failures[0])

@@ -1,4 +1,4 @@
-"""Updates of single units, and the thread that runs them beside the training loop."""
+"""Update single units, and run updates in a thread beside the training loop."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 
 class Work(Protocol):
-    """An update in three parts: ``begin`` and ``finish`` belong to the training thread, ``run`` may happen in another."""
+    """An update in three parts: ``begin`` and ``finish`` run in the training thread, ``run`` may run in another."""
 
     def begin(self) -> None:
-        """Reserves what ``run`` writes to."""
+        """Reserve the memory that ``run`` writes to."""
 
     def run(self) -> None:
-        """Computes; touches neither devices nor the unit."""
+        """Compute the update; uses neither devices nor the unit."""
 
     def finish(self) -> None:
-        """Brings the new shard to where it rests."""
+        """Move the new shard to its storage."""
 
 
 @dataclass
@@ -36,11 +36,11 @@ class UnitUpdate:
 
     Attributes:
         unit: The unit.
-        sub_groups: What it is cut into, each with the sub-group that follows it.
+        sub_groups: The unit's sub-groups, each with the one that follows it.
         grad: (shard_numel,), in host memory.
-        factor: What the gradient is multiplied with first.
+        factor: Factor by which the gradient is multiplied first.
         stepper: Steps a sub-group.
-        states: Where masters and moments rest.
+        states: Store of masters and moments.
     """
 
     unit: Unit
@@ -49,7 +49,7 @@ class UnitUpdate:
     factor: float
     stepper: SubGroupStepper
     states: HostStates
-    _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): where the new shard goes; None: it is the master
+    _target: torch.Tensor | None = field(default=None, init=False)  # (shard_numel,): buffer of the new shard; None: it is the master
 
     def begin(self) -> None:
         self._target = None if self.unit.master is self.unit.shard else self.unit.shard_storage.outgoing(self.unit)
@@ -70,7 +70,7 @@ class UnitUpdate:
         self.stepper.step(trained, grads, self.factor, lows)
         if target is not None:
             for segment in sub_group.segments:
-                if segment.rests:  # the whole shard is sent
+                if segment.rests:  # the complete shard is sent
                     segment.within(target).copy_(segment.tensor)
         self.states.close(sub_group)
         if target is not None:
@@ -82,7 +82,7 @@ class UnitUpdate:
 
 
 def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:
-    """Zeroes what of ``sub_group`` lies in no segment; a buffer may hold anything there."""
+    """Zero the elements of ``sub_group`` outside its segments; a buffer may hold anything there."""
     end = sub_group.range.start
     for segment in sorted(sub_group.segments, key=lambda segment: segment.range.start):
         flat[end : segment.range.start].zero_()
@@ -92,20 +92,20 @@ def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:
 
 @dataclass(frozen=True)
 class Underway:
-    """What a unit waits for: its update in the other thread, and what the training thread has to do then."""
+    """The running update of a unit in the other thread, with the work of the training thread that follows it."""
 
     future: Future[None]
     finish: Callable[[], None]
 
     def wait(self) -> None:
-        """Blocks until it is; raises what it raised."""
+        """Wait until the update has ended; raise its error."""
         with span("await_update"), waiting("offload", "update"):
             self.future.result()
         self.finish()
 
 
 class UpdateThread:
-    """One thread that runs updates in the order they were given.
+    """One thread that runs updates in the order of submission.
 
     The kernels cut a range for several threads themselves and give up Python's lock while they run; what this thread holds
     the lock for is a few calls per unit.
@@ -121,9 +121,9 @@ class UpdateThread:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Runs ``work`` after all that was given before."""
+        """Run ``work`` after all work that was submitted before."""
         with self._lock:
-            if self._pool is None or self._process != os.getpid():  # a forked child has the object and no thread
+            if self._pool is None or self._process != os.getpid():  # a forked child has the object but no thread
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero update", initializer=self._enter)
                 self._process = os.getpid()
             return self._pool.submit(_without_grad, work)
@@ -133,12 +133,12 @@ class UpdateThread:
             torch.accelerator.set_device_index(self._device.index)
 
     def close(self) -> None:
-        """Ends the thread after all that was given."""
+        """End the thread after all submitted work."""
         if self._pool is not None and self._process == os.getpid():
             self._pool.shutdown(wait=True)
         self._pool = None
 
 
 def _without_grad(work: Callable[[], None]) -> None:
-    with torch.no_grad():  # the mode belongs to a thread
+    with torch.no_grad():  # the inference mode belongs to a thread
         work()

@@ -1,4 +1,4 @@
-"""The optimizer users hold when it is 1-bit Adam: plain updates in the warm-up, then compressed averages of the momentum."""
+"""Define the optimizer that users hold for 1-bit Adam: plain updates in the warm-up, then compressed averages of the momentum."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ WORKER_ERROR, SERVER_ERROR = "onebit_worker_error", "onebit_server_error"
 class OneBitSharded(ShardedOptimizer):
     """``ShardedOptimizer`` over a ``OneBitAdam``.
 
-    In the warm-up it gets reduced gradients, as every optimizer does. In the compressed phase it gets this rank's own, whole, and
+    In the warm-up it gets reduced gradients, as every optimizer does. In the compressed phase it gets this rank's own, unsharded, and
     communicates itself.
 
     Args:
-        inner: The hyper-parameters and the arithmetic.
+        inner: Optimizer with the hyper-parameters and the arithmetic.
         units: Trainable units.
         collectives: The axis whose ranks average.
     """
@@ -36,8 +36,8 @@ class OneBitSharded(ShardedOptimizer):
         super().__init__(inner, units)
         self.one_bit = inner
         self._collectives = collectives
-        self._compressed: list[CompressedUnit] | None = None  # made by the first compressed step, and anew after a load
-        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # errors of a checkpoint, until they are needed
+        self._compressed: list[CompressedUnit] | None = None  # made by the first compressed step, and again after a load
+        self._loaded: dict[str, Mapping[str, torch.Tensor]] = {}  # errors from a checkpoint, until they are needed
         for unit in self.units:
             if unit.master is not None and unit.master.dtype != torch.float32:
                 raise UnsupportedError(
@@ -46,7 +46,7 @@ class OneBitSharded(ShardedOptimizer):
                 )
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
-        """Refuse: codes and errors are laid out for all parameters.
+        """Raise if a parameter is to rest: codes and errors are laid out for all parameters.
 
         Raises:
             UnsupportedError: A parameter was frozen after ``initialize``.
@@ -59,7 +59,7 @@ class OneBitSharded(ShardedOptimizer):
             )
 
     def extend(self, units: Sequence[Unit]) -> None:
-        """Refuse, as ``rest``.
+        """Raise, because codes and errors are laid out for the present parameters.
 
         Raises:
             UnsupportedError: Always.
@@ -76,11 +76,11 @@ class OneBitSharded(ShardedOptimizer):
         return self.one_bit.frozen_at is not None
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """One update of masters and shards; collective in the compressed phase.
+        """Update masters and shards once; collective in the compressed phase.
 
         Args:
             shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) per unit.
-            factor: 0-dim; what the gradients are multiplied with first.
+            factor: 0-dim factor by which the gradients are multiplied first.
             updated: Called with each unit, in order, when its shard has its new value.
         """
         if self.compresses:
@@ -95,7 +95,7 @@ class OneBitSharded(ShardedOptimizer):
             self.one_bit.freeze()
 
     def _is_over(self) -> bool:
-        """Return whether the step just taken was the last of the warm-up; alike on all ranks, collective with "auto"."""
+        """Return whether the step just taken was the last of the warm-up; the same on all ranks, collective with "auto"."""
         steps = self.one_bit.steps_taken()
         if not self.one_bit.freezes_by_itself:
             limit = int(self.one_bit.param_groups[0]["freeze_step"])
@@ -107,7 +107,7 @@ class OneBitSharded(ShardedOptimizer):
         norm = torch.zeros((), dtype=torch.float64, device=self._collectives.topology.device)
         for segment in self.segments:
             norm += self.one_bit.state[segment.tensor]["exp_avg_sq"].sum(dtype=torch.float64)
-        # A sum over ranks even where all hold the same: the decision must be one.
+        # Summed over ranks even if all hold the same values: the ranks must take one decision.
         self._collectives.all_reduce(norm, "norm of the variance").wait()
         ratio = self.one_bit.note_variance(float(norm), float(self.one_bit.param_groups[0]["lr"]))
         if ratio is not None:
@@ -123,7 +123,7 @@ class OneBitSharded(ShardedOptimizer):
     # -- compressed phase -------------------------------------------------------------------------------------------------
 
     def _update_compressed(self, grads: Sequence[torch.Tensor]) -> None:
-        """Three moves per unit, each unit's messages on the wire while the next one is coded."""
+        """Update in three moves per unit, while each unit's messages are sent during the encoding of the next one."""
         units, step = self._units(), self.one_bit.steps_taken() + 1
         scattering: deque[tuple[CompressedUnit, Pending]] = deque()
         averages: deque[tuple[CompressedUnit, Pending, torch.Tensor]] = deque()
@@ -184,7 +184,7 @@ class OneBitSharded(ShardedOptimizer):
     # -- checkpoints ------------------------------------------------------------------------------------------------------
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Vectors that differ from rank to rank without being shards: kind -> unit -> (n,)."""
+        """Return the vectors that differ from rank to rank without being shards: kind -> unit -> (n,)."""
         if not self.compresses or self._compressed is None:
             return {name: dict(values) for name, values in self._loaded.items()}
         return {
@@ -193,11 +193,13 @@ class OneBitSharded(ShardedOptimizer):
         }
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restores what ``rank_states`` returned, for this rank at this number of ranks; without any, errors start from zero."""
+        """Restore what ``rank_states`` returned, for this rank and the same number of ranks; without saved vectors, errors start from
+        zero.
+        """
         self._compressed = None
         self._loaded = dict(states)
 
     def dismiss(self) -> None:
-        """Frees state and segments, errors included."""
+        """Free state and segments, errors included."""
         super().dismiss()
         self._compressed, self._loaded = None, {}

@@ -19,7 +19,7 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 
 
 class OneBitStepper(Stepper):
-    """A step over local gradients once the warm-up is over.
+    """Stepper over local gradients once the warm-up is over.
 
     [Note: the norm of local gradients] In the compressed phase no rank ever has the averaged gradient. The norm that is reported,
     clipped to and checked for overflow is then the root mean square over ranks of the norms of their own gradients, never less
@@ -27,7 +27,7 @@ class OneBitStepper(Stepper):
     """
 
     def prepare(self, boundary: bool) -> None:
-        """Before a backward: whether its gradients stay whole on each rank."""
+        """Decide before a backward whether its gradients stay on each rank without reduction."""
         super().prepare(boundary)
         self.reducer.exchange.keeps_whole = self._compresses
 
@@ -36,7 +36,7 @@ class OneBitStepper(Stepper):
         return isinstance(self.optimizer, OneBitSharded) and self.optimizer.compresses
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Norm of the gradients, with loss scale; collective."""
+        """Return the norm of the gradients, with loss scale; collective."""
         if not self._compresses:
             return super().norm_of(shards)
         return global_norm(shards, self.collectives, sharded=True) / math.sqrt(self.collectives.world)
@@ -47,10 +47,10 @@ class OneBitStepper(Stepper):
 
 
 def check_topology(policy: StagePolicy, topology: Topology) -> None:
-    """Refuses engines in which no rank has what it must compress.
+    """Raise for engines in which no rank has the complete gradients that it must compress.
 
     Raises:
-        UnsupportedError: Gradients, or the model itself, are divided over ranks.
+        UnsupportedError: Gradients, or the model itself, are sharded over ranks.
     """
     if policy.stage >= 2:
         raise UnsupportedError(
@@ -84,12 +84,14 @@ def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -
 
 
 class OneBitExchange(GradientExchange):
-    """Warm-up: sums rank by rank at stage 0 too. Compressed phase (``keeps_whole``, which the step sets): nothing is reduced.
+    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase (``keeps_whole``, which the step sets): no
+    reduction.
 
     Args:
         collectives: Network of the reductions.
         policy: Element types and factors.
-        averages: Gradients are averaged over ranks; otherwise summed, so that each rank's own count as often as there are ranks.
+        averages: Whether gradients are averaged over ranks; otherwise they are summed, so that each rank's own are multiplied by the
+            number of ranks.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy, averages: bool) -> None:

@@ -1,4 +1,4 @@
-"""One unit in the compressed phase of 1-bit Adam: its errors, its codes, and the update they give."""
+"""Run one unit through the compressed phase of 1-bit Adam: its errors, its codes, and its update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _SCALE_BYTES = 4
 
 
 def part_numel(padded_numel: int, world: int) -> int:
-    """Return elements of the part of a unit that one rank averages: equal for all ranks, the last ones maybe beyond the unit's end."""
+    """Return the number of elements of the part of a unit that one rank averages: equal for all ranks, the last parts may reach beyond the
+    unit's end.
+    """
     return round_up(-(-padded_numel // world), ALIGNMENT)
 
 
@@ -34,8 +36,8 @@ def part_ranges(layout: UnitLayout, part: Range) -> list[Range]:
 class CompressedUnit:
     """Errors and momentum of one unit, and the three moves of a step: ``pack``, ``serve``, ``finish``.
 
-    The unit is cut into one part per rank. A rank codes its momentum whole and sends each rank its part; it averages the parts
-    it receives, codes the average and sends that to all. What a code loses is added before the next coding: ``worker_error``
+    The unit is cut into one part per rank. A rank encodes its complete momentum and sends each rank its part; it averages the parts
+    it receives, encodes the average and sends it to all. The error of a code is added before the next encoding: ``worker_error``
     for the first, ``server_error`` for the second. All vectors are fp32 and as long as all parts together.
 
     Attributes:
@@ -65,11 +67,11 @@ class CompressedUnit:
         self.server_error = _zeros(self._part, device)
         self._spans = _group_spans(layout)
         self._sharded = layout.world > 1
-        self._code: torch.Tensor | None = None  # of the common momentum, (world, message bytes); where only its shard is kept in fp32
+        self._code: torch.Tensor | None = None  # messages of the common momentum, (world, message bytes), if only its shard is kept in fp32
         self._momentum = None if self._sharded else self._adopt_momentum()
         self._alive = self._find_alive()
 
-    # -- state that the warm-up left --------------------------------------------------------------------------------------
+    # -- state from the warm-up -------------------------------------------------------------------------------------------
 
     def _state(self, segment: OwnedSegment) -> dict[str, Any]:
         state: dict[str, Any] = self._inner.state[segment.tensor]
@@ -79,14 +81,14 @@ class CompressedUnit:
         return state
 
     def _flat(self, name: str) -> torch.Tensor:
-        """Return this rank's part of state ``name`` as one vector, (shard_numel,), zero where no segment is."""
+        """Return this rank's part of state ``name`` as one vector, (shard_numel,), with zeros outside segments."""
         flat = _zeros(self.unit.layout.shard_numel, self.unit.shard.device)
         for segment in self._segments:
             flat[segment.range.start : segment.range.stop] = self._state(segment)[name]
         return flat
 
     def _whole(self, name: str) -> torch.Tensor:
-        """State ``name`` of the whole unit, as long as all parts together; collective where it is sharded."""
+        """Return state ``name`` of the complete unit, as long as all parts together; collective if it is sharded."""
         flat = self._flat(name)
         whole = _zeros(self._collectives.world * self._part, flat.device)
         if self._sharded:
@@ -96,14 +98,14 @@ class CompressedUnit:
         return whole
 
     def _adopt_momentum(self) -> torch.Tensor:
-        """Puts the momentum of all segments into one vector that their states are views of."""
+        """Move the momentum of all segments into one vector, of which their states become views."""
         whole = self._whole("exp_avg")
         for segment in self._segments:
             self._state(segment)["exp_avg"] = whole[segment.range.start : segment.range.stop]
         return whole
 
     def _find_alive(self) -> torch.Tensor | None:
-        """Return which elements have a variance; None when all of them have.
+        """Return which elements have a variance, as a mask; None if all have one.
 
         [Note: elements without variance] An element that saw no gradient in the warm-up has no variance to be scaled by: a bit of
         its chunk's scale, divided by ``eps``, would move it far away. It takes no part in the compressed phase.
@@ -112,14 +114,14 @@ class CompressedUnit:
         return None if int(alive.sum()) == sum(int(table.counts.sum()) for table in self._tables) else alive
 
     def still_parameters(self) -> list[str]:
-        """Return names of parameters of which no element has a variance."""
+        """Return the names of parameters without any element that has a variance."""
         if self._alive is None:
             return []
         ranges = [(slot.name, slot.range) for slot in self.unit.layout.slots if slot.numel]
         return [name for name, part in ranges if not bool(self._alive[part.start : part.stop].any())]
 
     def holds_state(self) -> bool:
-        """Return whether the optimizer's states are still those this object works on; a load replaces them."""
+        """Return whether the optimizer's states are still those that this object works on; a load replaces them."""
         if self._momentum is None:
             return True
         start = self._momentum.data_ptr()
@@ -132,10 +134,10 @@ class CompressedUnit:
     # -- one step ---------------------------------------------------------------------------------------------------------
 
     def pack(self, grad: torch.Tensor) -> torch.Tensor:
-        """Codes this rank's momentum with its own gradient in it.
+        """Encode this rank's momentum, with its own gradient added.
 
         Args:
-            grad: This rank's gradient of the whole unit, (padded_numel,) fp32.
+            grad: This rank's gradient of the complete unit, (padded_numel,) fp32.
 
         Returns:
             (world, message bytes) uint8: row ``r`` is for rank ``r``.
@@ -149,7 +151,7 @@ class CompressedUnit:
         return messages
 
     def _fresh(self, grad: torch.Tensor) -> Fresh | None:
-        """Return the momentum to be coded, or None when the worker error has it already because the groups differ in ``beta1``."""
+        """Return the momentum to be encoded, or None if the worker error contains it already, because the groups differ in ``beta1``."""
         previous = self._previous()
         groups = [(self._inner.param_groups[group]["betas"][0], part) for group, part in self._spans]
         if len({beta1 for beta1, _ in groups}) == 1:
@@ -172,7 +174,7 @@ class CompressedUnit:
         return whole
 
     def serve(self, received: torch.Tensor) -> torch.Tensor:
-        """Averages this rank's part of all ranks' momenta and codes the average.
+        """Average this rank's part of all ranks' momenta and encode the average.
 
         Args:
             received: (world, message bytes) uint8: row ``r`` from rank ``r``.
@@ -187,7 +189,7 @@ class CompressedUnit:
         return message
 
     def finish(self, gathered: torch.Tensor, step: int) -> None:
-        """Takes the common momentum and updates this rank's segments of the masters; local.
+        """Decode the common momentum and update this rank's segments of the masters; local.
 
         Args:
             gathered: (world, message bytes) uint8: the averages of all parts; kept.
@@ -203,7 +205,7 @@ class CompressedUnit:
             state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
 
     def _targets(self, index: int, step: int) -> list[Target]:
-        """What of this rank's segments lies in part ``index``; a chunk never reaches over the end of a segment."""
+        """Return the parts of this rank's segments that lie in part ``index``; a chunk never crosses the end of a segment."""
         part, targets = Range(index * self._part, (index + 1) * self._part), []
         for segment in self._segments:
             here = segment.range.shift(self.unit.owned.start)
@@ -219,19 +221,19 @@ class CompressedUnit:
         return targets
 
     def _piece(self, index: int) -> slice:
-        """Return elements of part ``index``."""
+        """Return the slice of part ``index``."""
         return slice(index * self._part, (index + 1) * self._part)
 
     def _alive_in(self, index: int) -> torch.Tensor | None:
         return None if self._alive is None else self._alive[self._piece(index)]
 
     def _sent(self, messages: torch.Tensor, table: ChunkTable) -> Sent:
-        """What (workers, message bytes) of messages say of a part."""
+        """Return the codes of a part from messages (workers, message bytes)."""
         return Sent(messages[:, self._bits], messages.view(torch.float32)[:, : table.chunks])
 
 
 def _zeros(numel: int, device: torch.device) -> torch.Tensor:
-    """(numel,) fp32, read and written once a step."""
+    """Return (numel,) fp32 zeros, for tensors that are read and written once a step."""
     return host_memory.empty(numel, torch.float32, device).zero_()
 
 
@@ -245,7 +247,7 @@ def _scales_of(message: torch.Tensor, table: ChunkTable) -> torch.Tensor:
 
 
 def _group_spans(layout: UnitLayout) -> list[tuple[int, Range]]:
-    """Param groups of a unit with the elements of each; its parameters lie group by group."""
+    """Return the param groups of a unit with the range of each; its parameters are sorted by group."""
     spans: dict[int, Range] = {}
     for slot in layout.slots:
         if slot.numel:

@@ -1,1 +1,3 @@
-"""The process: its files, those of others that it reads, its exit status, its secrets, its C library. Standard library only."""
+"""Handle the process: its files, files of others that it reads, its exit status, its secrets, its C library. Uses the standard library
+only.
+"""

@@ -1,4 +1,4 @@
-"""The exit status of a process that ends before it has been told that something it had begun has failed.
+"""Set the exit status of a process that ends before it has learned that background work of it has failed.
 
 [Note: a status after the end] When the interpreter ends it has decided on its exit status already, and ignores what exit handlers raise.
 ``os._exit`` there would skip the handlers that come later, and files that are flushed when their objects go. What Python does promise:
@@ -21,23 +21,24 @@ from hf_zero.observe import logger
 STATUS = 120
 Lost = Callable[[bool], str]
 _promises: list[Lost] = []
-_listening_in = 0  # the process that looks at them when it ends
+_listening_in = 0  # the process that checks them when it ends
 
 
 def promise(lost: Lost) -> Callable[[], None]:
-    """Has the end of this process ask what became of something that goes on beside it.
+    """Check at the end of this process whether background work has failed, and set its exit status.
 
     Args:
-        lost: Says what was lost, and nothing when nothing was. Its argument tells whether threads may still be running, to be waited for.
+        lost: Returns a description of the loss, or nothing if there was none. Its argument says whether threads may still run, so that it
+            can wait.
 
     Returns:
-        What takes the promise back, once the caller's own code has heard of the outcome; calling it again does nothing.
+        A function that cancels the check, once the caller's own code knows the outcome; a second call does nothing.
     """
     global _listening_in
     if _listening_in != os.getpid():
-        _promises.clear()  # of the process that this one was forked from
+        _promises.clear()  # entries of the parent process from which this one was forked
         _listening_in = os.getpid()
-        # Late among what multiprocessing calls at the end, of its children too: those skip what atexit holds.
+        # Late among the functions that multiprocessing calls at the end, of child processes too: those skip atexit handlers.
         multiprocessing.util.Finalize(None, _at_end, exitpriority=-1000)
     _promises.append(lost)
 
@@ -55,7 +56,7 @@ def _at_end() -> None:
         logger.error("%s", text)
     if not texts or _ends_with_an_exception():
         return
-    if child and "--multiprocessing-fork" not in sys.orig_argv:  # forked; this flag is of those that were spawned
+    if child and "--multiprocessing-fork" not in sys.orig_argv:  # a forked child; this flag is set in spawned ones
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError, ValueError, AttributeError):
                 stream.flush()
@@ -64,17 +65,17 @@ def _at_end() -> None:
 
 
 def _ends_with_an_exception() -> bool:
-    raised = sys.exc_info()[1]  # by the function of a child
+    raised = sys.exc_info()[1]  # set if the function of a child raised
     if isinstance(raised, SystemExit):
         return bool(raised.code)
-    return raised is not None or hasattr(sys, "last_value")  # Python sets that when it prints what ends a process
+    return raised is not None or hasattr(sys, "last_value")  # Python sets it when it prints the error that ends a process
 
 
 class _LastFlushFails:
-    """Stands in for ``sys.stderr`` while exit handlers run.
+    """Replaces ``sys.stderr`` while exit handlers run.
 
     Args:
-        stream: The present one.
+        stream: The present ``sys.stderr``.
     """
 
     def __init__(self, stream: TextIO | None) -> None:
@@ -82,11 +83,11 @@ class _LastFlushFails:
 
     @property
     def closed(self) -> bool:
-        """Return whether the stream itself is: Python does not flush a closed one."""
+        """Return whether the stream itself is closed: Python does not flush a closed one."""
         return False
 
     def flush(self) -> None:
-        """Flushes; fails when the interpreter is past its exit handlers."""
+        """Flush the stream; raise if the interpreter has run its exit handlers."""
         if self._stream is not None and not self._stream.closed:
             self._stream.flush()
         if sys.is_finalizing():

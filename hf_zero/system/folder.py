@@ -1,8 +1,8 @@
-"""An open folder: files in it are made, renamed and deleted through its descriptor, whatever happens to its name meanwhile.
+"""Create, rename and delete files in an open folder through its descriptor, whatever happens to its name meanwhile.
 
 [Note: by descriptor] A path is looked up anew by each call that is given one. Between a look and what follows, another process may put a
 link, or another folder, in the place of the folder that was looked at. A descriptor stays with the folder that was opened, and names in
-it are taken as they are: neither a link nor a folder stands in for a file. Where ``/proc/self/fd`` is there, libraries that take paths only
+it are used literally: neither a link nor a folder can replace a file. Where ``/proc/self/fd`` is there, libraries that take paths only
 are given the descriptor's name there.
 """
 
@@ -25,15 +25,15 @@ class Folder:
 
     Attributes:
         path: Its name when it was opened, for messages.
-        descriptor: Of the open folder.
+        descriptor: Descriptor of the open folder.
 
     Args:
         path: Its name.
-        ours: It was made by this package, so it is no link. A link that a user names as a folder is followed.
+        ours: Whether this package created it, so that it cannot be a link. A link that a user names as a folder is followed.
         above: The open folder that it is opened in; ``path`` is the whole path all the same.
 
     Raises:
-        OSError: It cannot be opened, or is no folder; names ``path``.
+        OSError: It cannot be opened, or is not a folder; the message names ``path``.
     """
 
     descriptor: int
@@ -41,7 +41,7 @@ class Folder:
     def __init__(self, path: Path, ours: bool = False, above: Folder | None = None) -> None:
         self.path = path
         where = path.name if above is not None else os.fspath(path)
-        hidden = path.name.startswith(".") and path.name.endswith((".part", ".former"))  # nobody else gives such names
+        hidden = path.name.startswith(".") and path.name.endswith((".part", ".former"))  # only this package gives such names
         flags = _DIRECTORY | (_NOT_THROUGH_LINKS if ours or hidden or above is not None else 0)
         with told_of(path):
             self.descriptor = os.open(where, flags, dir_fd=above.descriptor if above is not None else None)
@@ -53,22 +53,22 @@ class Folder:
         self.close()
 
     def close(self) -> None:
-        """Closes it; a second call does nothing."""
+        """Close the folder; a second call does nothing."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def below(self, name: str) -> Folder:
-        """Opens the folder ``name`` in this one; a link is refused."""
+        """Open the folder ``name`` in this one; a link is refused."""
         return Folder(self.path / name, above=self)
 
     @property
     def for_libraries(self) -> Path:
-        """A path that leads to this folder as long as it is open, for code that takes paths only."""
+        """Return a path that leads to this folder as long as it is open, for code that accepts only paths."""
         stable = Path(f"/proc/self/fd/{self.descriptor}")
         return stable if stable.exists() else self.path
 
-    # -- looking ------------------------------------------------------------------------------------------------------
+    # -- queries ------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
         """Return the names in it, sorted."""
@@ -76,12 +76,12 @@ class Folder:
             return sorted(os.listdir(self.descriptor))
 
     def status(self, name: str) -> os.stat_result:
-        """What ``name`` is, itself and not where it leads."""
+        """Return the status of ``name`` itself; a link is not followed."""
         with told_of(self.path / name):
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
-        """Whether something has exactly that name; a file system that knows no capitals answers for other spellings too, this does not."""
+        """Return whether an entry has exactly this name; file systems that ignore case find other spellings too, this function does not."""
         try:
             self.status(name)
             return name in self.names()
@@ -92,14 +92,14 @@ class Folder:
         """Return whether this user made it.
 
         Args:
-            beside: The folder that it lies in. Network drives give their files owners of their own; there a file that is made for a moment
-                in ``beside`` tells the owner that this user's files get.
+            beside: The folder that contains it. Network drives give their files owners of their own; there a temporary file
+                in ``beside`` shows the owner that this user's files get.
         """
         owner = os.fstat(self.descriptor).st_uid
         return owner == os.geteuid() or owner == beside.owner_of_new_files()
 
     def owner_of_new_files(self) -> int:
-        """Return the number of the user that files of this process get here; -1 where none can be made."""
+        """Return the user id of new files of this process in this folder; -1 if none can be created."""
         name = f".owner.{os.getpid()}.{os.urandom(4).hex()}.part"
         try:
             descriptor = self.create(name, 0o600)
@@ -111,18 +111,18 @@ class Folder:
             os.close(descriptor)
             self.remove(name)
 
-    # -- making -------------------------------------------------------------------------------------------------------
+    # -- creation -----------------------------------------------------------------------------------------------------
 
     def create(self, name: str, mode: int = 0o666, reads: bool = False) -> int:
-        """Makes the file ``name``, which is not there, neither as a link; returns its descriptor, open for writing.
+        """Create the file ``name``, which must not exist, not even as a link; return its descriptor, open for writing.
 
         Args:
-            name: Of the new file.
-            mode: Who may do what with it, less the process' mask.
-            reads: Open it for reading as well.
+            name: Name of the new file.
+            mode: Permission bits, reduced by the process' umask.
+            reads: Whether to open it for reading as well.
 
         Raises:
-            FileExistsError: Something has that name.
+            FileExistsError: An entry has this name.
             OSError: The file system refuses.
         """
         flags = (os.O_RDWR if reads else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | _NOT_THROUGH_LINKS
@@ -130,7 +130,7 @@ class Folder:
             return os.open(name, flags, mode, dir_fd=self.descriptor)
 
     def reopen(self, name: str, flags: int = os.O_RDWR) -> int:
-        """Opens a file that is there, and is a regular one without another name; returns its descriptor.
+        """Open an existing regular file that has only one name; return its descriptor.
 
         Raises:
             OSError: It is a link, a pipe, a device, a folder, or has a second name elsewhere (a hard link); or the file system refuses.
@@ -145,7 +145,7 @@ class Folder:
             return descriptor
 
     def append(self, name: str) -> int:
-        """Opens the file ``name`` for appending, made where it is not there; as ``reopen``."""
+        """Open the file ``name`` for appending, and create it if it does not exist; see ``reopen``."""
         descriptor = self.reopen(name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         if not self.has(name):
             os.close(descriptor)
@@ -153,15 +153,15 @@ class Folder:
         return descriptor
 
     def make_folder(self, name: str, mode: int = 0o777) -> None:
-        """Makes the folder ``name``."""
+        """Create the folder ``name``."""
         with told_of(self.path / name):
             os.mkdir(name, mode, dir_fd=self.descriptor)
 
     def move(self, name: str, new: str, target: Folder | None = None) -> None:
-        """Renames ``name``; a file or link that has the new name goes, a folder with something in it does not.
+        """Rename ``name``; it replaces a file or link of the new name, but not a folder with entries.
 
         Args:
-            name: What is renamed; of a link the link itself.
+            name: The entry to rename; a link is renamed itself.
             new: Its new name.
             target: The folder that it moves to; None is this one.
         """
@@ -170,26 +170,26 @@ class Folder:
             os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=where.descriptor)
 
     def sync(self) -> None:
-        """Forces the names in it to the disk."""
+        """Force the names in the folder to the disk."""
         with told_of(self.path):
             os.fsync(self.descriptor)
 
     # -- deleting -----------------------------------------------------------------------------------------------------
 
     def remove(self, name: str) -> None:
-        """Removes a file or link; of a link not where it leads.
+        """Remove a file or link; a link is not followed.
 
         Raises:
-            OSError: It is a folder, is not there, or the file system refuses.
+            OSError: It is a folder, does not exist, or the file system refuses.
         """
         with told_of(self.path / name):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_empty(self, inner: Folder) -> None:
-        """Removes the empty folder ``inner``, which lies in this one, unless another folder has its name by now.
+        """Remove the empty folder ``inner``, which is in this one, unless another folder has taken its name.
 
         Raises:
-            OSError: It holds something, or has lost its name.
+            OSError: It is not empty, or has lost its name.
         """
         name, held = inner.path.name, os.fstat(inner.descriptor)
         found = self.status(name)
@@ -200,7 +200,7 @@ class Folder:
 
 
 def other_spelling(path: Path) -> OSError:
-    """Return the error about a name that is there with other capitals, on a disk that does not tell them apart."""
+    """Return the error about a name that exists with other capitals, on a disk that ignores case."""
     return OSError(
         errno.EEXIST, "it is there under a name with other capitals, which this disk does not tell apart; move it away", str(path)
     )
@@ -208,7 +208,7 @@ def other_spelling(path: Path) -> OSError:
 
 @contextmanager
 def told_of(path: object) -> Iterator[None]:
-    """Gives an ``OSError`` of the system the whole ``path``, where it names no file, or a name without its folder."""
+    """Complete an ``OSError`` of the system with the full ``path``, if it names no file, or a name without its folder."""
     try:
         yield
     except OSError as error:

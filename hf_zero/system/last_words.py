@@ -1,4 +1,4 @@
-"""What a rank that ends with an exception leaves to its launcher, and how much of it the ranks print.
+"""Report the exception that ends a rank to its launcher, and decide how much of it the ranks print.
 
 [Note: the first failure] torchrun and accelerate end with the failure that they take for the first: the one with the earliest time among
 the files that ``TORCHELASTIC_ERROR_FILE`` names, in whole seconds. A rank that dies tears the network from under its neighbours, which fail
@@ -26,18 +26,18 @@ from hf_zero.system.stacks import is_of_the_script
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_LATER_SECONDS = 10  # more than what lies between a rank's death and the moment at which its launcher looks
+_LATER_SECONDS = 10  # more than the time between a rank's death and the moment at which its launcher notices it
 _PATIENCE_SECONDS = 2.0
-_SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, the one while the other still imports
+_SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, one of them while another still imports
 _PRINTING_SECONDS = 0.2  # a launcher ends all ranks as soon as one has ended
 MARK = "hf_zero"
-"""Key of what this module has written, with one of the following kinds."""
+"""Key of the entries that this module has written, with one of the following kinds."""
 SETTINGS, INTERRUPTED, OTHER = "settings", "interrupted", "other"
 _tells = False
 
 
 def tell_launcher() -> None:
-    """Has an exception that ends this process tell the launcher why; the hook that is there still prints. Only the first call does so."""
+    """Report the exception that ends this process to the launcher; the former hook still prints. Only the first call has an effect."""
     global _tells
     if not _tells:
         _tells = True
@@ -45,13 +45,13 @@ def tell_launcher() -> None:
 
 
 def leave(text: str, where: str = "", seconds: float | None = None, kind: str = OTHER) -> None:
-    """Writes why this process ends where its launcher looks, unless somebody has; does nothing without a launcher that does.
+    """Write the reason of this process' end to the launcher's file, unless it has one; do nothing without a launcher that reads it.
 
     Args:
         text: The reason, which is compared over ranks.
         where: Lines in front of it for the launcher's report.
-        seconds: When it happened, since the epoch; now.
-        kind: What the launcher's report goes by.
+        seconds: Time of the failure, since the epoch; by default now.
+        kind: Kind of the failure, which selects the launcher's report.
     """
     name = os.environ.get(_VARIABLE, "")
     if not name or os.path.exists(name):
@@ -64,17 +64,17 @@ def leave(text: str, where: str = "", seconds: float | None = None, kind: str = 
 
 
 class _Hook:
-    """Stands in for ``sys.excepthook``.
+    """Replacement of ``sys.excepthook``.
 
     Args:
-        former: The one that was there.
+        former: The former hook.
     """
 
     def __init__(self, former: Callable[..., Any]) -> None:
         self._former = former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Leaves the reason, and prints it as far as it says anything new."""
+        """Report the reason, and print the parts of it that no other rank has printed."""
         frames = traceback.extract_tb(trace)
         own = next((frame for frame in reversed(frames) if is_of_the_script(frame.filename)), None)
         if isinstance(error, KeyboardInterrupt):
@@ -86,10 +86,10 @@ class _Hook:
             return
         text, follows, now = f"{kind.__name__}: {error}", _follows(error), time.time()
         of_settings = isinstance(error, (ConfigError, UnsupportedError))
-        # In the script, and where it was raised; where in this package a key is looked at tells nothing.
+        # Lines in the script, and the line that raised; lines of this package where a key is looked up do not help.
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]
         where = "".join(traceback.format_list(shown[:1] if shown[1:] == shown[:1] else shown))
-        same = text if isinstance(error, HfZeroError) else f"{where}{text}"  # of ours the texts say enough
+        same = text if isinstance(error, HfZeroError) else f"{where}{text}"  # for hf_zero's errors the texts are enough
         if not follows and _is_told_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
             leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
             return
@@ -105,7 +105,7 @@ class _Hook:
 
 
 def _follows(error: BaseException | None) -> bool:
-    """Return whether an error only says that another rank is gone."""
+    """Return whether an error only says that another rank has gone."""
     while error is not None:
         if isinstance(error, CollectiveError) or (isinstance(error, RuntimeError) and "gloo/transport" in str(error)):
             return True
@@ -114,13 +114,13 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def _has_first() -> bool:
-    """Return whether another rank here is the first of those that a launcher has started, which tells for all."""
+    """Return whether another rank here is the first one that a launcher has started, which reports for all."""
     name, place = os.environ.get(_VARIABLE, ""), os.environ.get("LOCAL_RANK", "0")
     return bool(name) and place != "0" and Path(name).parent.name == place
 
 
 def _is_told_by_first(text: str, seconds: float) -> bool:
-    """Return whether what local rank 0 leaves ends with ``text``; waits so long for it."""
+    """Return whether the report of local rank 0 ends with ``text``; wait up to ``seconds`` for it."""
     if not _has_first():
         return False
     deadline = time.monotonic() + seconds
@@ -133,7 +133,7 @@ def _is_told_by_first(text: str, seconds: float) -> bool:
 
 
 def _told_by_first() -> dict[str, Any]:
-    """What the first rank here has left; nothing where it has left nothing, or is this one."""
+    """Return the report of the first rank here; empty if there is none, or if it is this rank."""
     path = Path(os.environ.get(_VARIABLE, ""))
     first = path.parent.parent / "0" / path.name
     if not _has_first() or not first.is_file():
@@ -141,4 +141,4 @@ def _told_by_first() -> dict[str, Any]:
     try:
         return dict(json.loads(read_text(first, SMALL_BYTES))["message"]["extraInfo"])
     except (OSError, ValueError, LookupError, TypeError):
-        return {"": ""}  # another's file: of the launcher, or of a script that tells by itself
+        return {"": ""}  # another file: of the launcher, or of a script that reports by itself

@@ -1,8 +1,8 @@
-"""What torchrun and accelerate print when their ranks have ended: the cause, in place of a traceback of the launcher's own.
+"""Print the cause when the ranks of torchrun or accelerate have ended, instead of a traceback of the launcher's own.
 
 The process that starts ranks comes here through ``torch.distributed.launcher.api.launch_agent``, which both of them call. Nothing changes
 for code that catches what it raises, for the exit status, and for ranks of other libraries: the report replaces the traceback only
-where an exception ends the process and the files of the ranks (``last_words``) say that they were ours.
+where an exception ends the process and the files of the ranks (``last_words``) say that hf_zero wrote them.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from hf_zero.system.last_words import INTERRUPTED, MARK, SETTINGS
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _FILES = "*/attempt_*/*/error.json"  # below torch's folder of logs
-_MOST_LINES = 15  # of a cause: with the launcher's own lines it stays within the last twenty
+_MOST_LINES = 15  # lines of a cause: with the launcher's own lines it stays within the last twenty
 
 
 def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """torch's function that starts the ranks of this machine and waits for them; an exception of it is reported by its cause.
+    """Call torch's function that starts the ranks of this machine and waits for them; report the cause of an exception.
 
     Args:
         method: The function itself.
         *args: Its arguments, of which the first is the launcher's configuration.
-        **kwargs: As the function's.
+        **kwargs: Its keyword arguments.
     """
     config, start = (args[0] if args else kwargs.get("config")), time.time()
     try:
@@ -39,20 +39,20 @@ def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 class _Report:
-    """Stands in for ``sys.excepthook`` of a launcher.
+    """Replacement of a launcher's ``sys.excepthook``.
 
     Args:
-        former: The one that was there.
+        former: The former hook.
         error: The exception that is reported in another way.
-        folder: Where the ranks' files are; None where that is not known.
-        start: When the first of them can have been written, in seconds since the epoch.
+        folder: Folder of the ranks' files; None if unknown.
+        start: Earliest time at which a file can have been written, in seconds since the epoch.
     """
 
     def __init__(self, former: Callable[..., Any], error: BaseException, folder: Any, start: float) -> None:
         self._former, self._error, self._folder, self._start = former, error, folder, start
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Prints the cause where the ranks have left one, and what would have been printed where they have not."""
+        """Print the cause if the ranks have reported one; otherwise call the former hook."""
         text = self._text() if error is self._error else None
         if text is None:
             self._former(kind, error, trace)
@@ -60,7 +60,7 @@ class _Report:
             print(text, file=sys.stderr, flush=True)
 
     def _text(self) -> str | None:
-        """Return the report; "" where a rank has printed all that is to be said, None where nothing of ours is known."""
+        """Return the report; "" if a rank has printed everything, None if no report of hf_zero is found."""
         name = type(self._error).__name__
         if name == "SignalException":
             return "" if any(kind == INTERRUPTED for kind in self._kinds()) else None
@@ -79,10 +79,10 @@ class _Report:
         return "\n".join([f"{ended}:", *cause[:_MOST_LINES], *left_out])
 
     def _kinds(self) -> Iterator[str]:
-        """The marks in the files of the ranks of this run."""
+        """Yield the marks in the files of the ranks of this run."""
         for path in Path(self._folder).glob(_FILES) if self._folder else ():
             try:
                 if path.stat().st_mtime >= self._start - 1:
                     yield str(json.loads(read_text(path, SMALL_BYTES))["message"]["extraInfo"].get(MARK, ""))
             except (OSError, ValueError, LookupError, TypeError, AttributeError):
-                continue  # of another library
+                continue  # file of another library

@@ -1,11 +1,12 @@
-"""Files and folders that this package makes beside those of others: hidden names, signs, the one way to write, and the only deletions.
+"""Create, write and delete this package's files and folders beside those of others: hidden names, marks of their writer, the one way to
+write, the only deletions.
 
 [Note: what is written] Files of others are never opened for writing. A file is made under a new hidden name and is given its own when it is
 whole and on the disk; whatever has that name goes, and what a link there leads to, or has as a second name, stays as it is. All of that
 happens in one open folder ([Note: by descriptor]). A test counts every other way to write.
 
-[Note: what is deleted] Nothing outside this module deletes (a test counts the calls), and nothing here deletes what is not ours. What is
-being made has a hidden name that says which process makes it, or lies in a folder that says so (``writer.json``). It goes
+[Note: what is deleted] Nothing outside this module deletes (a test counts the calls), and nothing here deletes files of others. A file
+that is being made has a hidden name that says which process makes it, or lies in a folder that says so (``writer.json``). It goes
 when that process removes it, or when another one finds it dead. A folder of this user loses the files whose names its owner knows,
 never what lies deeper or behind a link, and is removed when nothing else was in it.
 """
@@ -30,39 +31,39 @@ from hf_zero.system.folder import Folder, other_spelling
 from hf_zero.system.process import Process
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
-logger = logging.getLogger("hf_zero")  # that of ``observe``, which imports torch: commands write files without it
+logger = logging.getLogger("hf_zero")  # same name as in ``observe``, which imports torch: commands write files without it
 
-WRITER_FILE = "writer.json"  # in a folder that is being made: who makes it
+WRITER_FILE = "writer.json"  # in a folder that is being written: its writer
 _SILENT_SECONDS = 86400.0
 _COPIED_BYTES = 4 << 20
-_NAME_BYTES = 120  # of a name inside a hidden one
+_NAME_BYTES = 120  # part of a name inside a hidden one
 _FOR_LIBRARY = "library"  # the name of a folder that a library writes into
 _HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}-\d+-[0-9a-z]+)\.[0-9a-f]{8}\.part")
 
 
-# -- names and signs --------------------------------------------------------------------------------------------------
+# -- names and marks ---------------------------------------------------------------------------------------------------
 
 
 def hidden_name(name: str) -> str:
-    """A new hidden name for what will be ``name``; it tells ``sweep`` who makes it."""
-    short = name.encode()[:_NAME_BYTES].decode(errors="ignore")  # the whole of it may leave no room
+    """Return a new hidden name for a future ``name``; it tells ``sweep`` which process is the writer."""
+    short = name.encode()[:_NAME_BYTES].decode(errors="ignore")  # the complete name may leave no room
     return f".{short}.{Process.own().code}.{os.urandom(4).hex()}.part"
 
 
 def is_hidden_name(name: str) -> bool:
-    """Return whether ``hidden_name`` gave it."""
+    """Return whether ``name`` was made by ``hidden_name``."""
     return _HIDDEN.fullmatch(name) is not None
 
 
 def make_folder(path: Path, more: Mapping[str, Any]) -> None:
-    """Makes a folder that says who makes it, from its first moment on.
+    """Create a folder that names its writer from its first moment on.
 
     Args:
-        path: Its name.
+        path: Path of the folder.
         more: Further entries for ``writer.json``.
 
     Raises:
-        OSError: It cannot be made; where ``path`` is a folder with something in it, that stays.
+        OSError: It cannot be created; an existing folder with entries does not change.
     """
     name = hidden_name(path.name)
     with Folder(path.parent) as above:
@@ -77,7 +78,7 @@ def make_folder(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
-    """What a folder says of its writer: empty when that cannot be read, None when it says nothing or is a link."""
+    """Return what a folder records about its writer: empty if it cannot be read, None if there is no record or it is a link."""
     with ExitStack() as stack:
         try:
             opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder, ours=True))
@@ -92,13 +93,13 @@ def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
 
 
 def is_abandoned(path: Path, opened: Folder | None = None) -> bool:
-    """Return whether nobody makes a file or folder any more: who does is dead, or on another machine and silent for a day.
+    """Return whether the writer of a file or folder is gone: it has ended, or is on another machine and has been silent for a day.
 
-    Not where neither its name nor ``writer.json`` in it says who that is.
+    The result is False if neither its name nor a ``writer.json`` in it names a writer.
 
     Args:
-        path: Its name.
-        opened: The folder, where it is open; whatever has its name by now is not looked at then.
+        path: Path of the file or folder.
+        opened: The folder, if it is open; then another entry with its name is ignored.
     """
     signed, writer = _maker(path, opened)
     if not signed:
@@ -114,16 +115,16 @@ def is_abandoned(path: Path, opened: Folder | None = None) -> bool:
 
 
 def _maker(path: Path, opened: Folder | None = None) -> tuple[bool, Process | None]:
-    """Return whether something says who makes a file or folder, and who that is where it can be read."""
+    """Return whether a file or folder names its writer, and the writer if it can be read."""
     found = _HIDDEN.fullmatch(path.name)
-    if found is not None:  # first: such a folder may hold half of a ``writer.json``
+    if found is not None:  # first: such a folder may contain a half-written ``writer.json``
         return True, Process.of_code(found[2])
     writer = read_writer(opened if opened is not None else path)
     return writer is not None, Process.of_json(writer)
 
 
 def present_files(folder: Path | Folder) -> dict[str, os.stat_result]:
-    """What is in a folder that others write into: a file that gets another name meanwhile is left out."""
+    """Return the entries of a folder into which others write; a file that is renamed meanwhile is left out."""
     found = {}
     with ExitStack() as stack:
         opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder))
@@ -138,14 +139,15 @@ def present_files(folder: Path | Folder) -> dict[str, os.stat_result]:
 
 @contextmanager
 def replacing(path: Path, folder: Folder | None = None) -> Iterator[IO[bytes]]:
-    """A new file that takes the place of ``path`` when the ``with`` ends; ``path`` never holds half of it. See [Note: what is written].
+    """Return a context with a new file that replaces ``path`` when the ``with`` ends; ``path`` is always complete. See [Note: what is
+    written].
 
     Args:
-        path: Where to; a file that is there hands on who may read it, a link is replaced and not followed.
-        folder: The folder of ``path``, where it is open.
+        path: Path of the result; it inherits the permissions of an existing file; a link is replaced and not followed.
+        folder: The folder of ``path``, if it is open.
 
     Raises:
-        OSError: The file system refuses, or ``path`` is a folder, a device or a pipe; nothing is left. Names ``path``.
+        OSError: The file system refuses, or ``path`` is a folder, a device or a pipe; no file is left. The message names ``path``.
     """
     with ExitStack() as stack:
         place = folder if folder is not None else stack.enter_context(Folder(path.parent))
@@ -169,10 +171,10 @@ def replacing(path: Path, folder: Folder | None = None) -> Iterator[IO[bytes]]:
 
 
 def _mode_of(folder: Folder, name: str) -> int | None:
-    """Who may do what with the file that is to be replaced; None where there is none.
+    """Return the permission bits of the file that will be replaced; None if there is none.
 
     Raises:
-        OSError: It is no file: a device that is replaced is gone for everybody.
+        OSError: It is not a file: a replaced device would be lost for all processes.
     """
     if folder.path.resolve().parts[:2] in (("/", "dev"), ("/", "proc")) and "shm" not in folder.path.resolve().parts[2:3]:
         raise OSError(errno.EPERM, "it is a device, which cannot be replaced by a file", str(folder.path / name))
@@ -190,21 +192,21 @@ def _mode_of(folder: Folder, name: str) -> int | None:
 
 
 def write_bytes(path: Path, data: bytes, folder: Folder | None = None) -> None:
-    """Writes a small file, as ``replacing``."""
+    """Write a small file; see ``replacing``."""
     with replacing(path, folder) as file:
         file.write(data)
 
 
 def write_text(path: Path, text: str, folder: Folder | None = None) -> None:
-    """Writes a small UTF-8 file, as ``replacing``."""
+    """Write a small UTF-8 file; see ``replacing``."""
     write_bytes(path, text.encode("utf-8"), folder)
 
 
 def write_new_text(path: Path, text: str) -> None:
-    """Writes a small UTF-8 file where there is none, neither a link.
+    """Write a small UTF-8 file under a name that must not exist, not even as a link.
 
     Raises:
-        FileExistsError: Something has that name.
+        FileExistsError: An entry has this name.
         OSError: The file system refuses.
     """
     with Folder(path.parent) as folder:
@@ -226,16 +228,16 @@ def _write_new(folder: Folder, name: str, data: bytes) -> None:
 
 @contextmanager
 def for_library(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """An empty folder for a library that writes by names; when the ``with`` ends, its files take their places in ``folder``.
+    """Return a context with an empty folder for a library that writes by names; when the ``with`` ends, its files move to ``folder``.
 
-    Nobody else can put anything into it, so the library meets no link there.
+    No other user can write into it, so the library finds no link there.
 
     Args:
-        folder: Where the files go.
-        last: The file that gets its place after all others.
+        folder: Destination of the files.
+        last: The file that is moved after all others.
 
     Raises:
-        OSError: The file system refuses; names the file.
+        OSError: The file system refuses; the message names the file.
     """
     with Folder(folder) as place:
         _sweep_libraries(place)
@@ -264,7 +266,7 @@ def _empty(folder: Folder) -> None:
 
 
 def _sweep_libraries(place: Folder) -> None:
-    """Removes what killed processes left of ``for_library``."""
+    """Remove folders of ``for_library`` that killed processes have left."""
     for name in place.names():
         if name.startswith(f".{_FOR_LIBRARY}.") and is_hidden_name(name) and is_abandoned(place.path / name):
             with suppress(OSError), place.below(name) as left:
@@ -274,19 +276,19 @@ def _sweep_libraries(place: Folder) -> None:
 
 
 def append_to(folder: Folder, name: str) -> IO[str]:
-    """A UTF-8 file that records are appended to, made where it is not there.
+    """Return a UTF-8 file, open for appending; it is created if it does not exist.
 
     Raises:
-        OSError: It is a link, no regular file, or has a second name elsewhere (a hard link); or the file system refuses.
+        OSError: It is a link, not a regular file, or has a second name elsewhere (a hard link); or the file system refuses.
     """
     return os.fdopen(folder.append(name), "a", newline="", encoding="utf-8")
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copies a regular file; holes stay holes, so that a file takes no more room than it did.
+    """Copy a regular file; holes stay holes, so that the copy takes no more disk space.
 
     Raises:
-        OSError: ``source`` is no regular file, or the file system refuses.
+        OSError: ``source`` is not a regular file, or the file system refuses.
     """
     with text_file.opened(source) as descriptor, replacing(target) as file:
         end, position = os.fstat(descriptor).st_size, 0
@@ -295,7 +297,7 @@ def copy_file(source: Path, target: Path) -> None:
             try:
                 position = os.lseek(descriptor, position, os.SEEK_DATA) if hasattr(os, "SEEK_DATA") else position
             except OSError as error:
-                if error.errno == errno.ENXIO:  # there is but a hole up to the end
+                if error.errno == errno.ENXIO:  # only a hole is left up to the end
                     break
                 raise
             data = os.pread(descriptor, min(_COPIED_BYTES, end - position), position)
@@ -307,12 +309,12 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def scratch_folder(prefix: str) -> Path:
-    """A new folder among the system's temporary ones, for this user alone."""
+    """Return a new folder in the system's temporary folder, for this user alone."""
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
 def make_folders(path: Path) -> None:
-    """Makes a folder that the user names, and those above it, where they are not there.
+    """Create a folder that the user names, and its parents, if they do not exist.
 
     Raises:
         OSError: The file system refuses.
@@ -321,11 +323,11 @@ def make_folders(path: Path) -> None:
 
 
 def make_inner(base: Path, relative: str) -> Folder:
-    """Makes and opens a folder below ``base``, and those between; ``base`` may be a link, none of the others is.
+    """Create and open a folder below ``base``, and the folders between; ``base`` may be a link, the others may not.
 
     Args:
-        base: Named by the user; made where it is not there.
-        relative: The path below it; an absolute one is taken in its place.
+        base: Folder named by the user; created if it does not exist.
+        relative: The path below it; an absolute one replaces ``base``.
 
     Raises:
         OSError: The file system refuses, or one of the folders is a link or a file.
@@ -344,7 +346,7 @@ def make_inner(base: Path, relative: str) -> Folder:
 
 
 def move(path: Path, new: Path) -> None:
-    """Renames a file or folder; of a link the link itself. A folder takes the place of an empty one alone.
+    """Rename a file or folder; a link is renamed itself. A folder can only replace an empty one.
 
     Raises:
         OSError: The file system refuses.
@@ -358,7 +360,7 @@ def move(path: Path, new: Path) -> None:
 
 
 def sync_folder(path: Path) -> None:
-    """Forces the names inside a folder to the disk."""
+    """Force the names inside a folder to the disk."""
     with Folder(path) as folder:
         folder.sync()
 
@@ -367,7 +369,9 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_file(path: Path, folder: Folder | None = None) -> None:
-    """Removes a file that this process has made or has replaced; what cannot be removed, is a folder, or has another spelling, stays."""
+    """Remove a file that this process has created or replaced; a folder, a name of another spelling, and a file that cannot be removed
+    stay.
+    """
     with suppress(OSError), ExitStack() as stack:
         place = folder if folder is not None else stack.enter_context(Folder(path.parent))
         if place.has(path.name):
@@ -377,17 +381,17 @@ def remove_file(path: Path, folder: Folder | None = None) -> None:
 def remove_folder(
     folder: Path, is_ours: Callable[[str], bool], last: str = WRITER_FILE, maker: int | None = None, opened: Folder | None = None
 ) -> bool:
-    """Removes the files of a folder that are ours, and the folder when that was all; not while another process writes it.
+    """Remove this package's files in a folder, and the folder if it is then empty; not while another process writes it.
 
     Args:
-        folder: Not a link, and this user's.
-        is_ours: Tells by the name.
-        last: The name of the file by which a removal that was killed is found again.
-        maker: Process number of who made it; a child that was forked since removes nothing.
-        opened: The folder, where it is open: what has its name by now is left alone when it is another one.
+        folder: A folder of this user, not a link.
+        is_ours: Returns whether a file of this name belongs to this package.
+        last: The name of the file that is removed last, so that an interrupted removal can be continued.
+        maker: Number of the process that created it; a child that was forked since removes nothing.
+        opened: The folder, if it is open: another folder that has its name by now is not touched.
 
     Returns:
-        Whether it is gone.
+        Whether the folder was removed.
     """
     if maker is not None and maker != os.getpid():
         return False
@@ -417,11 +421,11 @@ def remove_folder(
 
 
 def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> None:
-    """Removes what dead processes were making in ``folder`` under hidden names.
+    """Remove hidden files and folders in ``folder`` whose writers have died.
 
     Args:
-        folder: Where to look; need not exist.
-        is_ours: Names of files inside a folder that was being made.
+        folder: Folder to search; need not exist.
+        is_ours: Returns whether a file of this name, inside a folder that was being written, belongs to this package.
     """
     if not folder.is_dir():
         return
@@ -438,7 +442,7 @@ def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> 
 
 
 def _warn(message: str, *args: object) -> None:
-    """Log a warning. The logger's module brings torch, without which a command that only writes a file starts in a tenth of the time."""
+    """Log a warning. The logger's module imports torch; without it a command that only writes a file starts in a tenth of the time."""
     from hf_zero.observe import logger
 
     logger.warning(message, *args)

@@ -1,4 +1,4 @@
-"""Pictures by matplotlib, which is there for who asks for one."""
+"""Draw pictures with matplotlib, an optional dependency."""
 
 from __future__ import annotations
 
@@ -11,50 +11,50 @@ from hf_zero.system import own_files
 
 
 def is_page(path: Path) -> bool:
-    """Return whether the ending of ``path`` asks for a page to open in a browser, which needs no matplotlib."""
+    """Return whether the ending of ``path`` means a page for a browser, which needs no matplotlib."""
     return path.suffix.lower() in (".html", ".htm")
 
 
 def require_place(path: Path, flag: str) -> None:
-    """Refuses a picture that cannot be, before anything is computed for it.
+    """Raise if a picture cannot be written, before any work for it.
 
     Args:
-        path: Where it is to go.
-        flag: Who asked for it, for the message.
+        path: Path of the picture.
+        flag: Command line flag that requested it, for the message.
 
     Raises:
-        UnsupportedError: Without matplotlib.
-        ConfigError: The folder of ``path`` is not there.
+        UnsupportedError: matplotlib is not installed.
+        ConfigError: The folder of ``path`` does not exist.
     """
     _require_matplotlib(flag)
     require_folder(path, flag)
 
 
 def require_folder(path: Path, flag: str) -> None:
-    """Refuses a file in a folder that is not there.
+    """Raise if the folder of a file does not exist.
 
     Args:
-        path: Where it is to go.
-        flag: Who asked for it, for the message.
+        path: Path of the file.
+        flag: Command line flag that requested it, for the message.
 
     Raises:
-        ConfigError: The folder of ``path`` is not there.
+        ConfigError: The folder of ``path`` does not exist.
     """
     if not path.absolute().parent.is_dir():
         raise ConfigError(f"{flag} {path} cannot be written: there is no folder {path.absolute().parent}")
 
 
 def canvas(rows: int, size: tuple[float, float], flag: str, **layout: Any) -> tuple[Any, Any]:
-    """Return an empty figure, and its axes (rows, 1); nothing of it is shown on a screen.
+    """Return an empty figure, and its axes (rows, 1); it is not shown on a screen.
 
     Args:
-        rows: Panels below each other.
-        size: Inches.
-        flag: Who asked for it, for the message.
+        rows: Number of panels, one below the other.
+        size: Width and height in inches.
+        flag: Command line flag that requested it, for the message.
         layout: Further arguments of ``pyplot.subplots``.
 
     Raises:
-        UnsupportedError: Without matplotlib.
+        UnsupportedError: matplotlib is not installed.
     """
     _require_matplotlib(flag)
     import matplotlib
@@ -66,10 +66,10 @@ def canvas(rows: int, size: tuple[float, float], flag: str, **layout: Any) -> tu
 
 
 def save(figure: Any, path: Path, flag: str) -> None:
-    """Writes a figure of ``canvas``, in the format that the ending of ``path`` names, and lets it go.
+    """Write a figure of ``canvas``, in the format that the ending of ``path`` names, and free it.
 
     Raises:
-        ConfigError: ``path`` cannot be written, or has an ending that is no format.
+        ConfigError: ``path`` cannot be written, or its ending is not the name of a format.
     """
     from matplotlib import pyplot
 

@@ -1,6 +1,7 @@
-"""Whether this process only plans: tensors have sizes and no values, and the other ranks are not there.
+"""Record whether this process only plans: tensors have sizes and no values, and the other ranks do not exist.
 
-`hf-zero plan` runs the engine itself on such tensors. What reaches past torch (kernels, pages of the kernel, files, peers) asks here.
+`hf-zero plan` runs the engine itself on such tensors. Code that reaches past torch (native kernels, memory pages, files, peers) checks it
+here.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 DEVICE = "planned"
-"""torch's name of the accelerator that a plan pretends."""
+"""torch's name of the accelerator that a plan simulates."""
 
 Told = dict[str, list[Any]]
-"""What ranks that were planned before have told others, by its name, in order."""
+"""Messages that previously planned ranks have sent to others, by message name, in order."""
 
 _depth = 0
 _place = ""
@@ -27,16 +28,17 @@ _heard: Counter[str] = Counter()
 
 
 def planning() -> bool:
-    """Return whether it does."""
+    """Return whether this process only plans."""
     return _depth > 0
 
 
 @contextmanager
 def only_planning(told: Told | None = None) -> Iterator[None]:
-    """Inside, this process only plans.
+    """Let this process only plan inside the ``with``.
 
     Args:
-        told: Of ranks of one world that are planned one after the other: gets what this one tells, and has what those before it told.
+        told: For ranks of one world that are planned one after the other: contains the messages of the ranks before, and receives this
+            rank's.
     """
     global _depth, _told, _heard
     before = _told, _heard
@@ -49,7 +51,7 @@ def only_planning(told: Told | None = None) -> Iterator[None]:
 
 @contextmanager
 def looking_aside() -> Iterator[None]:
-    """Inside, new tensors are what they are without a plan: for traces of a model, which are to find what they find in a run."""
+    """Create ordinary tensors inside the ``with``, as without a plan: for traces of a model, which must match those of a run."""
     if not _depth:
         yield
         return
@@ -58,9 +60,9 @@ def looking_aside() -> Iterator[None]:
 
 
 def with_values(tree: Any) -> Any:
-    """``tree`` with zeros on the host in place of tensors that have no values in a plan; elsewhere as it is.
+    """Return ``tree`` with zeros on the host in place of tensors that have no values in a plan; outside of plans, ``tree`` itself.
 
-    Activations may be large, and nobody writes into those that are given to a trace: one zero, seen many times, is in no memory.
+    Activations may be large, and a trace does not write to its inputs: each is one expanded zero, which takes no memory.
     """
     if not _depth:
         return tree
@@ -74,12 +76,13 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def told_by(own: bool, value: Any, name: str) -> Any:
-    """What everybody gets where one rank tells ``value``: what it told when it was planned; of a rank that was not, this one's own.
+    """Return the value that all ranks receive when one rank sends ``value``: the one it sent when it was planned; if it was not, this
+    rank's own.
 
     Args:
-        own: This rank is the one.
-        value: What it tells.
-        name: Of the message.
+        own: Whether this rank is the sender.
+        value: The value of this rank.
+        name: Name of the message.
     """
     if _told is None:
         return value
@@ -93,7 +96,7 @@ def told_by(own: bool, value: Any, name: str) -> Any:
 
 @contextmanager
 def placed(tier: str) -> Iterator[None]:
-    """What is allocated inside stands for memory of ``tier``, whatever device it names."""
+    """Count allocations inside the ``with`` as memory of ``tier``, whatever device they name."""
     global _place
     before, _place = _place, tier
     try:
@@ -103,5 +106,5 @@ def placed(tier: str) -> Iterator[None]:
 
 
 def place() -> str:
-    """Return the tier that ``placed`` names now; "" where none does."""
+    """Return the tier that ``placed`` names now; "" outside of ``placed``."""
     return _place

@@ -1,4 +1,4 @@
-"""A process as a file can name it, so that another one can tell later whether it still runs."""
+"""Identify a process in a file, so that another one can tell later whether it still runs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-_HIGHEST_PID = 1 << 22  # of Linux; elsewhere lower
+_HIGHEST_PID = 1 << 22  # limit on Linux; lower elsewhere
 
 
 @dataclass(frozen=True)
 class Process:
-    """Where a process runs, its number there, and since when: numbers come again, after a restart of a container the same ones.
+    """A process by its place, its number and its start: numbers are reused, after a restart of a container even in the same order.
 
     Attributes:
         place: Host name and name space of process numbers: two containers of one host name count differently.
         pid: Its number.
-        started: The boot of the machine and the clock ticks from then to the start of the process; empty where that is not known.
+        started: The boot of the machine and the clock ticks from then to the start of the process; empty if unknown.
     """
 
     place: str
@@ -35,12 +35,12 @@ class Process:
         return Process(_place(), os.getpid(), _started(os.getpid()))
 
     def as_json(self) -> dict[str, Any]:
-        """For a file or a message."""
+        """Return a JSON object for a file or a message."""
         return {"place": self.place, "pid": self.pid, "started": self.started}
 
     @staticmethod
     def of_json(data: Any) -> Process | None:
-        """From ``as_json``; None when that is no process."""
+        """Return the process of an ``as_json`` result; None if ``data`` is not one."""
         if not isinstance(data, Mapping):
             return None
         place, pid, started = data.get("place"), data.get("pid"), data.get("started", "")
@@ -50,12 +50,12 @@ class Process:
 
     @property
     def code(self) -> str:
-        """Letters, digits and hyphens for a file name."""
+        """Return letters, digits and hyphens for a file name."""
         return f"{_digest(self.place)}-{self.pid}-{self.started or 'x'}"
 
     @staticmethod
     def of_code(code: str) -> Process | None:
-        """From ``code``; a place that is not this one stays a digest. None when that is no process."""
+        """Return the process of a ``code``; another place remains a digest. None if it is not a code."""
         place, _, rest = code.partition("-")
         pid, _, started = rest.partition("-")
         own = _place()
@@ -63,17 +63,17 @@ class Process:
         return Process.of_json({**data, "started": "" if started == "x" else started})
 
     def is_alive(self) -> bool | None:
-        """Return whether it runs; None when that cannot be told from here."""
+        """Return whether the process runs; None if it cannot be determined from here."""
         if self.place != _place():
             return None
         try:
-            with suppress(PermissionError):  # another user's: it is there
+            with suppress(PermissionError):  # another user's process: it exists
                 os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         try:
             state = _stat(self.pid)[0]
-        except OSError:  # no /proc, or not for us
+        except OSError:  # no /proc, or no permission
             return True
         return state not in ("Z", "X") and (not self.started or self.started == _started(self.pid))
 
@@ -91,7 +91,7 @@ def _place() -> str:
 
 
 def _stat(pid: int) -> list[str]:
-    """What /proc says of a process behind its name, which may hold anything."""
+    """Return the fields of /proc/PID/stat after the process' name, which may contain anything."""
     return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
 
 

@@ -1,7 +1,7 @@
-"""Reading files of others: whatever goes wrong becomes one error that names the file.
+"""Read files of others: any failure becomes one error that names the file.
 
 A file may hold anything. What a library raises about it (``KeyError``, ``RecursionError``, an overflow in C++) says neither which
-file it was nor what to do; ``reading`` adds both. Whoever reads compares sizes with the bytes that are there before making room for them.
+file it was nor what to do; ``reading`` adds both. Readers compare sizes with the bytes of the file before they allocate memory.
 """
 
 from __future__ import annotations
@@ -18,23 +18,23 @@ from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 ADVICE = "It is damaged, or not what its name says: take another copy, or write it again"
 MOST_VALUES = 250_000
-_SHOWN = 200  # characters of what a library said
+_SHOWN = 200  # most characters of a library's message
 
 
 @contextmanager
 def reading(path: object, error: Callable[[str], HfZeroError], advice: str = ADVICE) -> Iterator[None]:
-    """Turns whatever goes wrong inside into ``error`` with ``path``, what was found, and ``advice``; errors of our own pass.
+    """Turn any failure inside the ``with`` into ``error`` with ``path``, the failure, and ``advice``; hf_zero's own errors pass.
 
     Args:
-        path: What is read, as messages call it.
+        path: Name of the file in messages.
         error: Class of the error.
-        advice: What to do.
+        advice: Text that says what to do.
     """
     try:
         yield
     except HfZeroError:
         raise
-    except Exception as found:  # there is no list of what a broken file makes a library raise
+    except Exception as found:  # a broken file can make a library raise any error
         raise error(f"cannot read {path}: {_told(found)}. {advice}") from found
 
 
@@ -51,10 +51,10 @@ def _told(found: Exception) -> str:
 
 
 def shown(data: Any) -> str:
-    """``data`` for a message, cut where it is long."""
+    """Return ``data`` for a message, shortened if it is long."""
     try:
         text = repr(data)
-    except Exception as error:  # nested too deep, or an object that cannot tell what it is
+    except Exception as error:  # nested too deep, or an object whose repr fails
         return f"a {type(data).__name__} ({type(error).__name__})"
     return text if len(text) < 80 else text[:77] + "..."
 
@@ -63,22 +63,22 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is no JSON: among others a key that comes twice (readers differ in which they take), ``NaN`` and ``Infinity``;
-            or it has far more values than a text of its length that says something.
+        ValueError: It is not JSON: among others a key that occurs twice (readers differ in which they use), ``NaN`` and ``Infinity``;
+            or it has far more values than a meaningful text of its length.
     """
     require_few_values(text)
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
 
 
 def require_few_values(text: str | bytes, most: int | None = None) -> None:
-    """Refuses a text whose values would take many times its own room: an empty block is 2 bytes in a file and 64 in memory.
+    """Raise for a text whose values would take many times its own size: an empty block is 2 bytes in a file and 64 in memory.
 
     Args:
-        text: JSON, or something like it.
-        most: Values that are allowed; None is 250,000, and one in 8 bytes beyond.
+        text: JSON, or a similar format.
+        most: Number of values that are allowed; None is 250,000, and one in 8 bytes beyond.
 
     Raises:
-        ValueError: It has more.
+        ValueError: It has more values.
     """
     allowed = MOST_VALUES + len(text) // 8 if most is None else most
     if len(text) > allowed:
@@ -113,7 +113,7 @@ def read_json(path: Path, error: Callable[[str], HfZeroError], limit_bytes: int 
 
 
 def whole_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> Any:
-    """The value of a JSON file that may be anything; None where it cannot be read or is none."""
+    """Return the value of a JSON file of any content; None if it cannot be read or is not JSON."""
     try:
         return parse_json(read_text(path, limit_bytes))
     except (OSError, ValueError, RecursionError, MemoryError):

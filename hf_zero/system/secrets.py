@@ -1,4 +1,4 @@
-"""What must not be shown in texts that people paste: values under names of secrets, and credentials inside URLs."""
+"""Mask secrets in texts that people paste: values under names of secrets, and credentials inside URLs."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ _QUERY = re.compile(r"(?<=[?&#;])([^\s=&?#;]+)=[^\s&#;]*")
 
 
 def is_secret(name: str) -> bool:
-    """Whether a variable or key of this name may hold a secret: by words like PASS, CRED, AUTH, TOKEN, SECRET and KEY, in any case."""
+    """Return whether a variable or key of this name may hold a secret: by words like PASS, CRED, AUTH, TOKEN, SECRET
+    and KEY, in any case.
+    """
     return _NAME.search(name) is not None
 
 
 def without_credentials(text: str) -> str:
-    """``text`` with user names, passwords and the values of the query masked in every URL."""
+    """Return ``text`` with user names, passwords and the values of the query masked in every URL."""
     if "://" not in text:
         return text
     return _QUERY.sub(rf"\1={MASK}", _USER.sub(f"{MASK}@", text))
 
 
 def hidden(value: Any, levels: int = _LEVELS) -> Any:
-    """A copy of ``value`` to show: texts under names of secrets are masked at every depth, and so are credentials in URLs.
+    """Return a copy of ``value`` for display: texts under names of secrets are masked at every depth, and so are credentials in URLs.
 
     Args:
-        value: Of a configuration.
-        levels: Blocks and lists inside each other that are shown; deeper ones are "...".
+        value: Value of a configuration.
+        levels: Depth of nested blocks and lists that are shown; deeper ones are "...".
     """
     if isinstance(value, (Mapping, list, tuple)) and levels <= 0:
         return "..."
@@ -43,7 +45,9 @@ def hidden(value: Any, levels: int = _LEVELS) -> Any:
 
 
 def hidden_under(name: Any, value: Any, levels: int = _LEVELS) -> Any:
-    """A copy of ``value`` to show beside its name; numbers and switches are shown (``max_tokens``), and an empty text hides nothing."""
+    """Return a copy of ``value`` for display beside its name; numbers and switches are shown (``max_tokens``), and an empty text is not
+    masked.
+    """
     if isinstance(value, (str, bytes)) and value and isinstance(name, str) and is_secret(name):
         return MASK
     return hidden(value, levels)

@@ -1,9 +1,9 @@
-"""Signals that ask this process to end soon: noted when they come, and answered where the work can be left.
+"""Handle signals that ask this process to end soon: record them on arrival, and act on them where the work can stop.
 
-[Note: signals] The handler notes the number of the signal, and nothing else: whoever trains asks ``heard`` at a place where all ranks can
-stop. A scheduler and a launcher often tell a process twice within a moment (Slurm signals each process of a step, torchrun passes on the
-signal it was sent), so what comes within ``REPEATED_SECONDS`` of the first counts as the same. A later one ends the process at once, as
-the signal would have done without a listener. Python runs handlers in the main thread between two instructions: a call that
+[Note: signals] The handler records the number of the signal, and nothing else: the training loop calls ``heard`` at a point where all
+ranks can stop. A scheduler and a launcher often tell a process twice within a moment (Slurm signals each process of a step, torchrun
+passes on the signal it was sent), so what comes within ``REPEATED_SECONDS`` of the first counts as the same. A later one ends the process
+at once, as the signal would have done without a listener. Python runs handlers in the main thread between two instructions: a call that
 waits inside a library (a collective, a device) returns first.
 """
 
@@ -25,12 +25,12 @@ REPEATED_SECONDS = 1.0
 
 @dataclass
 class _Ear:
-    """A signal that is listened for.
+    """A signal for which this process listens.
 
     Attributes:
-        former: The handler that was there before.
-        process: Which process listens; a forked child does not.
-        listeners: How many want it.
+        former: The former handler.
+        process: Number of the process that listens; a forked child does not.
+        listeners: Number of listeners.
     """
 
     former: Any
@@ -40,14 +40,14 @@ class _Ear:
 
 @dataclass
 class _Noted:
-    """What this process has heard.
+    """Signals that this process has received.
 
     Attributes:
-        number: Of the first signal; 0 is none.
+        number: Number of the first signal; 0 is none.
         seconds: When the handler ran for it, monotonic.
-        answered: Somebody acts upon it.
-        ending: All is saved, and the process is on its way to its end.
-        further: Signals since then.
+        answered: Whether a listener acts on it.
+        ending: Whether everything is saved, and the process is about to end.
+        further: Number of signals since then.
     """
 
     number: int = 0
@@ -59,33 +59,33 @@ class _Noted:
 
 _ears: dict[int, _Ear] = {}
 _noted = _Noted()
-_newest: list[Callable[[], str]] = []  # says which checkpoint is the newest complete one
+_newest: list[Callable[[], str]] = []  # functions that name the newest complete checkpoint
 _watches_forks = False
 _said_deaf = False
 
 
 def heard() -> int:
-    """Return the number of the signal that this process has heard; 0 when there was none."""
+    """Return the number of the signal that this process has received; 0 if there was none."""
     return _noted.number
 
 
 def answer() -> None:
-    """Says that what was heard is acted upon: it is not delivered again when nobody listens any more."""
+    """Note that the received signal is acted on: it is not delivered again when nothing listens any more."""
     _noted.answered = True
 
 
 def end() -> None:
-    """Says that all is saved and the process ends: a launcher that ends its ranks with the first one cuts nothing off."""
+    """Note that everything is saved and the process ends: a launcher that ends its ranks after the first one interrupts nothing."""
     _noted.answered = _noted.ending = True
 
 
 def name_newest(say: Callable[[], str]) -> None:
-    """Has ``say`` tell, in a sentence, which checkpoint is the newest complete one, when a second signal ends the process."""
+    """Register ``say``, which returns a sentence that names the newest complete checkpoint, for a second signal that ends the process."""
     _newest[:] = [say]
 
 
 def newest() -> str:
-    """A sentence on the newest complete checkpoint that this process knows of."""
+    """Return a sentence on the newest complete checkpoint that this process knows."""
     try:
         return _newest[0]() if _newest else "this process has neither saved nor loaded a checkpoint"
     except OSError as error:
@@ -93,11 +93,11 @@ def newest() -> str:
 
 
 def listen(number: int) -> Callable[[bool], None] | None:
-    """Begins to note signal ``number``; the handler that is there is still called.
+    """Record signal ``number`` from now on; the former handler is still called.
 
     Returns:
-        What ends that, and puts the former handler back with the last listener. Its argument: deliver a signal again that was heard and
-        that nobody has answered. None where no handler can be installed, because this is not the main thread.
+        A function that stops the recording, and restores the former handler after the last listener. Its argument: deliver a signal again
+        that was received and not answered. None if no handler can be installed, because this is not the main thread.
     """
     global _watches_forks, _said_deaf
     if threading.current_thread() is not threading.main_thread():
@@ -134,15 +134,15 @@ def listen(number: int) -> Callable[[bool], None] | None:
 
 
 def _put_back(number: int, ear: _Ear) -> None:
-    """Installs the former handler, unless somebody has installed another over ours, which goes on calling it."""
+    """Restore the former handler, unless another one has been installed since, which goes on calling ours."""
     if signal.getsignal(number) is _hear and threading.current_thread() is threading.main_thread():
-        # None: the former handler is none of Python's, which cannot bring it back
+        # None: the former handler was not installed from Python, which cannot restore it.
         signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
         del _ears[number]
 
 
 def _leave(number: int, deliver: bool) -> None:
-    """Nobody listens any more for what was heard."""
+    """Discard the received signal, or deliver it again, because nothing listens any more."""
     deliver = deliver and not _noted.answered
     if not _noted.ending:
         _noted.number, _noted.answered = 0, False
@@ -151,7 +151,7 @@ def _leave(number: int, deliver: bool) -> None:
 
 
 def _hear(number: int, frame: Any) -> None:
-    """The handler."""
+    """Handle a signal."""
     ear = _ears.get(number)
     if ear is None or not ear.listeners or ear.process != os.getpid():
         _pass_on(number, frame, ear.former if ear is not None else None)
@@ -170,7 +170,7 @@ def _hear(number: int, frame: Any) -> None:
 
 
 def _pass_on(number: int, frame: Any, former: Any) -> None:
-    """Does what the signal would do without us."""
+    """Do what the signal would have done without hf_zero's handler."""
     if callable(former):
         former(number, frame)
     elif former is not signal.SIG_IGN:
@@ -187,7 +187,7 @@ def _end_at_once(number: int) -> None:
 
 
 def _forget() -> None:
-    """In a forked child: its signals are its own."""
+    """Reset the state in a forked child, which receives its own signals."""
     for number, ear in _ears.items():
         if signal.getsignal(number) is _hear:
             signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)

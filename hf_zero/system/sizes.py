@@ -12,15 +12,15 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(?:(?:([kmgt])(i?))?b)?\s*", re.IGNORE
 
 
 def bytes_of(size: int | str, name: str, bare: bool = False) -> int:
-    """Return bytes of ``80GiB`` (powers of 1024) or ``80GB`` (powers of 1000), upper and lower case alike.
+    """Return the bytes of ``80GiB`` (powers of 1024) or ``80GB`` (powers of 1000), in upper or lower case.
 
     Args:
         size: As the user wrote it.
-        name: Whose value it is, for the message.
-        bare: A number alone is one of bytes.
+        name: Name of the setting, for the message.
+        bare: Whether a number without unit is allowed and means bytes.
 
     Raises:
-        ConfigError: It is no such size.
+        ConfigError: It is not such a size.
     """
     whole = isinstance(size, int) and not isinstance(size, bool)
     text = str(size) if whole or isinstance(size, str) else ""

@@ -1,4 +1,4 @@
-"""Where the threads of this process are, in words: file, line and function, never a value."""
+"""Describe where the threads of this process are: file, line and function, never a value."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from types import FrameType
 from typing import Any
 
 _OWN = str(Path(__file__).parents[1])
-_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # methods of dataclasses are in the last
+_NOT_THE_SCRIPT = (os.path.dirname(os.__file__), _OWN, "<frozen", "<string>")  # dataclasses generate methods in "<string>"
 _COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
@@ -24,7 +24,7 @@ def is_of_the_script(filename: str) -> bool:
 
 
 def threads_of_others() -> Iterator[FrameType]:
-    """The innermost frame of each thread but the caller's, the main thread's first."""
+    """Yield the innermost frame of each thread except the caller's, the main thread's first."""
     frames, main = sys._current_frames(), threading.main_thread().ident
     frames.pop(threading.get_ident(), None)
     for ident in sorted(frames, key=lambda ident: ident != main):
@@ -32,14 +32,14 @@ def threads_of_others() -> Iterator[FrameType]:
 
 
 def outwards(frame: FrameType | None) -> Iterator[FrameType]:
-    """``frame`` and its callers."""
+    """Yield ``frame`` and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back
 
 
 def moment(frame: FrameType) -> tuple[tuple[int, int], ...]:
-    """A thread's place to the instruction, callers included: equal at two times if the thread has not moved, or came back."""
+    """Return a thread's position to the instruction, callers included: equal at two times if the thread has not moved, or has come back."""
     return tuple((id(one.f_code), one.f_lasti) for one in outwards(frame))
 
 
@@ -49,12 +49,12 @@ def values_of(frame: FrameType) -> dict[str, Any]:
 
 
 def line_of(frame: FrameType) -> str:
-    """Return the text of the line at which ``frame`` is; "" where its file cannot be read."""
+    """Return the text of the line at which ``frame`` is; "" if its file cannot be read."""
     return linecache.getline(frame.f_code.co_filename, frame.f_lineno or 0).strip()
 
 
 def place(frame: FrameType) -> str:
-    """Return where a thread is: its innermost line, and the script's where that is another; ``train/data.py:12 in read``."""
+    """Return where a thread is: its innermost line, and the script's line if that is another one; ``train/data.py:12 in read``."""
     own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
     if own is None or own is frame:
         return _words(frame)

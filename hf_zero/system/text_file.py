@@ -1,6 +1,6 @@
-"""The one reader of small files of others: regular files, read as a whole, with a bound on their size.
+"""Read small files of others, as the only reader: regular files, read completely, with a bound on their size.
 
-[Note: bounded reading] Who sends a folder chooses what lies in it: a pipe that never ends or never begins, a device, a sparse file of a
+[Note: bounded reading] The sender of a folder chooses its contents: a pipe that never ends or never begins, a device, a sparse file of a
 terabyte that takes no room. So a file is opened without waiting for anybody, is refused where it is no regular one, and is compared with
 its bound before room is made for it. A file that the user names (a configuration, a hostfile) may be a pipe, ``<(...)`` of a shell: it is
 read up to its bound.
@@ -20,10 +20,10 @@ from typing import Any, BinaryIO
 from hf_zero.errors import ConfigError
 from hf_zero.system.folder import told_of
 
-LIMIT_BYTES = 16 * 2**20  # of a configuration
-SMALL_BYTES = 64 * 2**10  # of a name, a digest, a note
-_DENSE_BYTES = 1 << 20  # from here on a file of text is looked at for holes
-_DESCRIBED_BYTES = 32  # of data by a byte of description
+LIMIT_BYTES = 16 * 2**20  # limit of a configuration
+SMALL_BYTES = 64 * 2**10  # limit of a name, a digest, a note
+_DENSE_BYTES = 1 << 20  # files of text from this size on are checked for holes
+_DESCRIBED_BYTES = 32  # bytes of data for each byte of description
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
@@ -32,14 +32,14 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = Fals
     """Return the content of a regular file; see [Note: bounded reading].
 
     Args:
-        path: The file; links are followed.
+        path: Path of the file; links are followed.
         limit_bytes: The largest size that is read.
-        pipe: The user names the file, so it may be a pipe or a device such as ``/dev/null``, which is read to its end.
+        pipe: Whether the user names the file, so that it may be a pipe or a device such as ``/dev/null``, which is read to its end.
         within: Descriptor of an open folder in which ``path`` is a name; a link is refused then.
 
     Raises:
-        OSError: It cannot be read, or is no regular file; names the file.
-        ValueError: It is larger, has holes, or ``path`` holds a null character.
+        OSError: It cannot be read, or is not a regular file; the message names the file.
+        ValueError: It is larger than the limit, has holes, or ``path`` holds a null character.
     """
     with opened(path, pipe, within) as descriptor:
         found = os.fstat(descriptor)
@@ -58,7 +58,7 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = Fals
 
 @contextmanager
 def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None = None) -> Iterator[int]:
-    """The descriptor of a regular file, open for reading; arguments and errors as in ``read_bytes``."""
+    """Return a context with the descriptor of a regular file, open for reading; arguments and errors are those of ``read_bytes``."""
     name = os.fspath(path)
     flags = os.O_RDONLY | (0 if pipe else _AT_ONCE) | (getattr(os, "O_NOFOLLOW", 0) if within is not None else 0)
     with told_of(name):
@@ -75,15 +75,15 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """As ``opened``, as a file object."""
+    """Return the context of ``opened`` with a file object."""
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
         yield file
 
 
 def limit_beside(path: Path) -> int:
-    """A bound in bytes for the file that describes all others of its folder: 16 MiB, or more where these hold much.
+    """Return a limit in bytes for the file that describes all others of its folder: 16 MiB, or more if these contain much data.
 
-    What counts is what was written into them, not how long they are: holes cost their sender nothing.
+    It depends on the bytes that were written into them, not on their length: holes cost their sender nothing.
     """
     try:
         if path.stat().st_size <= LIMIT_BYTES:
@@ -94,18 +94,18 @@ def limit_beside(path: Path) -> int:
 
 
 def _written_bytes(path: Path) -> int:
-    """Return bytes of a regular file without its holes, as far as the file system tells; 0 of everything else."""
+    """Return the bytes of a regular file without its holes, as far as the file system reports them; 0 for every other entry."""
     try:
         with opened(path) as descriptor:
             found = os.fstat(descriptor)
             blocks = found.st_blocks * 512
-            return min(found.st_size, blocks) if blocks else _first_hole(descriptor, found.st_size)  # of one that tells no blocks
+            return min(found.st_size, blocks) if blocks else _first_hole(descriptor, found.st_size)  # a file system that reports no blocks
     except OSError:
         return 0
 
 
 def _first_hole(descriptor: int, end: int) -> int:
-    """Return where the first hole of a file begins; its end where there is none, or the file system knows of none."""
+    """Return where the first hole of a file begins; its end if there is none, or if the file system does not report holes."""
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
         os.lseek(descriptor, 0, os.SEEK_SET)
@@ -115,15 +115,15 @@ def _first_hole(descriptor: int, end: int) -> int:
 
 
 def read_text(path: str | os.PathLike[str], limit_bytes: int = SMALL_BYTES, within: int | None = None) -> str:
-    """Return the text of a regular UTF-8 file; arguments and errors as in ``read_bytes``."""
+    """Return the text of a regular UTF-8 file; arguments and errors are those of ``read_bytes``."""
     return read_bytes(path, limit_bytes, within=within).decode("utf-8")
 
 
 def read_first_line(path: Path) -> str:
-    """A name or digest that stands alone in a small file, without the spaces around it; what is no UTF-8 is replaced.
+    """Return the only line of a small file, a name or digest, without surrounding spaces; bytes that are not UTF-8 are replaced.
 
     Raises:
-        OSError, ValueError: As ``read_bytes``.
+        OSError, ValueError: See ``read_bytes``.
     """
     return read_bytes(path, SMALL_BYTES).decode("utf-8", errors="replace").strip()
 
@@ -132,13 +132,13 @@ def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = L
     """Return the text of a UTF-8 file that the user names; a byte order mark at its beginning is dropped.
 
     Args:
-        path: The file.
-        what: What it is, for messages: "config file".
+        path: Path of the file.
+        what: Kind of the file, for messages: "config file".
         limit_bytes: The largest size that is read.
-        pipe: It may be a pipe, which is read to its end.
+        pipe: Whether it may be a pipe, which is read to its end.
 
     Raises:
-        ConfigError: It cannot be read, is larger, or is no UTF-8; names ``what`` and ``path``.
+        ConfigError: It cannot be read, is larger, or is not UTF-8; the message names ``what`` and ``path``.
     """
     name = f"The {what} {os.fspath(path)!r}"
     try:
@@ -155,21 +155,21 @@ def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = L
         raise ConfigError(f"{name} is not UTF-8 text (byte {error.start}); save it as UTF-8") from error
 
 
-LIMIT_CHARACTERS = 32 * 2**10  # PyYAML reads some 100 kB a second where a text is nothing but marks
+LIMIT_CHARACTERS = 32 * 2**10  # PyYAML reads only 100 kB a second of a text that consists of punctuation
 _LEVELS = 64
 
 
 def read_yaml(text: str) -> Any:
     """Return the value of a YAML text.
 
-    Aliases (``*name``) are refused: nine lines of them stand for billions of values. So are lists inside lists without end.
+    Aliases (``*name``) are refused: nine lines of them can mean billions of values. So is endless nesting.
 
     Args:
-        text: At most 32 kB; files of settings have two.
+        text: At most 32 kB; a file of settings has about 2 kB.
 
     Raises:
-        yaml.YAMLError: It is no YAML, has an alias, or is nested too deep.
-        ValueError: It is longer, or holds a value that is none (a date in month 13).
+        yaml.YAMLError: It is not YAML, has an alias, or is nested too deep.
+        ValueError: It is longer, or contains an invalid value (a date in month 13).
         RecursionError: It is nested far too deep.
     """
     if len(text) > LIMIT_CHARACTERS:
@@ -184,7 +184,7 @@ def _plain_loader() -> Any:
     import yaml
 
     class PlainLoader(yaml.SafeLoader):
-        """Refuses aliases and endless nesting."""
+        """Loader that refuses aliases and endless nesting."""
 
         depth = 0
 
