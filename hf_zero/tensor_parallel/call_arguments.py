@@ -11,7 +11,7 @@ from torch import nn
 
 
 def tensors_in(tree: Any, prefix: str = "") -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
+    """Yield tensors in nested containers with their keys ("0", "1.mask"); other objects (caches) are not opened."""
     if isinstance(tree, torch.Tensor):
         yield prefix, tree
     elif isinstance(tree, Mapping):
@@ -33,7 +33,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors among the arguments of a module call, under the argument's name however it was passed."""
+    """Yield tensors among the arguments of a module call, under the argument's name however it was passed."""
     names = argument_names(module) if args else []
     for position, item in enumerate(args):
         yield from tensors_in(item, names[position] if position < len(names) else str(position))
@@ -41,7 +41,9 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, Any], convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """The arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are skipped."""
+    """Return the arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are
+    skipped.
+    """
     args, kwargs = list(args), dict(kwargs)
     for key, item in work.items():
         head, _, rest = key.partition(".")
@@ -55,7 +57,7 @@ def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, 
 
 
 def convert_inside(tree: Any, key: str, item: Any, convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """``tree`` with the tensor at ``key`` converted; what is not there stays."""
+    """Return ``tree`` with the tensor at ``key`` converted; an absent key is skipped."""
     if not key:
         return convert(tree, item) if isinstance(tree, torch.Tensor) else tree
     head, _, rest = key.partition(".")

@@ -37,7 +37,7 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
+        """Return the sizes of the dimensions."""
         return tuple(dim.size for dim in self.dims)
 
 
