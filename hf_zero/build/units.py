@@ -115,7 +115,7 @@ class UnitBuilder:
         return root, blocks
 
     def _numel(self, member: NamedParam) -> int:
-        """Return elements of a parameter as all ranks hold it between them: each has its own experts."""
+        """Return the number of elements of a parameter over all ranks together: each rank has its own experts."""
         numel = full_shape(member.param).numel()
         return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
 

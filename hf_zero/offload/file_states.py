@@ -67,7 +67,7 @@ class _Region:
     mapped: torch.Tensor  # (shard_numel,)
 
     def place(self, sub_group: SubGroup) -> int:
-        """Return where ``sub_group`` begins in the file."""
+        """Return the byte at which ``sub_group`` begins in the file."""
         return self.offset + sub_group.range.start * self.dtype.itemsize
 
 

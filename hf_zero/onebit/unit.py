@@ -21,7 +21,9 @@ _SCALE_BYTES = 4
 
 
 def part_numel(padded_numel: int, world: int) -> int:
-    """Return elements of the part of a unit that one rank averages: equal for all ranks, the last ones maybe beyond the unit's end."""
+    """Return the number of elements of a unit that one rank averages: equal for all ranks; the last ranks may extend beyond the unit's
+    end.
+    """
     return round_up(-(-padded_numel // world), ALIGNMENT)
 
 

@@ -257,7 +257,7 @@ class CostRecorder:
 
 
 def count_params(module: nn.Module) -> int:
-    """Return elements of all parameters, sharded ones whole, shared ones once."""
+    """Return the number of elements of all parameters, sharded ones whole, shared ones once."""
     return sum(full_shape(param).numel() for param in module.parameters())
 
 

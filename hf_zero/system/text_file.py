@@ -105,7 +105,7 @@ def _written_bytes(path: Path) -> int:
 
 
 def _first_hole(descriptor: int, end: int) -> int:
-    """Return where the first hole of a file begins; its end where there is none, or the file system knows of none."""
+    """Return the position of the first hole of a file; its end where there is none, or the file system reports none."""
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
         os.lseek(descriptor, 0, os.SEEK_SET)

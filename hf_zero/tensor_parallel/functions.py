@@ -72,7 +72,7 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Return indices on one rank."""
+        """Return the number of indices on one rank."""
         return sum(stop - start for start, stop in self.ranges[0])
 
     @property

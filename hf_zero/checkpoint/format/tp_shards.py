@@ -45,7 +45,7 @@ class SavedTpShard:
 
     @property
     def numel(self) -> int:
-        """Return elements that the rank holds."""
+        """Return the number of elements that the rank holds."""
         return math.prod(self.local_shape)
 
     @property

@@ -118,7 +118,7 @@ class Block:
 
     @cached_property
     def numel(self) -> int:
-        """Return elements that unsharding it allocates."""
+        """Return the number of elements that unsharding the block allocates."""
         return sum(unit.layout.padded_numel for unit in self.units)
 
     def forget_size(self) -> None:

@@ -93,12 +93,12 @@ class UnitLayout:
 
     @property
     def shard_numel(self) -> int:
-        """Return elements of one rank's shard."""
+        """Return the number of elements of one rank's shard."""
         return self.padded_numel // self.world
 
     @cached_property
     def numel(self) -> int:
-        """Return elements that belong to parameters, padding left out."""
+        """Return the number of elements that belong to parameters, without padding."""
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
