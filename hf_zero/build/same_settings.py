@@ -27,7 +27,7 @@ _CALL, _SOURCE = "the call that ranks are in", "the configuration"
 
 
 def everyone_of(mpu: Any) -> Collectives:
-    """The ranks that ``initialize`` with ``mpu`` makes one engine of: all, or those of the object's groups, the data-parallel one first."""
+    """Return the ranks of the engine that ``initialize`` makes with ``mpu``: all, or those of its groups, the data-parallel group first."""
     joint = getattr(mpu, "get_sequence_data_parallel_group", None) or getattr(mpu, "get_data_parallel_group", None)
     data = joint() if joint is not None else None
     if data is not None:

@@ -1,4 +1,4 @@
-"""Where a model has experts: found from its structure, never from a list of architectures."""
+"""Search for the experts of a model, from its structure, never from a list of architectures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How tokens spread over experts, and over the ranks that hold them."""
+"""Measurement of how tokens spread over experts, and over the ranks that hold them."""
 
 from __future__ import annotations
 

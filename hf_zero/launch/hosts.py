@@ -1,4 +1,4 @@
-"""Which hosts and slots a job gets: the hostfile and the filters of DeepSpeed's launcher."""
+"""Hosts and slots of a job: the hostfile and the filters of DeepSpeed's launcher."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank this process is when mpirun or srun started it, from the variables they set; no MPI library is asked.
+"""Rank of a process that mpirun or srun started, from the variables they set, without an MPI library.
 
 Read by ``init_distributed``, and where a library makes the state that looks at RANK.
 """

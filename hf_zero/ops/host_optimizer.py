@@ -1,4 +1,4 @@
-"""What the host optimizers share: the group of a parameter, its state, and a flat working copy where the kernels need one."""
+"""Base of the host optimizers: the group of a parameter, its state, and a flat working copy where the kernels need one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an optimizer looks at: single elements, so that it may run on shards; whole tensors; or all tensors together.
+"""Tests of how much an optimizer reads for one update: single elements, so that it may run on shards; whole tensors; or all tensors
+together.
 
 A shard cuts through tensors wherever the rank's range ends. An optimizer that looks at a whole tensor (its norm, its rows,
 its shape) would compute something else there, without any error; it runs where parameters are whole, see [Note: whole tensors].

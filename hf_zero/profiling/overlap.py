@@ -1,4 +1,4 @@
-"""What runs beside what in one rank's recording: compute, gathers, reductions, updates on the host.
+"""Overlap in one rank's recording: compute, gathers, reductions, updates on the host.
 
 [Note: time under way] On a device a transfer is its kernel, and compute is the other kernels. On a host a transfer runs unseen between
 the call that issues it and the end of the wait for it, and that is its stretch: at most as long as what is shown, never longer; compute is

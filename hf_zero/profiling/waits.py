@@ -1,4 +1,4 @@
-"""How long a rank waits for gathers, reductions, other ranks' votes, and the host."""
+"""Times that a rank waits for gathers, reductions, other ranks' votes, and the host."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ class DistributedAttention(nn.Module):
 
 
 def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """``tensor`` cut into ``ranks`` parts along ``dim``, stacked: (ranks, ...)."""
+    """Return ``tensor`` cut into ``ranks`` parts along ``dim``, stacked: (ranks, ...)."""
     return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 

@@ -1,4 +1,4 @@
-"""Which models of transformers can be trained over slices."""
+"""Checks that a model of transformers can be trained over slices."""
 
 from __future__ import annotations
 

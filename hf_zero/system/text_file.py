@@ -94,7 +94,7 @@ def limit_beside(path: Path) -> int:
 
 
 def _written_bytes(path: Path) -> int:
-    """Return bytes of a regular file without its holes, as far as the file system tells; 0 of everything else."""
+    """Return the bytes of a regular file without its holes, as far as the file system reports them; 0 for anything else."""
     try:
         with opened(path) as descriptor:
             found = os.fstat(descriptor)

@@ -1,4 +1,4 @@
-"""How torch's operations relate the dimensions of what they read to the dimensions of what they make.
+"""Rules that relate the dimensions of an operation's inputs to the dimensions of its outputs.
 
 One function per family of operations of ATen. Each gets the operation's arguments with ``Value`` for every tensor and the shapes
 of the results, joins or blocks dims, and returns a ``Rule``. Operations in no table block all that they read.

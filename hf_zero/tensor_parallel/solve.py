@@ -1,4 +1,4 @@
-"""Which dims of a traced model to split, and what has to happen where for the result to stay exact.
+"""Choice of the dims of a traced model to split, and of the conversions that keep the result exact.
 
 [Note: states] Under a choice of split dims every tensor of the trace is in one of three states: *whole* (the same on every rank),
 *split* (each rank holds its part of a split dim), or *partial* (each rank holds a summand). Reading the trace forward gives the

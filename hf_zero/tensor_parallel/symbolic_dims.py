@@ -20,7 +20,7 @@ PRODUCT, SUM = "product", "sum"
 
 
 class SymbolicDim:
-    """One dimension or a part of one.
+    """One dimension, or a part of one.
 
     Attributes:
         size: Number of indices.

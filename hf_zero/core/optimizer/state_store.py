@@ -50,7 +50,7 @@ class StateStore:
         self.inner, self.units, self.segments = inner, units, segments
 
     def update(self, grads: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
-        """Updates masters and shards; local but for what ``updated`` does.
+        """Update masters and shards; local except for the calls of ``updated``.
 
         Args:
             grads: This rank's gradients, (shard_numel,) per unit that does not rest; may be overwritten.

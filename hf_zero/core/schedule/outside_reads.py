@@ -217,7 +217,7 @@ class OutsideReads:
         return param if whole is None else whole
 
     def _read(self, block: Block) -> None:
-        """Makes ``block``, which other modules read, whole, and remembers who reads it; collective."""
+        """Gather ``block``, whose parameters a module outside of it reads, and remember the reader; collective."""
         note("external", block.name)
         block.read_by(self._forward.stack[-1] if self._forward.stack else self._root, self._root)
         with outside_transforms():

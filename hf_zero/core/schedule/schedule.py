@@ -340,7 +340,7 @@ class UnshardSchedule:
             self._serve(self._wanted(self._all.index(block) + 1))
 
     def _serve_reads(self, own: int = 0) -> None:
-        """This rank goes on, with another forward or without: does what others still want; collective."""
+        """Serve the gathers that other ranks still request, before this rank goes on with or without another forward; collective."""
         while self._reads:
             wanted = self._wanted(own)
             if wanted == own:

@@ -1,4 +1,4 @@
-"""What tells of a block's backward: the tensors that its forward returned, and what is known of them when backward begins."""
+"""Detection of a block's backward: the tensors that its forward returned, and their state when backward begins."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Clock:
 
 
 def memory_line(device: torch.device) -> str:
-    """Allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
+    """Return the allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
     if device.type == "cpu":
         import resource
 

@@ -191,7 +191,7 @@ def _stand_in(param: Any) -> EmptyValues:
 
 
 def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
-    """A stand-in of the type and on the device that ``func`` would give."""
+    """Return a placeholder with the type and device of the result of ``func``."""
     with _WITHOUT_FUNCTION():
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):  # ``type()``
