@@ -70,7 +70,7 @@ class MonitorSections(Protocol):
 
     @property
     def tensorboard(self) -> Tensorboard:
-        """TensorBoard's."""
+        """Return the section of TensorBoard."""
 
     @property
     def wandb(self) -> Wandb:

@@ -1,4 +1,4 @@
-"""What one rank writes: files of named rows, and the records that say where parameters lie in them."""
+"""Contents that one rank writes: files of named rows, and the records of the places of parameters in them."""
 
 from __future__ import annotations
 

@@ -337,7 +337,7 @@ def _are_sizes(sizes: Any) -> bool:
 
 
 def _held(param: dict[str, Any]) -> int:
-    """Return elements of a parameter that lie in its unit."""
+    """Return the number of a parameter's elements in its unit."""
     shape, ranges = list(param["shape"]), param["ranges"]
     _require(_are_sizes(shape) and all(_are_sizes(pair) and len(pair) == 2 for pair in ranges), f"{param['name']} has shape {shape!r:.80}")
     if param["dim"] is not None:

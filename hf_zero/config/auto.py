@@ -1,4 +1,4 @@
-"""Where the value of a key comes from when the configuration says "auto", and which keys must agree with the training arguments."""
+"""Sources of the keys that the configuration sets to "auto", and the keys that must agree with the training arguments."""
 
 from __future__ import annotations
 

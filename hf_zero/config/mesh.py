@@ -63,7 +63,7 @@ class Mesh:
 
     @property
     def ranks(self) -> int:
-        """Return all of them."""
+        """Return the number of all ranks."""
         return math.prod(self.sizes.values())
 
     @property

@@ -1,4 +1,4 @@
-"""Which known name an unknown key was probably meant to be."""
+"""Suggestions of known names for an unknown key."""
 
 from __future__ import annotations
 

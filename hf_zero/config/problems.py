@@ -1,4 +1,4 @@
-"""What is wrong with a configuration, collected so that everything is reported at once."""
+"""Faults of a configuration, collected so that all are reported at once."""
 
 from __future__ import annotations
 

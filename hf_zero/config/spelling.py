@@ -190,7 +190,7 @@ class Speller:
 
 
 def truth(value: Any) -> bool | None:
-    """True or False for booleans and their usual texts, None for anything else."""
+    """Return True or False for booleans and their usual texts, None for anything else."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None
 

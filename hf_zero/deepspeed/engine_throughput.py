@@ -1,4 +1,4 @@
-"""What ``engine.tput_timer`` counts: the samples per second of an engine, from the first look at it on."""
+"""Counter behind ``engine.tput_timer``: the samples per second of an engine, from the first use of the timer on."""
 
 from __future__ import annotations
 

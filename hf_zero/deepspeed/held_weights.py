@@ -1,4 +1,5 @@
-"""Whole weights that a script has gathered last and still holds: what a save without a ``state_dict`` is made of, without other ranks.
+"""Memory of the whole weights that a script has gathered last and still holds; a save without a ``state_dict`` uses them without other
+ranks.
 
 [Note: weights that a script holds] Scripts gather the whole model on all ranks, and then let rank 0 save in two ways: the adapters by
 PEFT, which is given no dict and would read the model itself, and files of their own from the dict (OpenRLHF). No rank can gather in the

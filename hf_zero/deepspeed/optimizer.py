@@ -1,4 +1,4 @@
-"""What scripts and libraries call on the engine's optimizer under DeepSpeed's names."""
+"""Methods of the engine's optimizer that scripts and libraries call under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
 
     def _own_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the state, its masters, a loss scale that changes; checkpoints are written by ``engine.save_checkpoint``."""
+        """Return this rank's part of the state: its masters, and a dynamic loss scale; ``engine.save_checkpoint`` writes checkpoints."""
         state = super()._own_state_dict()
         if self.dynamic_loss_scale:
             state = {**state, "loss_scaler": self.scaler.state_dict()}

@@ -1,4 +1,4 @@
-"""What else scripts read off DeepSpeed's optimizers, and ask them, as tables over the engine: name -> function."""
+"""Further attributes and methods of DeepSpeed's optimizers that scripts use, as tables over the engine: name -> function."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from hf_zero.observe import warn_once
 
 
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
-    """Release parameters that are gathered between forwards; parameters small enough to stay gathered for good are released too."""
+    """Release parameters that are gathered between forwards; parameters small enough to stay gathered for good are kept."""
     engine.runtime.reshard_for_update()
 
 

@@ -75,7 +75,7 @@ class Stopwatch:
         return total
 
     def mean(self) -> float:
-        """Return mean lap in milliseconds without the slowest and fastest tenth."""
+        """Return the mean lap in milliseconds without the slowest and fastest tenth."""
         return trim_mean(self._laps, 0.1)
 
 
@@ -251,7 +251,7 @@ class ThroughputTimer:
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:
-    """Return mean of ``data`` without its smallest and largest ``trim_percent`` (a share from 0 to 1 of each); 0 for no data."""
+    """Return the mean of ``data`` without its smallest and largest ``trim_percent`` (a share from 0 to 1 of each); 0 for no data."""
     cut = int(len(data) * trim_percent)
     kept = sorted(data)[cut : len(data) - cut]
     return sum(kept) / len(kept) if kept else 0.0

@@ -25,7 +25,7 @@ from hf_zero.expert_parallel.find import StackedExperts, shape_of_all, wrappers_
 
 
 def keep(param: nn.Parameter, part: TpShard) -> None:
-    """Replaces the values of ``param`` by those of ``part``, and notes that; collective after ``zero.Init``.
+    """Replace the values of ``param`` by those of ``part``, and record the part; collective after ``zero.Init``.
 
     A parameter that was loaded so stays as it is ([Note: held experts]), and one of another stage of a pipeline as empty as it is.
     """
@@ -50,7 +50,7 @@ _Pair = tuple[nn.Parameter, nn.Parameter]
 
 
 def check_adapters(layer: StackedExperts) -> None:
-    """Refuses what cannot be divided of the adapters around ``layer``.
+    """Refuse adapters around ``layer`` that cannot be divided.
 
     Raises:
         UnsupportedError: They are no pairs of low-rank matrices.
@@ -109,7 +109,7 @@ def _made_late(path: str, wrapper: Any) -> StateError:
 
 
 def divide_adapters(layer: StackedExperts, own: Range) -> None:
-    """Keeps of every adapter around ``layer`` what belongs to this rank's experts ``own``; collective after ``zero.Init``."""
+    """Keep the part of every adapter around ``layer`` that belongs to this rank's experts ``own``; collective after ``zero.Init``."""
     for adapter in layer.adapters:
         wrapper: Any = adapter
         stacked = _is_stacked(layer, wrapper)
@@ -140,7 +140,7 @@ class _StackOfOne(int):
 
 
 def _pairs(layer: StackedExperts, wrapper: Any) -> Iterator[_Pair]:
-    """A and B of every adapter of a parameter that has an entry per expert."""
+    """Yield A and B of every adapter of a parameter that has an entry per expert."""
     if wrapper.parameter_name in layer.params:
         first, second = (getattr(wrapper, name) for name in _MATRICES)
         yield from ((first[name].weight, second[name].weight) for name in first)

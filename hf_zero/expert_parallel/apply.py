@@ -37,7 +37,7 @@ _SHARES = "_hf_zero_expert_shares"  # of a divided layer
 
 
 def shares_of(model: nn.Module) -> dict[str, Shares]:
-    """Who holds which experts of each divided layer of ``model``, by its dotted name."""
+    """Return for each divided layer of ``model``, by dotted name, the experts that each rank holds."""
     return {path: module.__dict__[_SHARES] for path, module in model.named_modules() if _SHARES in module.__dict__}
 
 
@@ -106,7 +106,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
 
 
 def _require_held(model: nn.Module, ranks: int, rank: int) -> list[str]:
-    """Return the layers that were loaded with this rank's experts alone; refuses those that were loaded for others."""
+    """Return the layers that were loaded with only this rank's experts; refuse layers that were loaded for other ranks."""
     found = []
     for path, _, held in held_layers(model):
         place = held.place
@@ -166,7 +166,7 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
 
 
 def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) -> None:
-    """Refuses experts whose gradients tensor parallelism has something to do with: outside of them everything is to be whole."""
+    """Refuse experts whose gradients tensor parallelism would change: tensors outside of them must be whole."""
     plan, names = plan_of(model), {id(param): name for name, param in model.named_parameters()}
     for layer in layers:
         for param in _params(layer):
@@ -192,7 +192,7 @@ def _params(layer: ExpertLayer) -> Iterable[nn.Parameter]:
 
 
 def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
-    """A parameter of several experts or layers would be cut several times."""
+    """Refuse a parameter that several experts or layers share, because it would be cut several times."""
     seen: set[int] = set()
     for layer in layers:
         for param in _params(layer):

@@ -40,7 +40,7 @@ class Shares:
 
     @property
     def here(self) -> int:
-        """Experts on each rank."""
+        """Return the number of experts on each rank."""
         return self.count // self.collectives.world
 
     @property
@@ -54,7 +54,7 @@ class Shares:
 
 @dataclass(frozen=True, eq=False)
 class Told:
-    """What this rank has told the others of its tokens, and what it is about to hear of theirs.
+    """Message of this rank about its tokens, and the pending messages of the other ranks.
 
     Attributes:
         counts: (ranks, experts on each) tokens that this rank has for them.
@@ -66,7 +66,7 @@ class Told:
 
 
 def tell(shares: Shares, counts: torch.Tensor, label: str) -> Told:
-    """Tells every rank how many tokens there are for its experts, which travels while these are put in order; collective.
+    """Send every rank the number of tokens for its experts, while the tokens are sorted; collective.
 
     Args:
         shares: Who holds which experts.
@@ -106,7 +106,7 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: boo
 
 
 def tokens_of_each(counts: torch.Tensor, rows: int) -> list[int]:
-    """Tokens of each expert here, for the host, which waits for the device.
+    """Return the number of tokens of each expert here, on the host, which waits for the device.
 
     Args:
         counts: (ranks, experts here); a plan knows none, and takes them for even.
@@ -117,7 +117,7 @@ def tokens_of_each(counts: torch.Tensor, rows: int) -> list[int]:
 
 
 def _evenly(rows: int, world: int, rank: int) -> tuple[list[int], list[int]]:
-    """What ``rank`` sends to and receives from each of ``world`` ranks that are alike, where tokens spread evenly."""
+    """Return the rows that ``rank`` sends to and receives from each of ``world`` equal ranks, where tokens spread evenly."""
     sends = [rows // world + (peer < rows % world) for peer in range(world)]
     return sends, [sends[rank]] * world
 

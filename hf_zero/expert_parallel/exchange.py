@@ -57,7 +57,7 @@ def exchange(
 
 
 def exchange_rows(collectives: Collectives, rows: torch.Tensor, sends: list[int], receives: list[int], label: str) -> torch.Tensor:
-    """As ``exchange``, of values."""
+    """Do the same as ``exchange`` for values, without autograd."""
     width, rank = rows.shape[1], collectives.rank
     received = torch.empty((sum(receives), width), dtype=rows.dtype, device=rows.device)
     outgoing, incoming = rows.contiguous().split(sends), received.split(receives)
@@ -80,7 +80,9 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """``output``, through which backward reaches ``sources`` even where it was not computed from them: a rank without tokens."""
+    """Return ``output`` with a graph through which backward reaches ``sources`` even if it was not computed from them: on a rank
+    without tokens.
+    """
     tied: torch.Tensor = _Tie.apply(output, *sources)  # type: ignore[no-untyped-call]
     return tied
 
@@ -99,7 +101,7 @@ class _Idle(torch.autograd.Function):
 
 
 def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """``output``, whose backward gives ``weights`` zeros for gradients: those of experts without tokens.
+    """Return ``output`` with a backward that gives ``weights``, those of experts without tokens, zeros as gradients.
 
     [Note: gradients of idle experts] They come when those of other ranks do. If they did not come at all, the rank would hold their unit,
     and all that is reduced after it, until backward ends, and reduce behind messages that other ranks send later.
@@ -127,7 +129,9 @@ class SharedTokens:
         return _run(count, self.collectives.rank, self.collectives.world)
 
     def part(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's run of ``rows`` (n, ...), alike on all ranks; its gradient is joined from all. Collective in backward."""
+        """Return this rank's part of ``rows`` (n, ...), which are equal on all ranks; its gradient is joined from all. Collective in
+        backward.
+        """
         own = self.own(len(rows))
         if not rows.requires_grad:
             return rows[own.start : own.stop]
@@ -140,7 +144,7 @@ class SharedTokens:
         return found
 
     def join(self, rows: torch.Tensor, count: int, label: str) -> torch.Tensor:
-        """As ``whole``, of values."""
+        """Do the same as ``whole`` for values, without autograd."""
         runs = [_run(count, rank, self.collectives.world) for rank in range(self.collectives.world)]
         joined = rows.new_empty((count, *rows.shape[1:]))
         incoming = [joined[run.start : run.stop] for run in runs]
@@ -151,7 +155,9 @@ class SharedTokens:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """A context with random numbers of this rank's own: it computes with other tokens, and draws other numbers, than its neighbours."""
+        """Use random numbers of this rank's own in the context: it computes with other tokens than its neighbours, so it must draw
+        other numbers.
+        """
         restore: Callable[[], None] = own_random(self.collectives.rank, device)
         try:
             yield

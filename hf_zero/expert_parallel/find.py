@@ -1,4 +1,4 @@
-"""Where a model has experts: found from its structure, never from a list of architectures."""
+"""Search for the experts of a model, from its structure, never from a list of architectures."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ ExpertLayer = StackedExperts | ListedExperts
 
 
 def find_experts(model: nn.Module) -> list[ExpertLayer]:
-    """Every layer of experts of ``model``, in the model's order.
+    """Return every layer of experts of ``model``, in the model's order.
 
     Raises:
         ConfigError: The model has none.
@@ -77,14 +77,14 @@ def find_experts(model: nn.Module) -> list[ExpertLayer]:
 
 
 def present_experts(model: nn.Module) -> list[ExpertLayer]:
-    """As ``find_experts``; none of a model that has none."""
+    """Return the same as ``find_experts``; an empty list for a model without experts."""
     found: list[ExpertLayer] = [*_stacked(model), *listed_experts(model)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda layer: order[layer.path])
 
 
 def modules_of_experts(model: nn.Module) -> set[str]:
-    """Dotted names of all modules that belong to experts, or adapt them."""
+    """Return dotted names of all modules that belong to experts, or adapt them."""
     inside: set[int] = set()
     for layer in present_experts(model):
         roots = layer.experts if isinstance(layer, ListedExperts) else (layer.module, *layer.adapters)
@@ -93,7 +93,7 @@ def modules_of_experts(model: nn.Module) -> set[str]:
 
 
 def _refuse_hidden(model: nn.Module) -> None:
-    """Tells experts of an unknown form from a model that has none."""
+    """Refuse a model with experts of an unknown form; a model without experts passes."""
     for path, module in model.named_modules():
         named = _WORD in type(module).__name__.lower() and next(module.parameters(), None) is not None
         if path and (named or _count_of(module)):
@@ -144,7 +144,7 @@ def _has_entry_each(param: nn.Parameter, count: int) -> bool:
 
 
 def shape_of_all(param: nn.Parameter) -> torch.Size:
-    """Of all experts, also where this rank has loaded its own alone."""
+    """Return the shape of all experts, also where this rank has loaded only its own."""
     return whole_shape(param) or full_shape(param)
 
 
@@ -161,7 +161,7 @@ def wrappers_of(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 
 def _refuse_parametrized(path: str, module: nn.Module) -> None:
-    """Weights of experts that are computed from others cannot be cut."""
+    """Refuse weights of experts that are computed from other tensors, because they cannot be cut."""
     computed = getattr(module, "parametrizations", None)
     names = list(computed.keys()) if isinstance(computed, nn.ModuleDict) and _count_of(module) else []
     if names:
@@ -175,7 +175,7 @@ def _refuse_parametrized(path: str, module: nn.Module) -> None:
 
 
 def listed_experts(model: nn.Module) -> Iterator[ListedExperts]:
-    """Layers whose experts are modules of a list or a dict, in the model's order."""
+    """Yield layers whose experts are modules of a list or a dict, in the model's order."""
     for path, module in model.named_modules():
         leaf = path.rpartition(".")[2]
         if _WORD not in leaf or not isinstance(module, (nn.ModuleList, nn.ModuleDict)):

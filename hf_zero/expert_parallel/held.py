@@ -26,7 +26,7 @@ _HELD = "_hf_zero_held_experts"  # of a module whose forward calls experts
 
 @dataclass(frozen=True)
 class Place:
-    """Where a rank stands among those that hold all experts between them.
+    """Place of a rank among the ranks that together hold all experts.
 
     Attributes:
         ranks: How many they are.
@@ -44,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Held:
-    """What a rank has of one layer.
+    """The experts of one layer that a rank has loaded.
 
     Attributes:
         place: Where it stood when the layer was loaded.
@@ -56,7 +56,8 @@ class Held:
 
 
 def make_room(layer: ExpertLayer, place: Place) -> Held:
-    """Replaces the parameters of a layer by ones for this rank's experts, on the meta device, or empty ones for those of others; local.
+    """Replace the parameters of a layer by parameters for this rank's experts, on the meta device, or by empty ones for other experts;
+    local.
 
     Args:
         layer: Its parameters have no values, or stand for ones that ``zero.Init`` has sharded.
@@ -98,13 +99,15 @@ def hold(module: nn.Module, held: Held) -> None:
 
 
 def held_of(module: nn.Module) -> Held | None:
-    """What was noted on the module of a layer."""
+    """Return the note on the module of a layer."""
     found = module.__dict__.get(_HELD)
     return found if isinstance(found, Held) else None
 
 
 def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
-    """Dotted name, module and note of every layer that was loaded with this rank's experts alone; parameters of copies are marked again."""
+    """Yield dotted name, module and note of every layer that was loaded with only this rank's experts; parameters of copies are marked
+    again.
+    """
     for path, module in model.named_modules():
         held = held_of(module)
         if held is not None:
@@ -132,7 +135,8 @@ def _mark(module: nn.Module, held: Held) -> None:
 
 
 def _refuse_held(module: nn.Module, *_: Any) -> None:
-    """The forward pre-hook of a layer that no engine has divided; a copy without values, of which tensor parallelism plans, may run.
+    """Refuse a call, as the forward pre-hook of a layer that no engine has divided; a copy without values, which tensor parallelism plans
+    with, may run.
 
     Raises:
         StateError: It has values.

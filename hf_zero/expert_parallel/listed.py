@@ -80,7 +80,7 @@ class ListedLayer:
         return _tied(output, results) if torch.is_grad_enabled() and results.requires_grad else output
 
     def _stand_in(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """The forward of expert ``index``."""
+        """Replace the forward of expert ``index``."""
         if args or kwargs or not isinstance(tokens, torch.Tensor):
             raise UnsupportedError(
                 f"expert_parallel: {self._label} calls an expert with more than its tokens, and only these travel to the rank that "
@@ -174,7 +174,7 @@ class ListedLayer:
 
 
 def _first(result: Any) -> torch.Tensor:
-    """What an expert makes of its tokens; some return a bias beside it, which the layer leaves alone."""
+    """Return an expert's result for its tokens; some return a bias beside it, which the layer ignores."""
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found
 
@@ -184,7 +184,7 @@ def _is_tokens(leaf: Any) -> bool:
 
 
 def _tied(output: Any, results: torch.Tensor) -> Any:
-    """``output``, whose first tensor leads backward to ``results`` even where no expert was called."""
+    """Return ``output``; its first tensor leads backward to ``results`` even where no expert was called."""
     leaves, spec = pytree.tree_flatten(output)
     index = next((number for number, leaf in enumerate(leaves) if _is_tokens(leaf)), None)
     if index is not None:

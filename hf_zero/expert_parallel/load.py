@@ -1,4 +1,4 @@
-"""How tokens spread over experts, and over the ranks that hold them."""
+"""Measurement of how tokens spread over experts, and over the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -31,8 +31,9 @@ class ExpertLoad:
             shares.watched, shares.seen = True, None
 
     def measure(self, step: int) -> dict[str, float]:
-        """The imbalance since the last record, of each layer and the largest of all: the most chosen expert's tokens over the mean, and
-        those of the rank with the most over the mean of ranks; 1 is even. Empty unless ``step`` is one to tell of; collective then.
+        """Return the imbalance since the last record, of each layer and the largest of all: the most chosen expert's tokens over the
+        mean, and those of the rank with the most over the mean of ranks; 1 is even. Empty unless ``step`` is one to tell of; collective
+        then.
         """
         if step % self._every:
             return {}
@@ -52,7 +53,7 @@ class ExpertLoad:
         return {f"{_PREFIX}imbalance": highest, f"{_PREFIX}imbalance_of_ranks": ranks, **found}
 
     def _tokens(self) -> dict[str, torch.Tensor]:
-        """(experts,) tokens of all ranks since the last record, by the name of the layer, on the host; collective."""
+        """Return the (experts,) tokens of all ranks since the last record, by the name of the layer, on the host; collective."""
         device = self._networks[0].topology.device
         seen = [self._take(shares, device) for shares in self._layers.values()]
         total = torch.cat(seen)
@@ -72,6 +73,6 @@ def _imbalance(counts: torch.Tensor) -> float:
 
 
 def _spread(counts: torch.Tensor) -> str:
-    """Who had the most, and how many had none."""
+    """Return a text: the rank with the most tokens, and the number of ranks with none."""
     busiest, idle = int(counts.argmax()), int((counts == 0).sum())
     return f"expert {busiest} had {int(counts[busiest])} of {int(counts.sum())} tokens, {idle} of {len(counts)} experts none"

@@ -19,7 +19,7 @@ _DISPATCHER = "_hf_zero_experts"
 
 
 class Dispatcher:
-    """Stands between the router of one layer and its experts: sends tokens where their experts are.
+    """Dispatcher between the router of one layer and its experts: it sends tokens to the ranks that hold their experts.
 
     [Note: rows in the order of the joined batch] A rank's experts see the tokens of the group's ranks one after the other, each rank's in
     its own order: what one process would give them for the joined batch. So a product of one expert has the same rows in the same
@@ -40,7 +40,7 @@ class Dispatcher:
     def run(
         self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """What ``implementation`` would give with all experts here; collective.
+        """Return the result that ``implementation`` would give with all experts on this rank; collective.
 
         Args:
             experts: The module, which has the experts of this rank.
@@ -60,7 +60,7 @@ class Dispatcher:
     def _send(
         self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """As ``run``, of the tokens that this rank sends."""
+        """Do the same as ``run`` for the tokens that this rank sends."""
         shares, flat = self.shares, indices.reshape(-1)
         counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat.clamp(max=shares.count), torch.ones_like(flat, dtype=torch.int64))
@@ -82,13 +82,13 @@ class Dispatcher:
         return implementation(experts, tokens, indices.unsqueeze(-1), ones)
 
     def _trains(self, experts: nn.Module, hidden: torch.Tensor) -> bool:
-        """Return whether backward comes to these experts, what adapts them, or through them; alike on every rank."""
+        """Return whether backward reaches these experts, their adapters, or their inputs; the same on every rank."""
         if not torch.is_grad_enabled():
             return False
         return hidden.requires_grad or any(getattr(experts, name).requires_grad for name in self._names)
 
     def begin(self, *_: Any) -> None:
-        """The layer's forward begins."""
+        """Note that the layer's forward begins."""
         self._ran = False
 
     def require_run(self, module: nn.Module, *_: Any) -> None:
@@ -106,7 +106,7 @@ class Dispatcher:
 
 
 def install(module: nn.Module, label: str, shares: Shares, names: tuple[str, ...]) -> None:
-    """Makes ``module`` one whose tokens travel; its parameters ``names`` are those of this rank's experts already."""
+    """Let ``module`` send tokens between ranks; its parameters ``names`` already have only this rank's experts."""
     dispatcher = Dispatcher(label, shares, names)
     setattr(module, _DISPATCHER, dispatcher)
     module.num_experts = shares.here  # type: ignore[assignment]  # what implementations count the indices by
@@ -115,7 +115,7 @@ def install(module: nn.Module, label: str, shares: Shares, names: tuple[str, ...
 
 
 def dispatcher_of(module: nn.Module) -> Dispatcher | None:
-    """What sends the tokens of ``module`` to other ranks; None for a module that has all its experts."""
+    """Return the dispatcher of ``module``; None for a module that has all its experts."""
     found = module.__dict__.get(_DISPATCHER)
     return found if isinstance(found, Dispatcher) else None
 

@@ -32,7 +32,8 @@ def names_passed_on(environ: Mapping[str, str]) -> list[str]:
 
 
 def read_environment_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``.deepspeed_env`` in the home folder and here, which wins; accelerate writes what it wants passed on there.
+    """Return the variables of ``.deepspeed_env`` in the home folder and in the current folder, which wins; accelerate writes the variables
+    to pass on there.
 
     Raises:
         ConfigError: A file cannot be read or a line is no NAME=VALUE; names file and line, and shows nothing of its content.
@@ -63,7 +64,7 @@ _LOCAL = "localhost"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of DeepSpeed's launcher, and ``--dry-run``."""
+    """Add the flags of DeepSpeed's launcher, and ``--dry-run``."""
     add = parser.add_argument
     add("-H", "--hostfile", help=f"lines like 'worker-1 slots=4' (default {_DEFAULT_HOSTFILE} where there is one; else this machine alone)")
     add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
@@ -107,7 +108,7 @@ def _slots(text: str) -> int:
 
 @dataclass(frozen=True)
 class Command:
-    """What is run on this machine.
+    """Command that runs on this machine.
 
     Attributes:
         words: The command line, which any user of the host can read: no value of a variable is in it.
@@ -124,7 +125,7 @@ class Command:
         return {**environ, **self.from_files, **self.variables}
 
     def __str__(self) -> str:
-        """A line for a shell, and the names of what it cannot show."""
+        """Return a line for a shell, and the names of the variables that it must not show."""
         line = shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
         hidden = [name for name in self.from_files if name not in self.variables]
         return f"{line}\n# with these variables of .deepspeed_env: {', '.join(hidden)}" if hidden else line
@@ -209,7 +210,7 @@ def _script(options: argparse.Namespace) -> list[str]:
 
 
 def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    """torchrun on this host; with several hosts the same command is given on each."""
+    """Return the torchrun command for this host; with several hosts the same command is given on each."""
     number = _own_number(options, hosts) if len(hosts) > 1 else 0
     host = hosts[number]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
@@ -282,12 +283,14 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
 
 
 def _is_local(hosts: list[Host]) -> bool:
-    """Return whether all ranks run here; no hosts are those that Slurm chooses."""
+    """Return whether all ranks run here; with an empty list Slurm chooses the hosts."""
     return bool(hosts) and all(host.name == _LOCAL for host in hosts)
 
 
 def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Variables every rank gets: where rank 0 is and the chosen devices, and on other hosts what ``.deepspeed_env`` asks for."""
+    """Return the variables that every rank gets: address of rank 0 and the chosen devices; and those that other hosts also get from
+    ``.deepspeed_env``.
+    """
     local = _is_local(hosts)
     address = options.master_addr or ("127.0.0.1" if local else hosts[0].name)
     variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_same_devices(options, hosts)}
@@ -310,7 +313,7 @@ def _program(*names: str) -> str:
 
 
 def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    """DeepSpeed's default over ssh; on one host it is not used there either."""
+    """Return the command for DeepSpeed's default over ssh; on one host DeepSpeed does not use ssh either."""
     if len(hosts) == 1:
         return _standard(options, hosts, environ)
     commands = []

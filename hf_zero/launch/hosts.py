@@ -1,4 +1,4 @@
-"""Which hosts and slots a job gets: the hostfile and the filters of DeepSpeed's launcher."""
+"""Hosts and slots of a job: the hostfile and the filters of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def read_hostfile(path: str) -> list[Host]:
 
 
 def parse_hostfile(text: Iterable[str], path: str) -> list[Host]:
-    """As ``read_hostfile``, of the lines of the file; ``path`` is for messages."""
+    """Return the same as ``read_hostfile`` for the lines of the file; ``path`` is for messages."""
     hosts: dict[str, int] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(text, start=1):
@@ -77,7 +77,7 @@ def include(hosts: list[Host], text: str) -> list[Host]:
 
 
 def exclude(hosts: list[Host], text: str) -> list[Host]:
-    """``hosts`` without those of ``text``, a host without slots being left out as a whole; may be none.
+    """Return ``hosts`` without the hosts and slots of ``text``; a host without slots is left out as a whole; the result may be empty.
 
     Raises:
         ConfigError: A host or slot that is not there.

@@ -1,4 +1,4 @@
-"""What becomes of a rank when its launcher is killed."""
+"""End of a rank whose launcher is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which rank this process is when mpirun or srun started it, from the variables they set; no MPI library is asked.
+"""Rank of a process that mpirun or srun started, from the variables they set, without an MPI library.
 
 Read by ``init_distributed``, and where a library makes the state that looks at RANK.
 """
@@ -46,12 +46,13 @@ class Placement:
 
     @property
     def port(self) -> int:
-        """Port of rank 0: two jobs on one host get different ones where their numbers are known."""
+        """Return the port of rank 0: two jobs on one host get different ports if their numbers are known."""
         return DEFAULT_PORT + (zlib.crc32(self.job.encode()) % _PORTS if self.job else 0)
 
 
 def find_placement(environ: Mapping[str, str]) -> Placement | None:
-    """What Open MPI, MVAPICH2, MPICH (hydra, Intel MPI) or Slurm says of this process; None when none of them started several.
+    """Return the placement that Open MPI, MVAPICH2, MPICH (hydra, Intel MPI) or Slurm give this process; None when none of them started
+    several.
 
     Raises:
         ConfigError: A variable holds no number, or one is missing.
@@ -83,7 +84,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement:
 
 
 def _mpirun_host(environ: Mapping[str, str]) -> str:
-    """Address of the host mpirun runs on, which is rank 0's unless the hosts were named otherwise; rank 0 checks it."""
+    """Return the address of the host mpirun runs on, which is rank 0's unless the hosts were named otherwise; rank 0 checks it."""
     found = re.search(r";tcp://([0-9.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     return found.group(1) if found else ""
 
@@ -105,7 +106,7 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Placement:
-    """One task of a job step; the batch script itself and an interactive shell are none."""
+    """Return the placement of one task of a job step; the batch script itself and an interactive shell have none."""
     rank, world, local_rank = (_number(environ, f"SLURM_{name}", "srun") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
     node = _number(environ, "SLURM_NODEID", "srun") if "SLURM_NODEID" in environ else 0
     local_world = _tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node) or world
@@ -122,7 +123,7 @@ _READERS = {
 
 
 def _tasks_of_node(text: str, node: int) -> int:
-    """Tasks on node number ``node`` from Slurm's ``4(x2),3``; 0 when it does not say."""
+    """Return the number of tasks on node number ``node`` from Slurm's ``4(x2),3``; 0 when it is not given."""
     for count, repeat in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text):
         node -= int(repeat or 1)
         if node < 0:
@@ -140,7 +141,7 @@ def first_host(nodes: str) -> str:
 
 
 def export_placement(environ: MutableMapping[str, str] | None = None, port: int = DEFAULT_PORT) -> Placement | None:
-    """Sets RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from what mpirun or srun say.
+    """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun.
 
     A process that has a RANK, or that starts others, is left alone; so is every variable that is set already.
 

@@ -1,4 +1,4 @@
-"""What the host optimizers share: the group of a parameter, its state, and a flat working copy where the kernels need one."""
+"""Base of the host optimizers: the group of a parameter, its state, and a flat working copy where the kernels need one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _PIECE = 1 << 22
 
 
 class PassTensors(NamedTuple):
-    """What one pass over one parameter, or over a piece of it, works on.
+    """Tensors of one pass over one parameter, or over a piece of it.
 
     Attributes:
         master: The parameter itself, or a working copy.
@@ -151,7 +151,9 @@ class HostOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """As torch's, but states keep the types they have in ``state_dict``: torch rounds the states of a 16-bit parameter to its type."""
+        """Load like torch, but keep the types that states have in ``state_dict``: torch rounds the states of a 16-bit parameter to its
+        type.
+        """
         given: list[dict[str, Any]] = []  # as the hooks of others leave it
         handle = self.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
         try:
@@ -199,7 +201,7 @@ def working_copies(whole: PassTensors) -> Iterator[PassTensors]:
 
 
 def _written_back(tensors: PassTensors, value: Tensor) -> Iterator[PassTensors]:
-    """Yield ``tensors`` with a contiguous fp32 or fp64 copy of ``value`` as their master; what becomes of it is written to ``value``."""
+    """Yield ``tensors`` with a contiguous fp32 or fp64 copy of ``value`` as their master; write the copy back to ``value`` at the end."""
     wide = (value if value.dtype == torch.float64 else value.float()).contiguous()
     yield tensors._replace(master=wide)
     value.copy_(wide)

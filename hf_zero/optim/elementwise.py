@@ -1,4 +1,5 @@
-"""What an optimizer looks at: single elements, so that it may run on shards; whole tensors; or all tensors together.
+"""Tests of how much an optimizer reads for one update: single elements, so that it may run on shards; whole tensors; or all tensors
+together.
 
 A shard cuts through tensors wherever the rank's range ends. An optimizer that looks at a whole tensor (its norm, its rows,
 its shape) would compute something else there, without any error; it runs where parameters are whole, see [Note: whole tensors].
@@ -148,14 +149,14 @@ def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> No
 
 
 def whole_tensor_reason(kind: type) -> str | None:
-    """Why a class is known to need whole tensors, or None when it is not known so."""
+    """Return the reason why a class is known to need whole tensors, or None when it is not known to."""
     return _named(kind, WHOLE_TENSOR) or next(
         (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
     )
 
 
 def refused_reason(kind: type) -> str | None:
-    """Why a class can run nowhere here, or None when nothing is known against it."""
+    """Return the reason why a class cannot run at any stage, or None when there is none."""
     return _named(kind, REFUSED)
 
 
@@ -165,7 +166,7 @@ def _named(kind: type, reasons: dict[str, str]) -> str | None:
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
-    """Return the error for a class that cannot run. ``switch``: what the key that allows untested classes does for it."""
+    """Return the error for a class that cannot run. ``switch`` describes the effect of the key that allows untested classes."""
     switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
     stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
@@ -189,7 +190,7 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def _trial(kind: type) -> Iterator[None]:
-    """Restores the global random state, and refuses a class whose step exchanges tensors between ranks itself."""
+    """Restore the global random state after the context, and refuse a class whose step exchanges tensors between ranks itself."""
     with torch.random.fork_rng(devices=[]):
         try:
             yield
@@ -201,7 +202,7 @@ def _trial(kind: type) -> Iterator[None]:
 
 
 def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Refuses a known class that communicates; what else it raises on a small matrix is no matter."""
+    """Refuse a known class that communicates; ignore its other errors on a small matrix."""
     start, grads = trial_data(optimizer)
     # It may want a device, a dtype or a size that the trial does not have.
     with _trial(type(optimizer)), suppress(Exception):
@@ -248,7 +249,9 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _U
 def _halves_differ_by(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], start: Tensor, grads: Sequence[Tensor], whole: Tensor
 ) -> float:
-    """How far the flattened matrix' halves, stepped as two instances, come out from ``whole``; inf where they cannot be stepped."""
+    """Return the difference from ``whole`` when the halves of the flattened matrix are stepped as two instances; inf where they cannot
+    be stepped.
+    """
     middle = start.numel() // 2
     flat, flat_grads = start.flatten(), [grad.flatten() for grad in grads]
     try:
@@ -260,14 +263,14 @@ def _halves_differ_by(
 
 
 def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
-    """With a rate that moves float32 by more than its rounding; it does not change the algorithm."""
+    """Return options with a rate that moves float32 by more than its rounding; the algorithm stays the same."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, float) and 0.0 < rate < 1e-2 else options
 
 
 @dataclass(frozen=True)
 class _Untold:
-    """What happens to a class that the probe tells nothing about.
+    """Handling of a class for which the probe finds no answer.
 
     Attributes:
         kind: The class.
@@ -297,7 +300,7 @@ class _Untold:
         return not self.shards_only
 
     def looks_at_all(self, difference: float, update: float) -> None:
-        """A matrix beside another one came out ``difference`` from the matrix alone, whose largest update is ``update``.
+        """Handle a matrix that differs by ``difference`` when it is stepped beside another one; its largest update is ``update``.
 
         Raises:
             UnsupportedError: It may not run.
@@ -314,7 +317,7 @@ class _Untold:
 def _result(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """What the first of ``starts`` becomes in a trial."""
+    """Return the first of ``starts`` after a trial."""
     return try_steps(optimizer, options, starts, grads)[1].detach()
 
 

@@ -160,7 +160,7 @@ def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClas
 
 
 def _build_muon(values: dict[str, Any], groups: list[Any], matrices: set[int]) -> torch.optim.Optimizer:
-    """Muon, with AdamW for what is no hidden matrix."""
+    """Return Muon, with AdamW for all parameters that are not hidden matrices."""
     rest = _drop_without_effect(values)
     for key in rest:
         if key not in CONFIG_KEYS:
@@ -228,7 +228,7 @@ def _keywords(kind: OptimizerClass) -> set[str]:
 
 
 def _allowed_names(name: str, keywords: set[str]) -> set[str]:
-    """What a user may write for a type: the class' keywords and DeepSpeed's keys."""
+    """Return the names that a user may write for a type: the class' keywords and DeepSpeed's keys."""
     if name in ("adam", "adamw"):
         return (keywords | set(_ADAM_KEYS) | {"amsgrad"}) - {"decoupled_weight_decay"}
     if name in ("lion", "adagrad", "lamb"):
@@ -237,7 +237,7 @@ def _allowed_names(name: str, keywords: set[str]) -> set[str]:
 
 
 def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence[Any], device_type: str) -> dict[str, bool]:
-    """Chooses torch's fused or foreach kernels, unless the user chose or asks for what they exclude."""
+    """Choose torch's fused or foreach kernels, unless the user chose, or set an option that these kernels exclude."""
     if any(values.get(key) is not None for key in ("fused", "foreach")) or values.get("differentiable"):
         return {}
     devices = _FUSED_DEVICES.get(kind, frozenset())
@@ -286,7 +286,7 @@ def _tensors(group: Any) -> list[torch.Tensor]:
 
 
 def _construct(kind: OptimizerClass, values: dict[str, Any], groups: list[Any]) -> torch.optim.Optimizer:
-    """Calls the class; what it refuses becomes a ``ConfigError`` that shows the section."""
+    """Call the class; an argument that it refuses becomes a ``ConfigError`` that shows the section."""
     try:
         return kind(groups, **values)
     except HfZeroError:

@@ -123,7 +123,7 @@ def plain_values(section: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _plain(key: str, value: object) -> object:
-    """One value of ``plain_values``."""
+    """Return one value of ``plain_values``."""
     if isinstance(value, (list, tuple)):
         return tuple(_plain(f"{key}[{index}]", item) for index, item in enumerate(value))
     if not isinstance(value, str):

@@ -148,7 +148,8 @@ def _by_gram(wide: torch.Tensor) -> torch.Tensor:
 
 
 def muon_parameters(model: nn.Module) -> set[int]:
-    """Ids of the parameters that Muon trains: those whose ``use_muon`` says so, and of those without, the hidden matrices.
+    """Return the ids of the parameters that Muon trains: those with ``use_muon`` true, and the hidden matrices among those without
+    ``use_muon``.
 
     A hidden matrix has two dimensions or more, is no weight of an embedding, and has neither "embed" nor "lm_head" in its name.
     """
@@ -165,7 +166,7 @@ _DIVIDED = {"params", "param_names", "use_muon", "muon_lr", "adam_lr"}  # keys o
 
 
 def muon_from_config(values: Mapping[str, Any], groups: Sequence[Any], matrices: set[int]) -> MuonWithAuxAdam:
-    """Muon of `optimizer.params`: each group is divided into its matrices and the rest.
+    """Return Muon from `optimizer.params`: each group is divided into its matrices and its other parameters.
 
     `muon_lr` and `adam_lr` overrule `lr`; what a group itself says overrules both: ``use_muon`` decides for all of its parameters, and keys
     that neither half knows are kept.

@@ -122,7 +122,7 @@ class OneBitAdam(torch.optim.AdamW):
         return loss
 
     def _step_variant(self) -> None:
-        """The warm-up of the variants that torch's AdamW does not have."""
+        """Run a warm-up step of the variants that torch's AdamW does not have."""
         for group in self.param_groups:
             beta1, beta2 = group["betas"]
             for params, grads, (firsts, seconds) in buckets(self, group, ("exp_avg", "exp_avg_sq")):
@@ -143,7 +143,7 @@ class OneBitAdam(torch.optim.AdamW):
         return bool(self.param_groups) and self.param_groups[0]["freeze_step"] == "auto"
 
     def steps_taken(self) -> int:
-        """Updates so far, those of a checkpoint of another Adam included."""
+        """Return the number of updates so far, including those of another Adam from a checkpoint."""
         counted = max((int(group["step_count"]) for group in self.param_groups), default=0)
         return max([counted, *(int(state["step"]) for state in self.state.values() if "step" in state)])
 
@@ -152,7 +152,7 @@ class OneBitAdam(torch.optim.AdamW):
         return max(1, _window(self.param_groups[0]) // _LOOKS)
 
     def note_variance(self, norm: float, rate: float) -> float | None:
-        """Note the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, alike on all ranks.
+        """Note the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, with the same values on all ranks.
 
         Returns:
             How much the norm has changed within ``1 / (1 - beta2)`` steps, as a factor below 1, when that is little enough to

@@ -56,7 +56,7 @@ class IterationSchedule(LRScheduler):
 
     @property
     def last_epoch(self) -> int:
-        """Torch's name of ``last_batch_iteration``."""
+        """Return ``last_batch_iteration``; this is torch's name for it."""
         return self.last_batch_iteration
 
     @last_epoch.setter
@@ -92,7 +92,7 @@ class IterationSchedule(LRScheduler):
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain JSON values: only the iteration, so that a changed config takes effect on resuming."""
+        """Return plain JSON values: only the iteration, so that a changed config takes effect on resuming."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -170,7 +170,7 @@ class WarmupLR(IterationSchedule):
         return [low + (high - low) * way for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, iteration: int) -> float:
-        """Part of the way from the lowest to the highest rate, 0 to 1."""
+        """Return the part of the way from the lowest to the highest rate, 0 to 1."""
         return _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
 
 
@@ -258,7 +258,7 @@ class WarmupCosineLR(IterationSchedule):
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
-        """Fraction of the peak rate, 0 to 1."""
+        """Return the fraction of the peak rate, 0 to 1."""
         if iteration < 0:
             return 0.0
         if iteration < self.warmup_num_steps:
@@ -336,7 +336,7 @@ class OneCycle(IterationSchedule):
 
     @property
     def total_size(self) -> float:
-        """Length of the whole cycle."""
+        """Return the length of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
     @property
@@ -367,7 +367,7 @@ class OneCycle(IterationSchedule):
         return [(momentum, self._SECOND_BETA) for momentum in self.momenta(self.last_batch_iteration)]
 
     def _height(self, position: float) -> float:
-        """How high the cycle stands at ``position`` (0 to its length): 0 at the ends, 1 in the middle."""
+        """Return the height of the cycle at ``position`` (0 to its length): 0 at the ends, 1 in the middle."""
         if position <= self.first_step_size:
             climbed, steps, stairs = position, self.first_step_size, self.first_stair_count
         else:
@@ -376,7 +376,7 @@ class OneCycle(IterationSchedule):
         return math.floor(climbed * stairs / steps) / stairs if stairs else climbed / steps
 
     def _decay_intervals(self, iteration: int) -> float:
-        """Decay intervals since the cycle's end."""
+        """Return the number of decay intervals since the cycle's end."""
         return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _has_betas(self) -> bool:
@@ -436,7 +436,7 @@ class LRRangeTest(IterationSchedule):
 
 
 def _as_float(rate: float | torch.Tensor) -> float:
-    """A group's rate as a Python number; torch allows tensors of one element there."""
+    """Return a group's rate as a Python number; torch allows tensors of one element there."""
     return float(rate)
 
 
@@ -451,7 +451,7 @@ def _read_warmup(num_steps: object, kind: object) -> tuple[float, str]:
 
 
 def _warmup_fraction(iteration: int, num_steps: float, kind: str) -> float:
-    """Part of the warm-up's height that is reached at ``iteration``, 0 to 1; 0 before the first iteration."""
+    """Return the part of the warm-up's height that is reached at ``iteration``, 0 to 1; 0 before the first iteration."""
     if iteration < 0:
         return 0.0
     if iteration >= num_steps:

@@ -201,7 +201,7 @@ class PipelinedForward:
         return given
 
     def _common(self, rows: int) -> int:
-        """Return a number of rows that divides evenly wherever the batches of all ranks beside this one do; collective over these ranks."""
+        """Return the greatest common divisor of the batch rows of all ranks that run beside this one; collective over these ranks."""
         return rows if self._beside is None else math.gcd(*self._beside.gather_objects(rows, "rows of a batch"))
 
     # -- kinds of calls -------------------------------------------------------------------------------------------------

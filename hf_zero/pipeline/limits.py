@@ -1,4 +1,4 @@
-"""What does not go with a pipeline."""
+"""Features that cannot be combined with a pipeline."""
 
 from __future__ import annotations
 

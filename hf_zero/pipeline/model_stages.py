@@ -1,4 +1,4 @@
-"""What the stages of a divided model do with the calls of one optimizer step."""
+"""Work of the stages of a divided model on the calls of one optimizer step."""
 
 from __future__ import annotations
 

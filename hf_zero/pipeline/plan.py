@@ -1,4 +1,4 @@
-"""Which stage runs which calls of a model's modules, what goes over the borders between stages, and who holds which parameters."""
+"""Plan of a pipeline: the stage of each call, the tensors that cross the borders, and the holders of each parameter."""
 
 from __future__ import annotations
 

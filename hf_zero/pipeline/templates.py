@@ -1,4 +1,4 @@
-"""What calls of modules that other stages run would return: shapes, found by running a copy of the module that has no values."""
+"""Shapes of the results of other stages' modules, found by running a copy of the module that has no values."""
 
 from __future__ import annotations
 

@@ -21,13 +21,13 @@ from hf_zero.core.units.unit import full_shape
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Operations of attention, from shapes (batch, heads, length, width): scores, and values by them."""
+    """Return the operations of attention, from shapes (batch, heads, length, width): scores, and values by them."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
 def _attention_backward(_grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Scores once more, and the gradients of scores, values, queries and keys."""
+    """Return the operations of the backward: scores once more, and the gradients of scores, values, queries and keys."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
@@ -95,7 +95,7 @@ class ModelOperations(TorchDispatchMode):
 
 
 class _Untracked(AbstractContextManager["_Untracked"]):
-    """In place of the counter's own tracker of modules, which hooks into autograd and loses its way under recomputation."""
+    """Replacement of the counter's own module tracker, whose autograd hooks fail under recomputation."""
 
     parents = frozenset({"Global"})
 
@@ -115,7 +115,7 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
 
     @property
     def total(self) -> int:
-        """Operations so far."""
+        """Return the number of operations so far."""
         return self._before + (self._running.get_total_flops() if self._running is not None else 0)
 
     def __enter__(self) -> OperationCounter:
@@ -135,7 +135,7 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
 
 @dataclass
 class Cost:
-    """What calls of one module took, its submodules included.
+    """Costs of the calls of one module, its submodules included.
 
     Attributes:
         calls: How often it ran.
@@ -215,17 +215,17 @@ class CostRecorder:
         self._frames.clear()
 
     def cost_of(self, module: nn.Module) -> Cost:
-        """Of the calls of ``module`` itself."""
+        """Return the cost of the calls of ``module`` itself."""
         return self._costs.get(module, Cost())
 
     def take_times(self, other: CostRecorder) -> None:
-        """Replaces all times by those that ``other`` took of the same calls."""
+        """Replace all times by the times that ``other`` measured for the same calls."""
         self.total.seconds = other.total.seconds
         for module, cost in self._costs.items():
             cost.seconds = other.cost_of(module).seconds
 
     def tree(self) -> ModuleCost:
-        """Everything recorded, from the root down."""
+        """Return all recorded costs as a tree, from the root down."""
         return self._node(type(self.model).__name__, self.model)
 
     def _node(self, name: str, module: nn.Module) -> ModuleCost:
@@ -257,12 +257,12 @@ class CostRecorder:
 
 
 def count_params(module: nn.Module) -> int:
-    """Return elements of all parameters, sharded ones whole, shared ones once."""
+    """Return the number of elements of all parameters, sharded ones whole, shared ones once."""
     return sum(full_shape(param).numel() for param in module.parameters())
 
 
 def _now() -> float:
-    """Seconds, after all that was asked of the device is done."""
+    """Return the time in seconds, after the device has finished all its work."""
     device = default_device()
     if device.type != "cpu":
         torch.get_device_module(device).synchronize(device)

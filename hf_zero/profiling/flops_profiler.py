@@ -54,12 +54,12 @@ class FlopsProfiler:
         self.resume_profile()
 
     def resume_profile(self) -> None:
-        """Goes on after ``stop_profile``, adding to what was recorded."""
+        """Continue after ``stop_profile``, and add to the recorded costs."""
         self._recorded().start()
         self.started = True
 
     def stop_profile(self) -> None:
-        """Ends recording; what was recorded can be asked for until ``end_profile``."""
+        """End recording; the recorded costs are available until ``end_profile``."""
         if self.started:
             self._recorded().stop()
             self.started = False
@@ -79,17 +79,17 @@ class FlopsProfiler:
         self._recorded().take_times(recorder)
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Floating-point operations of the recorded forwards."""
+        """Return floating-point operations of the recorded forwards."""
         flops = self._recorded().total.flops
         return flops_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Multiplications with addition of the recorded forwards."""
+        """Return multiplications with addition of the recorded forwards."""
         macs = self._recorded().total.flops // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Parameters of the model, sharded ones whole."""
+        """Return the number of parameters of the model, sharded ones whole."""
         params = count_params(self.model)
         return params_to_string(params) if as_string else params
 
@@ -103,7 +103,7 @@ class FlopsProfiler:
     params = property(get_total_params, doc="As ``get_total_params``.")
 
     def tree(self) -> ModuleCost:
-        """What was recorded, by module."""
+        """Return the recorded costs by module."""
         return self._recorded().tree()
 
     def print_model_profile(

@@ -1,4 +1,4 @@
-"""What runs beside what in one rank's recording: compute, gathers, reductions, updates on the host.
+"""Overlap in one rank's recording: compute, gathers, reductions, updates on the host.
 
 [Note: time under way] On a device a transfer is its kernel, and compute is the other kernels. On a host a transfer runs unseen between
 the call that issues it and the end of the wait for it, and that is its stretch: at most as long as what is shown, never longer; compute is
@@ -26,7 +26,7 @@ Interval = tuple[float, float]
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """The same time without overlaps, in order."""
+    """Return the same time as intervals without overlaps, in order."""
     found: list[Interval] = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if found and begin <= found[-1][1]:
@@ -37,7 +37,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Time that is in both; each a result of ``union``."""
+    """Return the time that is in both; each argument is a result of ``union``."""
     found, here, there = [], 0, 0
     while here < len(left) and there < len(right):
         begin, end = max(left[here][0], right[there][0]), min(left[here][1], right[there][1])
@@ -51,7 +51,7 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 
 def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Time of ``left`` that is not in ``right``; each a result of ``union``."""
+    """Return the time of ``left`` that is not in ``right``; each argument is a result of ``union``."""
     found, there = [], 0
     for begin, end in left:
         while there < len(right) and right[there][1] <= begin:
@@ -68,7 +68,7 @@ def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Inte
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """How long they are together, in microseconds; a result of ``union``."""
+    """Return the total length in microseconds of a result of ``union``."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -143,7 +143,7 @@ class Overlap:
     waits: dict[str, list[Interval]]
 
     def total(self, row: str) -> RowTotal:
-        """A row in numbers."""
+        """Return the numbers of a row."""
         mine, compute = self._union(row), self._union(COMPUTE)
         return RowTotal(length(mine), length(intersection(mine, compute)), length(union(self.waits.get(row, ()))))
 
@@ -173,7 +173,7 @@ def overlap_of(recording: Recording) -> Overlap:
 
 
 def _outside_waits(ours: Iterable[Event]) -> list[Event]:
-    """Without what is issued and waited for inside another wait: messages of a vote, updates that wait for a copy."""
+    """Return the events without those issued and waited for inside another wait: messages of a vote, updates that wait for a copy."""
     found: list[Event] = []
     until: dict[tuple[object, object], float] = {}
     for event in ours:
@@ -200,7 +200,7 @@ def _row_of(label: str) -> str:
 
 
 def _add_transfers(rows: dict[str, list[Span]], ours: Iterable[Event]) -> None:
-    """Collectives from their issue to the end of the wait for them; of one label the first issued is the first waited for."""
+    """Add collectives from their issue to the end of the wait for them; for one label the first issued is the first waited for."""
     issued: dict[str, deque[float]] = defaultdict(deque)
     for event in sorted(ours, key=lambda event: (event.end, event.begin)):
         if event.name.startswith(ISSUED):
@@ -212,7 +212,7 @@ def _add_transfers(rows: dict[str, list[Span]], ours: Iterable[Event]) -> None:
 
 
 def _add_kernels(rows: dict[str, list[Span]], events: Iterable[Event], ours: Iterable[Event], block: Callable[[float], str]) -> None:
-    """Kernels and copies of a device, with the labels of the calls that launched them."""
+    """Add kernels and copies of a device, with the labels of the calls that launched them."""
     calls = [event for event in events if event.kind in _CALLS and event.correlation >= 0]
     launched = {event.correlation: event for event in calls}
     marks = [event for event in ours if event.name.startswith(ISSUED)]
@@ -242,7 +242,7 @@ def _updates(ours: Iterable[Event], on_device: bool) -> list[Span]:
 
 
 def _host_compute(events: Iterable[Event], busy: list[Interval], block: Callable[[float], str]) -> list[Span]:
-    """torch's operations outside of waits and updates, neighbours of one block joined."""
+    """Return torch's operations outside of waits and updates; neighbours of one block are joined."""
     ran = union((event.begin, event.end) for event in events if event.kind == "cpu_op" and not event.name.startswith(_NOT_COMPUTE))
     return [Span(block(begin) or COMPUTE, begin, end) for begin, end in difference(ran, busy)]
 
@@ -294,7 +294,7 @@ _COLOURS = dict(zip(ROWS, ("tab:gray", "tab:blue", "tab:red", "tab:purple", "tab
 
 
 def summary_of(overlaps: Sequence[Overlap]) -> str:
-    """Of each rank and row how long it was under way, and which share of that behind compute."""
+    """Return a table with the duration of each rank and row, and the share of it behind compute."""
     return "\n".join(line for overlap in overlaps for line in _lines(overlap))
 
 
@@ -337,7 +337,9 @@ def write_trace(overlaps: Sequence[Overlap], path: Path) -> None:
 
 
 def _drawn(line: dict[str, int], row: str, spans: Sequence[tuple[str, float, float]]) -> list[dict[str, Any]]:
-    """Spans of one row as events. Those that overlap without lying in each other become asynchronous ones, which viewers stack."""
+    """Return the spans of one row as events. Spans that overlap without one containing the other become asynchronous events, which
+    viewers stack.
+    """
     ends, crossing = 0.0, False
     for _, begin, took in sorted(spans, key=lambda span: span[1]):
         crossing |= begin < ends

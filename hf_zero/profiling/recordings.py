@@ -53,7 +53,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Recording:
-    """What one rank did.
+    """Recording of one rank.
 
     Attributes:
         rank: Its number.
@@ -86,7 +86,7 @@ def read_recordings(folder: Path) -> list[Recording]:
 
 
 def read_recording(path: Path, index: int) -> Recording:
-    """One file; ``index`` is its rank where neither the content nor the name says it.
+    """Return the recording of one file; ``index`` is its rank if neither the content nor the name gives it.
 
     Raises:
         ConfigError: It cannot be read, or has no phases of hf_zero in it.
@@ -105,7 +105,7 @@ def read_recording(path: Path, index: int) -> Recording:
 
 
 def _unfolded(data: bytes) -> bytes:
-    """What gzip has folded, a window at a time.
+    """Return the uncompressed content of a gzip file.
 
     Raises:
         ValueError: It is far larger than such a text can be, or no gzip.
@@ -117,7 +117,7 @@ def _unfolded(data: bytes) -> bytes:
 
 
 def _windows(data: bytes, most: int) -> Iterator[bytes]:
-    """The text in windows of at most 1 MiB, until there are more than ``most`` bytes."""
+    """Yield the text in windows of at most 1 MiB, until there are more than ``most`` bytes."""
     rest, found = data, 0
     while rest and found <= most:
         member = zlib.decompressobj(wbits=31)  # gzip's head
@@ -176,7 +176,7 @@ class RecordedStep:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around each phase of the engine."""
+        """Enter around each phase of the engine."""
         trains = name != "forward" or (self._module.training and torch.is_grad_enabled())
         if self._left == 0 and self._profile is None and name == "forward" and trains:
             self._begin()

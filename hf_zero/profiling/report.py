@@ -14,7 +14,7 @@ _SCALES = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("K", 1e3), ("", 1.0), ("m", 1e-
 
 
 def number_to_string(num: float, units: str | None = None, precision: int = 2) -> str:
-    """``num`` with the prefix that leaves one to three digits before the point, or with the prefix ``units``.
+    """Return ``num`` with the prefix that leaves one to three digits before the point, or with the prefix ``units``.
 
     Args:
         num: A number.
@@ -28,12 +28,12 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Operations, for example ``43.5 GFLOPs``."""
+    """Return operations, for example ``43.5 GFLOPs``."""
     return f"{number_to_string(flops, _prefix(units, 'FLOPS'), precision)}FLOPs"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Multiplications with addition, for example ``21.7 GMACs``."""
+    """Return multiplications with addition, for example ``21.7 GMACs``."""
     return f"{number_to_string(macs, _prefix(units, 'MACS'), precision)}MACs"
 
 
@@ -43,7 +43,7 @@ def params_to_string(params_num: float, units: str | None = None, precision: int
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Seconds, for example ``3.4 ms``."""
+    """Return seconds, for example ``3.4 ms``."""
     return f"{number_to_string(duration, _prefix(units, 'S'), precision)}s"
 
 
@@ -57,7 +57,7 @@ _LINE = "-" * 100
 
 @dataclass(frozen=True)
 class ReportOptions:
-    """How much is printed.
+    """Options of the printed report.
 
     Attributes:
         depth: Deepest modules listed; -1 is all.
@@ -112,7 +112,7 @@ def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost
 
 
 def aggregated_lines(root: ModuleCost, depth: int, top: int) -> list[str]:
-    """For each depth the classes of modules with the most parameters, operations and time."""
+    """Return for each depth the classes of modules with the most parameters, operations and time."""
     levels = list(_levels(root))
     deepest = len(levels) - 1 if depth < 0 else min(depth, len(levels) - 1)
     lines = [f"Costliest {top} class(es) of modules by depth, forward:"]
@@ -133,7 +133,7 @@ def aggregated_lines(root: ModuleCost, depth: int, top: int) -> list[str]:
 
 
 def tree_lines(root: ModuleCost, depth: int) -> list[str]:
-    """One line per module, indented."""
+    """Return one line per module, indented."""
     lines: list[str] = []
 
     def visit(node: ModuleCost, level: int) -> None:
@@ -161,12 +161,12 @@ def _figures(node: ModuleCost, root: ModuleCost) -> str:
 
 
 def rate_text(flops: float, seconds: float) -> str:
-    """Operations per second, for example ``5.8 TFLOPS``."""
+    """Return operations per second, for example ``5.8 TFLOPS``."""
     return f"{number_to_string(flops / seconds if seconds > 0 else 0.0)}FLOPS"
 
 
 def flops_text(flops: float) -> str:
-    """Operations and half of them, multiplications with addition."""
+    """Return operations and half of them, multiplications with addition."""
     return f"{flops_to_string(flops)} ({macs_to_string(flops / 2)})"
 
 

@@ -64,7 +64,7 @@ _NOTHING = nullcontext()
 
 @dataclass(frozen=True)
 class MetricsSettings:
-    """What is told, and when.
+    """Settings of the metrics: contents and frequency of records.
 
     Attributes:
         every: Optimizer steps between two records.
@@ -79,7 +79,7 @@ class MetricsSettings:
 
 @dataclass
 class Window:
-    """What happened since the last record.
+    """Counts since the last record.
 
     Attributes:
         began: When, in seconds.
@@ -153,7 +153,7 @@ class StepMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Around each phase of the engine; ``aside`` is what belongs to no step."""
+        """Enter around each phase of the engine; ``aside`` counts time that belongs to no step."""
         begin = time.perf_counter()
         if name == "aside" or (name == "forward" and not (self._module.training and torch.is_grad_enabled())):
             if self._aside is None:
@@ -179,7 +179,7 @@ class StepMetrics:
     # -- what is told ---------------------------------------------------------------------------------------------------
 
     def measure(self, step: int) -> dict[str, float]:
-        """What was reached since the last record, of this rank; empty unless ``step`` is one to tell of. Local."""
+        """Return this rank's metrics since the last record; empty unless a record is due at ``step``. Local."""
         window, self._step = self._window, step
         window.steps += 1
         if self._counting is not None:
@@ -214,7 +214,7 @@ class StepMetrics:
         return {f"{SPEED}{name}": value for name, value in found.items()}
 
     def _operations_of(self, window: Window) -> float | None:
-        """Operations that the model needed; None where the step that was counted had no backward of the engine's."""
+        """Return the operations that the model needed; None if the counted step had no backward of the engine."""
         counted = self._counted
         if counted is None or not counted.backward or not counted.operations.needed:
             warn_once(
@@ -247,7 +247,7 @@ def _known_peak(device: torch.device) -> float | None:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Tokens (0 where there are no ids) and samples of one call of a model, padding included.
+    """Return tokens (0 where there are no ids) and samples of one call of a model, padding included.
 
     Args:
         args: Its positional arguments.
@@ -266,7 +266,7 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, i
 
 
 def line_of(found: Mapping[str, float]) -> str:
-    """A record for people."""
+    """Return a record as a line to read."""
     speed, memory, waited = (
         {name.removeprefix(part): value for name, value in found.items() if name.startswith(part)} for part in (SPEED, MEMORY, WAITED)
     )

@@ -18,14 +18,14 @@ from hf_zero.profiling.report import ReportOptions, duration_to_string, flops_te
 
 
 class StepCount(Protocol):
-    """Whoever counts optimizer steps."""
+    """Object that counts optimizer steps."""
 
     global_steps: int
 
 
 @dataclass(frozen=True)
 class ProfileSettings:
-    """What is profiled, and what is printed.
+    """Settings of the profile and its report.
 
     Attributes:
         step: Number of optimizer steps before the one that is profiled.

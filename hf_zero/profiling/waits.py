@@ -1,4 +1,4 @@
-"""How long a rank waits for gathers, reductions, other ranks' votes, and the host."""
+"""Times that a rank waits for gathers, reductions, other ranks' votes, and the host."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class WaitTimes:
 
     @contextmanager
     def counted(self, streams: bool) -> Iterator[None]:
-        """Waits of this thread inside count; those of the device's stream only with ``streams``."""
+        """Count waits of this thread inside the context; waits of the device's stream only with ``streams``."""
         self._thread, self._streams = threading.get_ident(), streams
         observe.set_meter(self)
         try:
@@ -51,7 +51,7 @@ class WaitTimes:
             observe.set_meter(None)
 
     def wait(self, kind: str, on_stream: bool) -> _Wait | _Nothing:
-        """One wait, to be entered now."""
+        """Return a context manager for one wait."""
         if self._waiting or threading.get_ident() != self._thread:  # the thread of updates may wait as it likes
             return self._nothing
         watch = self._stream if on_stream else self._host
@@ -61,15 +61,15 @@ class WaitTimes:
         return self._wait
 
     def add(self, kind: str, seconds: float) -> None:
-        """A wait of the host that somebody else has timed."""
+        """Add a wait of the host that the caller has timed."""
         self._seconds[kind] += seconds
 
     def entered(self) -> None:
-        """A wait begins."""
+        """Note that a wait begins."""
         self._waiting = True
 
     def left(self, kind: str, watch: Watch, begin: Any, end: Any) -> None:
-        """It is over."""
+        """Note that the wait ends."""
         self._waiting = False
         if watch is self._host:
             self._seconds[kind] += end - begin

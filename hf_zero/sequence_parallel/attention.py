@@ -94,7 +94,7 @@ class SlicedAttention:
 
 
 def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
-    """``mask`` for this rank's heads; masks of the slice alone are refused."""
+    """Return ``mask`` for this rank's heads; refuse masks that cover only the slice."""
     if not isinstance(mask, torch.Tensor):
         return mask
     if mask.shape[-1] != keys or (mask.dim() == 4 and mask.shape[-2] not in (1, queries)):
@@ -118,7 +118,7 @@ class _OwnHeads:
 
 
 def _own_heads(module: nn.Module, heads: int, own: slice, groups: int) -> Any:
-    """``module``, or a view of it where its number of query heads per key head or its sinks are others for ``own`` heads."""
+    """Return ``module``, or a view of it if its number of query heads per key head or its sinks differ for ``own`` heads."""
     changed: dict[str, Any] = {}
     if getattr(module, _GROUPS, groups) != groups:
         changed[_GROUPS] = groups
@@ -129,7 +129,9 @@ def _own_heads(module: nn.Module, heads: int, own: slice, groups: int) -> Any:
 
 
 def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
-    """Return an attention function for all models: modules of a sliced model trade, all others get what ``core_of`` names."""
+    """Return an attention function for all models: modules of a sliced model exchange heads, and others use the function from
+    ``core_of``.
+    """
 
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any

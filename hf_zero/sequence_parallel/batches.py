@@ -42,14 +42,14 @@ def is_slice(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 
 def counted_by_adapter(positions: torch.Tensor) -> bool | None:
-    """Return whether an adapter has made these positions; False for those of a batch, None for those that come from no adapter."""
+    """Return whether an adapter has made these positions; False for positions of a batch, None for those that come from no adapter."""
     found: bool | None = _cut.get(positions)
     return found
 
 
 @dataclass(frozen=True)
 class _Told:
-    """What a rank tells its group of the batch it has loaded.
+    """Report of a rank to its group about the batch it has loaded.
 
     Attributes:
         ended: Its loader had none.
@@ -139,7 +139,7 @@ class UlyssesSPDataLoaderAdapter:
                 yield batches.popleft()
 
     def _end_early(self, left_over: Any) -> None:
-        """Ends the loader of accelerate whose batch is left over, so that nobody takes it for one that is being read."""
+        """End the loader of accelerate whose batch is left over, so that accelerate does not treat it as active."""
         end = getattr(self.dl, "end", None)
         if left_over is not None and callable(end):
             end()
@@ -182,7 +182,7 @@ class UlyssesSPDataLoaderAdapter:
         return batches, any(told.last for told in everyone)
 
     def _exchange(self, parts: dict[str, torch.Tensor], nbytes: int) -> torch.Tensor:
-        """One row of ``nbytes`` bytes from every rank: this rank's slices of the parts there; collective."""
+        """Return one row of ``nbytes`` bytes from every rank: this rank's slices of the parts there; collective."""
         message = torch.zeros(self.sp_world_size, nbytes, dtype=torch.uint8, device=self.device)
         start = 0
         for part in parts.values():
@@ -206,7 +206,7 @@ class SliceStream(IterableDataset[Batch]):
 
 
 def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """A batch with what slices need, its tensors cut: (ranks, batch, slice, ...); and the values that are no tensors.
+    """Return a batch with the tensors that slices need, cut: (ranks, batch, slice, ...); and the values that are no tensors.
 
     Args:
         batch: ``input_ids`` or ``inputs_embeds`` and whatever else the model takes, tensors (batch, tokens, ...).
@@ -254,7 +254,9 @@ def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> N
 
 
 def _padded(name: str, value: torch.Tensor, extra: int) -> torch.Tensor:
-    """``extra`` more tokens at the end; positions go on counting, so that nobody takes them for another sequence."""
+    """Return ``value`` with ``extra`` more tokens at the end; positions continue, so that the padding does not look like another
+    sequence.
+    """
     if not extra:
         return value
     if name == "position_ids":

@@ -18,7 +18,7 @@ from hf_zero.errors import ConfigError
 
 @dataclass(frozen=True)
 class KeyHeads:
-    """How key and value heads reach the ranks that hold the query heads.
+    """Way in which key and value heads reach the ranks that hold the query heads.
 
     Attributes:
         sent: The key heads in the order they are sent, as many for each rank; None where that is the model's own order.
@@ -30,7 +30,7 @@ class KeyHeads:
 
 
 def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads") -> None:
-    """Each rank computes as many query heads as any other.
+    """Refuse a number of heads that the ranks cannot divide evenly: each rank computes the same number of query heads.
 
     Raises:
         ConfigError: ``ranks`` does not divide ``heads``.
@@ -44,7 +44,7 @@ def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads"
 
 
 def key_heads(query_heads: int, key_heads: int, ranks: int) -> KeyHeads:
-    """What each rank needs beside its ``query_heads / ranks`` query heads.
+    """Return the key heads that each rank needs for its ``query_heads / ranks`` query heads.
 
     With fewer key heads than ranks, or where a rank's query heads end in the middle of a group, a key head goes to several ranks.
 
@@ -82,7 +82,7 @@ class _Trade(torch.autograd.Function):
 
 
 def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    """One message of all tensors: several would have to keep an order that autograd does not promise."""
+    """Exchange all tensors in one message: several messages would need an order that autograd does not guarantee."""
     dtype = rows[0].dtype if len({row.dtype for row in rows}) == 1 else torch.uint8
     sizes = [row[0].numel() * (row.element_size() // dtype.itemsize) for row in rows]
     message = torch.empty(collectives.world, sum(sizes), dtype=dtype, device=rows[0].device)
@@ -97,7 +97,7 @@ def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[to
 
 
 def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Sends row ``r`` of each tensor (ranks, ...) to rank ``r`` of the group and returns what the others sent; differentiable."""
+    """Send row ``r`` of each tensor (ranks, ...) to rank ``r`` of the group and return the received rows; differentiable."""
     traded: tuple[torch.Tensor, ...] = _Trade.apply(collectives, *rows)  # type: ignore[no-untyped-call]
     return traded
 

@@ -58,7 +58,7 @@ class Randomness:
 
 @dataclass(frozen=True)
 class SliceSettings:
-    """What a script has said about its slices.
+    """Settings of a script for its slices.
 
     Attributes:
         implementation: Attention implementation of transformers; None takes the model's.
@@ -149,7 +149,7 @@ class SlicedForwards:
             )
 
     def _require_positions(self, kwargs: dict[str, Any]) -> int:
-        """Tokens of the slice.
+        """Return the number of tokens of the slice.
 
         Raises:
             StateError: The forward has no positions: each rank would begin to count at 0.

@@ -56,7 +56,7 @@ class DistributedAttention(nn.Module):
         *args: Any,
         **kwargs: Any,
     ) -> torch.Tensor:
-        """Trades, attends, trades back; collective.
+        """Exchange heads, attend, and exchange back; collective.
 
         Args:
             query: All heads of this rank's slice, with heads and sequence at the dimensions the constructor was given.
@@ -97,7 +97,7 @@ class DistributedAttention(nn.Module):
 
 
 def _rows(tensor: torch.Tensor, dim: int, ranks: int) -> torch.Tensor:
-    """``tensor`` cut into ``ranks`` parts along ``dim``, stacked: (ranks, ...)."""
+    """Return ``tensor`` cut into ``ranks`` parts along ``dim``, stacked: (ranks, ...)."""
     return tensor.unflatten(dim, (ranks, -1)).movedim(dim, 0)
 
 
@@ -113,7 +113,7 @@ class SeqAllToAll:
     def apply(
         group: dist.ProcessGroup, input: torch.Tensor, scatter_idx: int, gather_idx: int, batch_dim_idx: int = 0, *args: Any
     ) -> torch.Tensor:
-        """Divides ``input`` over the ranks of ``group`` at one dimension and joins what they send at another; collective, differentiable.
+        """Divide ``input`` over the ranks of ``group`` at one dimension and join the received parts at another; collective, differentiable.
 
         Args:
             group: Divides the size of ``scatter_idx``.

@@ -69,7 +69,7 @@ class WholeMasks:
         return make
 
     def _argument(self, name: str, key: str, value: Any) -> Any:
-        """What the function gets for ``key``: shapes, positions and masks of whole sequences."""
+        """Return the argument ``key`` for whole sequences: shapes, positions and masks."""
         if not isinstance(value, torch.Tensor):
             return value
         whole = self.length * self.collectives.world

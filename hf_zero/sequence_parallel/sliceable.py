@@ -1,4 +1,4 @@
-"""Which models of transformers can be trained over slices."""
+"""Checks that a model of transformers can be trained over slices."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def _inside(model: nn.Module) -> Any:
 
 
 def _require_causal(model: nn.Module) -> None:
-    """Labels are shifted, and tokens put at the end of sequences, for causal language models; classes of a script's own may be any."""
+    """Refuse models that are not causal: labels are shifted, and sequences padded at the end. A script's own classes may be of any kind."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
 
     base = _inside(model)
@@ -91,7 +91,7 @@ def _require_causal(model: nn.Module) -> None:
 
 
 def _require_alike(name: str, config: Any) -> None:
-    """Refuses what each rank would do in another way, or of its slice alone."""
+    """Refuse settings that each rank would apply in another way, or to its slice alone."""
     for key in ("layerdrop", "encoder_layerdrop", "decoder_layerdrop"):
         value = getattr(config, key, None)
         if isinstance(value, (int, float)) and value > 0:
@@ -104,7 +104,7 @@ def _require_alike(name: str, config: Any) -> None:
 
 
 def _require_interface(model: nn.Module) -> None:
-    """The model takes positions, and attends through the table of functions in which the trading one stands."""
+    """Refuse a model that takes no positions, or does not attend through transformers' table of attention functions."""
     base = _inside(model)
     name = type(base).__name__
     if "position_ids" not in inspect.signature(base.forward).parameters:

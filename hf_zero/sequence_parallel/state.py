@@ -30,7 +30,7 @@ class SequenceParallel:
 
     @property
     def axis(self) -> Topology:
-        """The ranks that share this rank's samples."""
+        """Return the axis of the ranks that share this rank's samples."""
         if self.topology.sequence is None:
             raise StateError("this topology has no sequence axis")
         return self.topology.sequence
@@ -41,7 +41,7 @@ class SequenceParallel:
             SlicedForwards(model, open_collectives(self.axis), self.settings)
 
     def get_sequence_parallel_group(self) -> dist.ProcessGroup:
-        """The ranks that share this rank's samples."""
+        """Return the process group of the ranks that share this rank's samples."""
         return self.axis.group
 
     def get_sequence_parallel_world_size(self) -> int:
@@ -65,7 +65,9 @@ class SequenceParallel:
         return self.topology.rank
 
     def get_data_parallel_group(self) -> dist.ProcessGroup | None:
-        """The ranks that train on samples of their own: one of each group; None where a script's groups are not of all ranks."""
+        """Return the process group of ranks with different samples, one of each sequence-parallel group; None where a script's groups
+        do not cover all ranks.
+        """
         return self.topology.sample_group
 
     def get_data_parallel_world_size(self) -> int:

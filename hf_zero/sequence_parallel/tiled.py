@@ -31,7 +31,7 @@ def sequence_tiled_compute(
     output_unshard_dimension: int = 1,
     output_reduction: str | None = "mean",
 ) -> torch.Tensor:
-    """``fn`` over tiles of a sequence.
+    """Apply ``fn`` to tiles of a sequence.
 
     Args:
         fn: Called with a tile of each of ``kwargs_to_shard`` and all of ``kwargs_to_pass``, by name.
@@ -80,7 +80,7 @@ class SequenceTiledCompute:
         output_reduction: str | None,
         *args: Any,
     ) -> torch.Tensor:
-        """As ``sequence_tiled_compute``; ``args`` are the values of ``keys_to_shard`` and then of ``keys_to_pass``."""
+        """Return the same as ``sequence_tiled_compute``; ``args`` are the values of ``keys_to_shard`` and then of ``keys_to_pass``."""
         sharded = dict(zip(keys_to_shard, args[: len(keys_to_shard)], strict=True))
         passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
         return sequence_tiled_compute(
@@ -99,7 +99,7 @@ class TiledMLP:
         shards: int,
         compute_params: Sequence[torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """``fn(self, x)``, computed for one tile of ``x`` at a time.
+        """Return ``fn(self, x)``, computed for one tile of ``x`` at a time.
 
         Args:
             fn: The layer's forward, given the layer and a tile.

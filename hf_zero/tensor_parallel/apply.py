@@ -28,7 +28,7 @@ def plan_of(model: nn.Module) -> TpPlan | None:
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """The ranks of the default group that hold ``model`` together, this one among them; empty for a whole model."""
+    """Return the ranks of the default group that hold ``model`` together, this one among them; empty for a whole model."""
     found: tuple[int, ...] = getattr(model, _RANKS, ())
     return found
 
@@ -85,7 +85,7 @@ def _part(entry: SplitParameter) -> Part:
 
 
 def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None:
-    """Replaces the values of ``param`` by what ``rank`` holds, and notes which part that is; collective after ``zero.Init``."""
+    """Replace the values of ``param`` by the part of ``rank``, and record which part it is; collective after ``zero.Init``."""
     owner = find_unit(param)
     if owner is None:
         values = _part(entry).take(param.data, rank)
@@ -100,7 +100,7 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
 
 
 def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
-    """What ``rank`` holds, as the engine reads it off a parameter."""
+    """Return the part of ``rank``, in the form that the engine reads from a parameter."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))
     copies = []
@@ -112,7 +112,7 @@ def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
 
 
 def _set_features(plan: TpPlan, modules: dict[str, nn.Module], rank: int) -> None:
-    """``in_features``, ``out_features`` and ``padding_idx`` say what is true of this rank's weight."""
+    """Set ``in_features``, ``out_features`` and ``padding_idx`` to the values of this rank's weight."""
     for path, entry in plan.modules.items():
         module = modules[path]
         if isinstance(module, nn.Linear) and tp_shard_of(module.weight) is not None:

@@ -22,7 +22,7 @@ _Convert = Callable[[torch.Tensor], torch.Tensor]
 
 
 class BoundaryCollectives:
-    """What one module does differently as a part of a split model.
+    """Collectives at the inputs and outputs of one module of a split model.
 
     Attributes:
         path: Its path in the model.
@@ -84,7 +84,7 @@ class BoundaryCollectives:
         return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.path, both)
 
     def read_whole(self, module: nn.Module, own: Mapping[str, SplitParameter]) -> None:
-        """Gives the whole of the parameters ``own`` (by their names in ``module``) to whoever reads them outside of its forward.
+        """Give the whole parameters ``own`` (by their names in ``module``) to code that reads them outside of the module's forward.
 
         [Note: whole reads] Losses that never make the logits multiply with ``lm_head.weight`` instead of calling ``lm_head``, often only
         where labels are given, which the trace does not see. What they work with besides is whole, and so then is the gradient of the

@@ -23,7 +23,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Tensors among the arguments of a module call, under the argument's name however it was passed."""
+    """Yield tensors among the arguments of a module call, under the argument's name however it was passed."""
     names = argument_names(module) if args else []
     for position, item in enumerate(args):
         yield from tensors_in(item, names[position] if position < len(names) else str(position))
@@ -31,7 +31,9 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, Any], convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """The arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are skipped."""
+    """Return the arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are
+    skipped.
+    """
     args, kwargs = list(args), dict(kwargs)
     for key, item in work.items():
         head, _, rest = key.partition(".")

@@ -63,7 +63,7 @@ class LocalShapes:
         return all(tuple(tensor.shape) in self._allowed(value) for tensor, value in zip(tensors, values, strict=True))
 
     def empty(self, value: Value) -> torch.Tensor:
-        """A tensor without values in the place of ``value``."""
+        """Return a tensor without values for ``value``."""
         return torch.empty(self.of(value), dtype=torch.float32 if value.floating else torch.long, device="meta")
 
     def split_dims(self, call: FunctionCall) -> set[SymbolicDim]:
@@ -88,7 +88,7 @@ _REPEATING = ("__getitem__", "unsqueeze", "expand", "reshape", "contiguous", "vi
 
 @dataclass
 class DryRun:
-    """What a run of one rank's part has shown.
+    """Findings of a run of one rank's part.
 
     Attributes:
         attributes: New values, by module path and attribute name.
@@ -182,7 +182,7 @@ class _Comparison(TorchFunctionMode):
             self.fail_place(self.place, reason)
 
     def fail_place(self, place: str, reason: str) -> None:
-        """Notes that what is split inside a module cannot be; everything if nothing is."""
+        """Note that the split dimensions inside a module cannot be split; all dimensions if the module has none."""
         inside: set[SymbolicDim] = set()
         while True:
             prefix = f"{place}." if place else ""
@@ -230,7 +230,7 @@ class _Comparison(TorchFunctionMode):
             return None, error
 
     def _without_result(self, func: Any, args: Any, kwargs: Any, error: Exception | None) -> Any:
-        """A function without a tensor as result (an assignment) that has failed."""
+        """Handle a failed function that has no tensor as result (an assignment)."""
         found = self._try_ints(func, args, kwargs, lambda found: True)
         if found is not None:
             return found[0]
@@ -243,7 +243,9 @@ class _Comparison(TorchFunctionMode):
         return self.position < len(self.graph.functions) and self.graph.functions[self.position].name == function_name(func)
 
     def _skip_repeats(self, func: Any) -> None:
-        """Model code leaves out the repetition of what is there once: key/value heads that a rank shares with no other of its heads."""
+        """Accept that model code leaves out a repetition of a single item: key/value heads that a rank shares with no other of its
+        heads.
+        """
         position = self.position
         while position < len(self.graph.functions) and self.graph.functions[position].name in _REPEATING:
             position += 1
@@ -305,7 +307,7 @@ class _Comparison(TorchFunctionMode):
         return lambda symbol: self._known(symbol) // parts.get(symbol, 1)
 
     def _guesses(self, symbols: list[Symbol]) -> list[dict[Symbol, int]]:
-        """What to divide by what: few before many, but first of all numbers that some split dimension has the size of."""
+        """Return divisions of symbols to try: few before many, but first the numbers that equal the size of a split dimension."""
         found = []
         for count in range(1, len(symbols) + 1):
             for chosen in combinations(symbols, count):
@@ -345,7 +347,7 @@ def _evaluated(tree: Any, env: Callable[[Symbol], int]) -> Any:
 
 @contextmanager
 def _boundaries(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
-    """Hooks that keep the stack of running modules and do to shapes what the conversions of the plan do."""
+    """Hook modules, so that the stack of running modules is kept and shapes change as the conversions of the plan change them."""
     handles = []
     for path, module in local.named_modules():
         conversions = comparison.solution.conversions.get(path, set())

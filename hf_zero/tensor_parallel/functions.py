@@ -38,7 +38,7 @@ class ModelGroup:
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """The ranks as the default group counts them."""
+        """Return the ranks as the default group counts them."""
         return self.collectives.topology.ranks
 
     def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
@@ -48,7 +48,7 @@ class ModelGroup:
         return total
 
     def gather(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """Every rank's ``tensor`` (all of one shape), stacked: (ranks, ...)."""
+        """Return every rank's ``tensor`` (all of one shape), stacked: (ranks, ...)."""
         part = tensor.contiguous()
         full = torch.empty((self.world, *part.shape), dtype=part.dtype, device=part.device)
         self.collectives.all_gather(full.view(-1), part.view(-1), label).wait()
@@ -72,18 +72,18 @@ class Part:
 
     @property
     def numel(self) -> int:
-        """Return indices on one rank."""
+        """Return the number of indices on one rank."""
         return sum(stop - start for start, stop in self.ranges[0])
 
     @property
     def in_order(self) -> bool:
-        """Each rank holds one range, and they follow one another."""
+        """Return whether each rank holds one range, and the ranges follow one another."""
         return all(len(part) == 1 for part in self.ranges) and [stop for [(_, stop)] in self.ranges] == [
             self.numel * (rank + 1) for rank in range(len(self.ranges))
         ]
 
     def indices(self, device: torch.device) -> list[torch.Tensor]:
-        """Per rank, its indices on ``device``."""
+        """Return for each rank its indices on ``device``."""
         if device not in self._indices:
             self._indices[device] = [torch.cat([torch.arange(start, stop, device=device) for start, stop in part]) for part in self.ranges]
         return self._indices[device]
@@ -116,7 +116,7 @@ class Part:
         return whole
 
     def place(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Zeros of the whole shape, with ``tensor`` where ``rank`` holds it."""
+        """Return zeros of the whole shape, with ``tensor`` at the place of ``rank``."""
         shape = list(tensor.shape)
         shape[self.dim] = self.full
         whole = tensor.new_zeros(shape)
@@ -187,7 +187,7 @@ def reduce(tensor: torch.Tensor, group: ModelGroup, label: str, both: bool = Fal
 
 
 def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool = False) -> torch.Tensor:
-    """All ranks' parts joined; each takes its part of the gradient, which is added up first if it is partial (``both``)."""
+    """Return all ranks' parts joined; each rank takes its part of the gradient, which is summed first if it is partial (``both``)."""
     return _Gather.apply(tensor, group, part, label, both)
 
 

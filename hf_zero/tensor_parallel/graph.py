@@ -1,4 +1,4 @@
-"""What a trace of a model is made of: values, operations, calls of modules, calls of functions."""
+"""Elements of a traced model: values, operations, calls of modules, calls of functions."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ class Value:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Sizes of the dimensions."""
+        """Return the sizes of the dimensions."""
         return tuple(dim.size for dim in self.dims)
 
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module. ``inputs`` and ``outputs`` are keyed by where in the arguments a tensor stands ("0", "mask", "2.0")."""
+    """One call of a module. The keys of ``inputs`` and ``outputs`` are the places of the tensors in the arguments ("0", "mask", "2.0")."""
 
     path: str
     kind: type

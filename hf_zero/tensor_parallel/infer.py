@@ -58,7 +58,7 @@ def infer(
     forced: Mapping[str, str] | None = None,
     repeats: bool = False,
 ) -> Findings:
-    """How ``model`` splits over ``ranks``.
+    """Find how ``model`` splits over ``ranks``.
 
     Args:
         model: The model; only its shapes and code are used.
@@ -104,13 +104,15 @@ def infer(
 
 
 def unread(graph: Graph) -> list[Value]:
-    """Parameters that no operation reads."""
+    """Return parameters that no operation reads."""
     read = {value for op in graph.ops() for value in op.inputs}
     return [value for value in graph.parameters.values() if value not in read]
 
 
 def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:
-    """Norms inside modules of several linear layers that keep a dimension of one of them whole: query and key norms over all heads."""
+    """Return the norms inside modules of several linear layers that keep a dimension of one of them whole: query and key norms over all
+    heads.
+    """
     modules = dict(model.named_modules())
     makers = {value: op for op in graph.ops() for value in op.outputs}
     found = set()

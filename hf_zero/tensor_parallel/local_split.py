@@ -53,7 +53,7 @@ class LocalSplit:
 def split_locally(
     graph: Graph, solution: Solution, model: nn.Module, ranks: int, keep_whole: Set[str], forced: Mapping[str, str]
 ) -> tuple[dict[str, LocalSplit], dict[str, str]]:
-    """Layers to split by themselves, and for linear layers that stay whole the reason.
+    """Return the layers to split separately, and for linear layers that stay whole the reason.
 
     Args:
         graph: Trace of the model.
@@ -119,7 +119,7 @@ def _judge(
     override: str | None,
     graph: Graph,
 ) -> tuple[str, list[LocalSplit]]:
-    """Why the weight stays whole, or how its layers are split."""
+    """Return the reason why the weight stays whole, or the splits of its layers."""
     if not uses:
         return "not used in the traced forward", []
     foreign = [op for op in uses if _reads(op, value) not in ("linear", "embedding") or op.place not in paths]

@@ -51,7 +51,7 @@ class VocabularyLogits(torch.Tensor):
         return self  # type: ignore[no-any-return]
 
     def __init__(self, *args: Any) -> None:
-        """Everything is set in ``__new__``."""
+        """Do nothing: ``__new__`` sets all attributes."""
 
     def whole(self) -> torch.Tensor:
         """Return the logits of the whole vocabulary, gathered once; collective over the group."""
@@ -60,15 +60,15 @@ class VocabularyLogits(torch.Tensor):
         return self._whole
 
     def with_local(self, local: torch.Tensor) -> VocabularyLogits:
-        """Logits that hold ``local`` instead."""
+        """Return logits that hold ``local`` instead."""
         return VocabularyLogits(local, self.group, self.part, self.label)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        """Without a collective: one rank alone may print."""
+        """Return a description without a collective, because one rank alone may print."""
         return f"VocabularyLogits({tuple(self.local.shape[:-1])} x {self.local.shape[-1]} of {self.part.full} on this rank)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Saved as the whole logits."""
+        """Pickle the whole logits."""
         return self.whole().__reduce_ex__(protocol)
 
     @classmethod
@@ -93,7 +93,7 @@ class VocabularyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Reached past the above by code of C++ and by ``torch.autograd.Function``: there, gradients would be lost."""
+        """Refuse calls from C++ code and ``torch.autograd.Function``, which bypass the functions above: gradients would be lost there."""
 
         def plain(logits: VocabularyLogits) -> torch.Tensor:
             if logits.local.requires_grad:
@@ -154,7 +154,9 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """``torch.nn.functional.cross_entropy``; None for what needs whole logits: class weights, smoothing, probabilities as targets."""
+    """Compute ``torch.nn.functional.cross_entropy``; return None if it needs whole logits: class weights, smoothing, probabilities as
+    targets.
+    """
     by_class = weight is not None or label_smoothing or size_average is not None or reduce is not None
     if by_class or target.is_floating_point() or logits.dim() > 2:
         return None

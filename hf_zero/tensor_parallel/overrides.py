@@ -30,7 +30,7 @@ _BY_STYLE = {COLUMN: GATHERED, ROW: SCATTERED}
 
 
 def own_styles(model: nn.Module) -> dict[str, str]:
-    """Styles by starred path, as the model and its configuration give them; empty where there are none."""
+    """Return styles by starred path, as the model and its configuration give them; empty where there are none."""
     for name in ("tp_plan", "_tp_plan"):
         found = getattr(model, name, None)
         if isinstance(found, Mapping) and found:
@@ -39,7 +39,9 @@ def own_styles(model: nn.Module) -> dict[str, str]:
 
 
 def named_layers(model: nn.Module) -> dict[str, str]:
-    """Linear layers that the model's own plan, or its configuration's, names, with how they are split; patterns as of file names."""
+    """Return the linear layers that the model's own plan, or its configuration's, names, with their split; patterns match as for file
+    names.
+    """
     styles = own_styles(model) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
     linear = [path for path, module in model.named_modules() if is_linear(type(module))]
     found = {path: next((family_of(style) for pattern, style in styles.items() if fnmatchcase(path, pattern)), "") for path in linear}
@@ -47,14 +49,14 @@ def named_layers(model: nn.Module) -> dict[str, str]:
 
 
 def family_of(style: str) -> str:
-    """What a style does to a linear or embedding layer; empty for styles of other modules."""
+    """Return the effect of a style on a linear or embedding layer; empty for styles of other modules."""
     if style.startswith("embedding"):
         return VOCABULARY if "rowwise" in style else ""
     return COLUMN if "colwise" in style else ROW if "rowwise" in style else ""
 
 
 def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
-    """Layers that ``plan`` splits by themselves in another way than the model's own plan, with that way."""
+    """Return the layers that ``plan`` splits separately and otherwise than the model's own plan, with the split of that plan."""
     found = {}
     for path, entry in plan.modules.items():
         wanted = _BY_STYLE.get(family_of(styles.get(starred(path), "")))
@@ -64,7 +66,7 @@ def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def note_source(plan: TpPlan, styles: Mapping[str, str]) -> None:
-    """Says in the table of ``plan`` which rows the model's own plan gives, and what it says of the others."""
+    """Note in the table of ``plan`` which rows come from the model's own plan, and what that plan gives for other rows."""
     for path, entry in plan.modules.items():
         style = styles.get(starred(path))
         if style is None or entry.source != "inferred":
@@ -107,11 +109,11 @@ class Overrides:
     source: str = "inferred"
 
     def keeping(self, paths: Collection[str]) -> Overrides:
-        """These, with the modules at ``paths`` whole whatever the user says of them: other ranks have other experts."""
+        """Return these overrides with the modules at ``paths`` kept whole, whatever the user asks: other ranks have other experts."""
         return replace(self, whole={*self.whole, *paths}, families={path: how for path, how in self.families.items() if path not in paths})
 
     def unmet(self, plan: TpPlan) -> dict[str, str]:
-        """Layers that ``plan`` splits in another way than the user wants, with how they can be split by themselves."""
+        """Return the layers that ``plan`` splits otherwise than the user asks, with the way in which they can be split separately."""
         found = {}
         for path, family in self.families.items():
             split = plan.modules[path].split if path in plan.modules else WHOLE

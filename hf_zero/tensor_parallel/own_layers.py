@@ -22,7 +22,7 @@ _DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes of a parame
 
 
 def mark_own_layers(model: nn.Module, axis: Topology) -> None:
-    """Marks what a script says is a part; without a mark a parameter counts as a copy that all ranks of the axis have.
+    """Mark the parameters that a script declares as parts; without a mark a parameter counts as a copy that all ranks of the axis have.
 
     So the norm counts every element once, and a checkpoint has the parts of all ranks. Of a parameter with ``model_parallel`` or
     ``tensor_model_parallel`` the dimension is ``partition_dim`` (0 where there is none), and ``partition_stride`` is of how many pieces,

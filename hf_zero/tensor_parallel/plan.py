@@ -39,7 +39,7 @@ class SplitParameter:
 
 @dataclass
 class Boundary:
-    """What happens to a tensor where it enters or leaves a module.
+    """Conversion of a tensor where it enters or leaves a module.
 
     Attributes:
         side: "in" or "out".
@@ -69,7 +69,7 @@ class ModulePlan:
 
 @dataclass
 class TpPlan:
-    """How a model is split over ``ranks``.
+    """Plan of how a model is split over ``ranks``.
 
     Attributes:
         ranks: Size of a tensor-parallel group.
@@ -100,7 +100,7 @@ class TpPlan:
     # -- JSON ---------------------------------------------------------------------------------------------------------
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data, with a digest that tells whether ``modules`` was edited."""
+        """Return plain data, with a digest that shows whether ``modules`` was edited."""
         data = asdict(self)
         return {"format": _FORMAT, "digest": _digest(data["modules"]), **data}
 
@@ -123,7 +123,7 @@ class TpPlan:
 
     @classmethod
     def from_dict(cls, data: Mapping[str, Any], where: str = "plan") -> TpPlan:
-        """A plan from plain data.
+        """Return a plan from plain data.
 
         Raises:
             ConfigError: It is no plan of this format, or a module's split is unknown.
@@ -157,7 +157,7 @@ class TpPlan:
     # -- questions ----------------------------------------------------------------------------------------------------
 
     def table(self) -> Iterator[tuple[str, str, str, str]]:
-        """Rows (module, split, source, reason), layers of one kind joined where they are split alike."""
+        """Yield rows (module, split, source, reason); layers of one kind share a row where they are split in the same way."""
         grouped: dict[tuple[str, str, str, str], int] = {}
         for path, entry in self.modules.items():
             grouped.setdefault((starred(path), entry.split, entry.source, entry.reason), 0)
@@ -171,7 +171,7 @@ class TpPlan:
 
 
 def starred(path: str) -> str:
-    """``path`` with a star in place of each number."""
+    """Return ``path`` with a star in place of each number."""
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 

@@ -86,7 +86,7 @@ class _Writer:
         return None
 
     def together(self, plan: TpPlan) -> None:
-        """What is split along the model's data flow."""
+        """Write the splits along the model's data flow."""
         graph, solution = self.findings.graph, self.solution
         for name, value in graph.parameters.items():
             if solution.states.get(value) == SPLIT:
@@ -118,12 +118,12 @@ class _Writer:
         return SplitParameter(list(value.shape), *divided)
 
     def split_locally(self, plan: TpPlan) -> None:
-        """Layers that are split a"""
+        """Write the layers that are split separately."""
         for path, layer in self.findings.local_splits.items():
             add_local_split(plan, self.modules[path], layer, self.names, self.ranks)
 
     def rows_of_table(self, plan: TpPlan) -> None:
-        """How each linear, embedding or otherwise divided module is split, and why."""
+        """Write for each linear, embedding or otherwise divided module its split and the reason."""
         owners: dict[str, str] = {}
         for path, module in self.modules.items():
             for name, param in module.named_parameters(recurse=False):

@@ -28,7 +28,7 @@ class UnknownFlowError(ConfigError):
 
 
 def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
-    """How to split ``model`` over ``ranks``.
+    """Return a plan that splits ``model`` over ``ranks``.
 
     Args:
         model: Any model; values and device of its parameters do not matter.
@@ -79,7 +79,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
 
 
 def _named(model: nn.Module, overrides: Overrides) -> Overrides | None:
-    """What is known to be split of a model that cannot be traced: the user's word for every layer or for some, or the model's own plan."""
+    """Return the known splits of a model that cannot be traced: from the user for all or some layers, or from the model's own plan."""
     linear = [path for path, module in model.named_modules() if is_linear(type(module))]
     if overrides.families or (linear and overrides.whole.issuperset(linear)):
         return overrides
@@ -135,7 +135,7 @@ def _remedy(model: nn.Module, ranks: int) -> str:
 
 
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
-    """What calls show of the model.
+    """Return the findings from calls of the model.
 
     [Note: padded rows] Where no row is padded many models hand their key/value heads to the attention as they are; else they repeat
     them, by a number that is read nowhere else, and that changes where several ranks hold the same heads. There a model that takes a
@@ -169,12 +169,12 @@ def _shares_heads(findings: Findings) -> bool:
 
 
 def _splits(findings: Findings) -> dict[str, str | None]:
-    """How each parameter is split."""
+    """Return the split of each parameter."""
     return {name: findings.solution.states.get(value) for name, value in findings.graph.parameters.items()}
 
 
 def _infer_unpadded(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
-    """What the first call that runs shows; where that does not run all of the model (every expert), what one with tokens shows."""
+    """Return the findings of the first call that runs; if it does not run the whole model (every expert), those of a call with tokens."""
     error: Exception | None = None
     partly: Findings | None = None
     try:

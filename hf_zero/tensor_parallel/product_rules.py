@@ -12,7 +12,7 @@ from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, block, product, r
 
 
 def matrix_product(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """``mm``, ``bmm``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``linear``."""
+    """Apply the rule of ``mm``, ``bmm``, ``addmm``, ``baddbmm``, ``mv``, ``dot``, ``linear``."""
     bias = None
     if name in ("addmm", "baddbmm"):
         bias, left, right = args[0], args[1], args[2]
@@ -38,7 +38,7 @@ def matrix_product(name: str, args: list[Any], kwargs: dict[str, Any], shapes: l
 
 
 def grouped_product(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """``_grouped_mm``: rows by expert (tokens, in) times (experts, in, out)."""
+    """Apply the rule of ``_grouped_mm``: rows by expert (tokens, in) times (experts, in, out)."""
     left, right = args[0], args[1]
     if len(left.dims) != 2 or len(right.dims) != 3:
         return opaque(name, args, kwargs, shapes)
@@ -49,7 +49,9 @@ def grouped_product(name: str, args: list[Any], kwargs: dict[str, Any], shapes: 
 
 
 def attention(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """``scaled_dot_product_attention``: heads and batch pass, grouped key/value heads are a factor of the query heads."""
+    """Apply the rule of ``scaled_dot_product_attention``: heads and batch may be split, grouped key/value heads are a factor of the
+    query heads.
+    """
     query, key, value = args[0], args[1], args[2]
     mask = argument(args, kwargs, 3, "attn_mask")
     for other in (key, value):
@@ -73,7 +75,7 @@ def attention(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def convolution(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Channels are contracted group by group; groups pass."""
+    """Apply the rule of convolutions: channels are contracted group by group; groups may be split."""
     source, weight, bias = args[0], args[1], args[2]
     transposed, groups = args[6], args[8]
     for dim in source.dims[2:]:
@@ -118,14 +120,14 @@ def _without(source: Value, gone: set[int], shape: Shape) -> tuple[SymbolicDim, 
 
 
 def sum_(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """A sum over a split dimension is a partial sum."""
+    """Apply the rule of sums: a sum over a split dimension is a partial sum."""
     source: Value = args[0]
     gone = _reduced(source, argument(args, kwargs, 1, "dim"))
     return Rule([_without(source, gone, shapes[0])], UNARY, tuple(source.dims[index] for index in sorted(gone)))
 
 
 def reduction(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """mean, max, norm, ...: the dimensions must be whole."""
+    """Apply the rule of mean, max, norm, ...: the reduced dimensions must be whole."""
     source: Value = args[0]
     position = 2 if name in ("norm", "linalg_vector_norm") else 1
     dims = argument(args, kwargs, position, "dim")
@@ -136,7 +138,7 @@ def reduction(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def along(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """softmax, cumsum, sort, topk, ...: one dimension must be whole, the others pass."""
+    """Apply the rule of softmax, cumsum, sort, topk, ...: one dimension must be whole, the others may be split."""
     source: Value = args[0]
     position = 2 if name == "topk" else 1
     dims = argument(args, kwargs, position, "dim", argument(args, kwargs, position, "dims", -1))

@@ -27,7 +27,7 @@ Handler = Callable[[str, list[Any], dict[str, Any], list[Shape]], Rule]
 
 
 def fresh(shape: Shape) -> tuple[SymbolicDim, ...]:
-    """New dims of these sizes."""
+    """Return new dims of these sizes."""
     return tuple(SymbolicDim(size) for size in shape)
 
 
@@ -43,14 +43,14 @@ def values_of(args: Any) -> list[Value]:
 
 
 def block_all(values: Sequence[Value], reason: str) -> None:
-    """Blocks every dimension of ``values``."""
+    """Block every dimension of ``values``."""
     for value in values:
         for dim in value.dims:
             block(dim, reason)
 
 
 def axis_of(index: int, ndim: int) -> int:
-    """A dimension's number counted from the front."""
+    """Return a dimension's number counted from the front."""
     return index % ndim if ndim else 0
 
 
@@ -75,6 +75,6 @@ def broadcast(values: Sequence[Value], shape: Shape) -> tuple[SymbolicDim, ...]:
 
 
 def opaque(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Nothing is known: all that is read must be whole."""
+    """Apply the rule of an unknown operation: all its inputs must be whole."""
     block_all(values_of([args, kwargs]), f"{name} needs all of it")
     return Rule([fresh(shape) for shape in shapes])

@@ -1,4 +1,4 @@
-"""How torch's operations relate the dimensions of what they read to the dimensions of what they make.
+"""Rules that relate the dimensions of an operation's inputs to the dimensions of its outputs.
 
 One function per family of operations of ATen. Each gets the operation's arguments with ``Value`` for every tensor and the shapes
 of the results, joins or blocks dims, and returns a ``Rule``. Operations in no table block all that they read.
@@ -32,7 +32,7 @@ _UNARY = ("neg", "neg_", "clone", "_to_copy", "positive", "contiguous", "lift_fr
 
 
 def pointwise(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Element-wise with broadcasting."""
+    """Apply the rule of element-wise operations with broadcasting."""
     values = values_of([args, kwargs])
     partial = NONE
     if name in _ADDITIVE and len(values) >= 2:
@@ -50,7 +50,7 @@ def pointwise(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def view(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Other sizes, same order of elements."""
+    """Apply the rule of views: other sizes, same order of elements."""
     source: Value = args[0]
     found = regroup(source.dims, shapes[0]) if 0 not in shapes[0] else list(fresh(shapes[0]))
     if found is None:
@@ -60,7 +60,7 @@ def view(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]
 
 
 def permute(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Dimensions in another order."""
+    """Apply the rule of operations that reorder dimensions."""
     dims = list(args[0].dims)
     if name in ("t", "t_", "numpy_T", "mT"):
         dims = dims[::-1] if name != "mT" else [*dims[:-2], dims[-1], dims[-2]]
@@ -101,7 +101,7 @@ def expand(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shap
 
 
 def repeat(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Tiles."""
+    """Apply the rule of operations that repeat a tensor."""
     dims, repeats = args[0].dims, args[1]
     padded = [SymbolicDim(1)] * (len(repeats) - len(dims)) + list(dims)
     result = [dim if times == 1 else product([SymbolicDim(times), dim]) for dim, times in zip(padded, repeats, strict=True)]
@@ -117,7 +117,7 @@ def _piece(source: Value, axis: int, start: int, stop: int) -> SymbolicDim:
 
 
 def slice_(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """A range of one dimension."""
+    """Apply the rule of a slice: a range of one dimension."""
     source: Value = args[0]
     axis = axis_of(argument(args, kwargs, 1, "dim", 0), len(source.dims))
     size = source.dims[axis].size
@@ -133,7 +133,7 @@ def slice_(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shap
 
 
 def split(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Consecutive ranges of one dimension."""
+    """Apply the rule of a split into consecutive ranges of one dimension."""
     source: Value = args[0]
     position = 1 if name == "unsafe_chunk" else 2
     axis = axis_of(argument(args, kwargs, position, "dim", 0), len(source.dims))
@@ -147,7 +147,7 @@ def split(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape
 
 
 def select(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """One index of a dimension (``select``) or each (``unbind``)."""
+    """Apply the rule of operations that take one index of a dimension (``select``) or each (``unbind``)."""
     source: Value = args[0]
     axis = axis_of(argument(args, kwargs, 1, "dim", 0), len(source.dims))
     block(source.dims[axis], "single indices are taken from it")
@@ -156,7 +156,7 @@ def select(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shap
 
 
 def cat(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Tensors one behind the other along a dimension, or stacked along a new one."""
+    """Apply the rule of operations that concatenate tensors along a dimension, or stack them along a new one."""
     parts = [value for value in args[0] if not (name == "cat" and value.shape == (0,))]
     ndim = len(shapes[0])
     axis = axis_of(argument(args, kwargs, 1, "dim", 0), ndim)
@@ -176,14 +176,16 @@ def cat(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape])
 
 
 def embedding(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Rows of a table."""
+    """Apply the rule of an embedding, which takes rows of a table."""
     table, ids = args[0], args[1]
     block(table.dims[0], "looked up by index")
     return Rule([(*ids.dims, *table.dims[1:])])
 
 
 def pick(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """gather, index_select, scatter, index_add, ...: one dimension is indexed, equal others pass."""
+    """Apply the rule of gather, index_select, scatter, index_add, ...: one dimension is indexed, other dimensions of equal size may be
+    split.
+    """
     source: Value = args[0]
     axis = axis_of(args[1], len(source.dims))
     block(source.dims[axis], "taken by index")
@@ -205,7 +207,7 @@ def pick(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]
 
 
 def index(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Indexing with tensors: dimensions without an index pass. A mask is an index into each of its dimensions."""
+    """Apply the rule of indexing with tensors: dimensions without an index may be split. A mask is an index into each of its dimensions."""
     source: Value = args[0]
     places = [item for place in args[1] for item in (_chosen_by(place) if place is not None and place.mask else [place])]
     places += [None] * (len(source.dims) - len(places))
@@ -239,7 +241,7 @@ def _broadcast_shape(shapes: Sequence[Shape]) -> list[int]:
 
 
 def pad(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Dimensions that grow must be whole; the others pass."""
+    """Apply the rule of padding: dimensions that grow must be whole; the others may be split."""
     source: Value = args[0]
     dims = []
     for dim, size in zip(source.dims, shapes[0], strict=True):
@@ -253,7 +255,7 @@ def pad(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape])
 
 
 def triangle(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """tril, triu: the last two dimensions must be whole."""
+    """Apply the rule of tril and triu: the last two dimensions must be whole."""
     for dim in args[0].dims[-2:]:
         block(dim, "a triangle is cut from it")
     return Rule([args[0].dims], UNARY)

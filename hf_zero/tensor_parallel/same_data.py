@@ -39,7 +39,7 @@ class SameData:
         self._handle: Any = module.register_forward_pre_hook(self.look, with_kwargs=True, prepend=True)
 
     def look(self, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """Before a call of ``module``: looks at its arguments in training, once.
+        """Check the arguments of a training call of ``module``, once, before it runs.
 
         Raises:
             StateError: They are different on some ranks.
@@ -67,7 +67,7 @@ class SameData:
         )
 
     def _error(self, details: str) -> StateError:
-        """What is raised; Python's notes are printed below an error's text and leave that as scripts compare it."""
+        """Return the error to raise; details are a Python note, which is printed below the text, because scripts compare the text."""
         if not self.tensor_only:
             return StateError(details)
         error = StateError(TENSOR_GROUP_TEXT)
@@ -85,7 +85,7 @@ class SameData:
 
 
 def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """What a call of ``module`` would look at, where a schedule calls parts of it in its place; collective the first time."""
+    """Check the arguments of a call of ``module``, for a schedule that calls parts of it instead; collective the first time."""
     for hook in list(module._forward_pre_hooks.values()):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, SameData):
@@ -109,7 +109,7 @@ def equal_random_state(collectives: Collectives) -> None:
 
 
 def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Shape, sum, and sum weighted by position."""
+    """Return shape, sum, and sum weighted by position."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return (*tensor.shape,)

@@ -18,7 +18,7 @@ from hf_zero.system.planning import planning
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """A copy of ``model`` whose parameters and buffers have shapes and no values; tied parameters stay tied."""
+    """Return a copy of ``model`` whose parameters and buffers have shapes and no values; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
@@ -39,7 +39,7 @@ def full_shape(param: torch.Tensor) -> torch.Size:
 
 
 def _of_copy(value: Any, copies: Mapping[int, nn.Module], done: dict[int, Any]) -> Any:
-    """A function that a library has put in the place of ``forward``, for the copied modules: it often calls the one that was there.
+    """Rebind a function that a library has put in place of ``forward`` to the copied modules: it often calls the former forward.
 
     A deep copy takes functions as they are, with what they have closed over: the forward of the original.
     """
@@ -67,7 +67,7 @@ _READ = {"input_ids", "pixel_values"}  # what models are known to read
 
 
 def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> dict[str, torch.Tensor]:
-    """A call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
+    """Return a call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
 
     Raises:
         ConfigError: The model's inputs are not known.
@@ -91,12 +91,14 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
 
 
 def labelled(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The call with its tokens as labels."""
+    """Return the call with its tokens as labels."""
     return {**inputs, "labels": inputs["input_ids"].clone()} if "input_ids" in inputs else inputs
 
 
 def padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The call with a mask that takes half of the second row for padding; without values, which would show it, one of queries and keys."""
+    """Return the call with a mask that marks half of the second row as padding; without values, which would show it, a mask of queries
+    and keys.
+    """
     tokens = inputs["input_ids"]
     if tokens.device.type == "meta":
         rows, length = tokens.shape
@@ -117,12 +119,12 @@ def _plain_token(config: Any) -> int:
 
 
 def argument_names(model: nn.Module) -> list[str]:
-    """What ``model.forward`` takes by name; of a wrapper that hands on all keywords (PEFT's), what the model in it takes."""
+    """Return the argument names of ``model.forward``; for a wrapper that passes all keywords on (PEFT's), those of the inner model."""
     return [item.name for item in _arguments(model)]
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """Those of ``argument_names`` without a default."""
+    """Return the names among ``argument_names`` without a default."""
     return [item.name for item in _arguments(model) if item.default is item.empty]
 
 

@@ -1,4 +1,4 @@
-"""Which dims of a traced model to split, and what has to happen where for the result to stay exact.
+"""Choice of the dims of a traced model to split, and of the conversions that keep the result exact.
 
 [Note: states] Under a choice of split dims every tensor of the trace is in one of three states: *whole* (the same on every rank),
 *split* (each rank holds its part of a split dim), or *partial* (each rank holds a summand). Reading the trace forward gives the
@@ -28,7 +28,9 @@ _CUTS = ("slice", "split", "split_with_sizes", "unsafe_split", "unsafe_split_wit
 
 
 def is_linear(kind: type) -> bool:
-    """torch's ``nn.Linear`` and its subclasses, and transformers' ``Conv1D`` (by name; transformers is not imported here)."""
+    """Return whether ``kind`` is torch's ``nn.Linear``, a subclass, or transformers' ``Conv1D`` (by name; transformers is not imported
+    here).
+    """
     return issubclass(kind, nn.Linear) or kind.__name__ == "Conv1D"
 
 
@@ -43,7 +45,7 @@ some of the dims is held alike by several ranks: its gradients are summands, add
 
 @dataclass(frozen=True)
 class Conversion:
-    """What happens to one tensor at the boundary of a module call: ``kind`` at the input or output ``key``.
+    """Conversion of one tensor at the boundary of a module call: ``kind`` at the input or output ``key``.
 
     Attributes:
         side: "in" or "out".
@@ -94,7 +96,7 @@ class Solution:
         return set(self.parts)
 
     def shares(self, rank: int) -> dict[SymbolicDim, tuple[int, int]]:
-        """Of every split dim, which part ``rank`` has, and of how many."""
+        """Return for every split dim the part of ``rank``, and the number of parts."""
         found = {}
         for choice in self.choices:
             left = rank
@@ -133,7 +135,7 @@ class Solution:
 
 
 def candidates(graph: Graph, ranks: int) -> list[Choice]:
-    """What is worth splitting, most weight elements first; no parameter gets two of them in one product."""
+    """Return the candidates for a split, most weight elements first; no parameter gets two of them in one product."""
     holders: dict[SymbolicDim, list[Value]] = defaultdict(list)
     weights: dict[Choice, int] = {}
     for value in graph.parameters.values():
@@ -156,7 +158,7 @@ def candidates(graph: Graph, ranks: int) -> list[Choice]:
 
 
 def _choices(dim: SymbolicDim, ranks: int) -> Iterator[Choice]:
-    """Ways to split one dimension: [Note: two dims]."""
+    """Yield ways to split one dimension: [Note: two dims]."""
     dim = dim.find()
     if dim.kind == SUM:
         for part in dim.parts:
@@ -177,7 +179,7 @@ def _choices(dim: SymbolicDim, ranks: int) -> Iterator[Choice]:
 
 
 def _paired(graph: Graph) -> set[SymbolicDim]:
-    """Dims that are outputs of one linear operation on a parameter and are summed over by another."""
+    """Return the dims that one linear operation outputs and another one sums over."""
     made: set[SymbolicDim] = set()
     summed: set[SymbolicDim] = set()
     for op in graph.ops():
@@ -315,7 +317,7 @@ class _Attempt:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
 
     def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
-        """The bias behind a partial sum must be one that a linear module can add later."""
+        """Check that the bias after a partial sum is one that a linear module can add later."""
         if op.bias is None or len(op.inputs) < 3:
             return
         call = op.stack[-1] if op.stack else None
@@ -367,7 +369,8 @@ class _Attempt:
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def _boundary(self, value: Value, op: Op, others: list[Op]) -> tuple[Call, list[str]] | None:
-        """The outermost module call around ``op`` that ``value`` enters from outside and inside of which none of ``others`` reads it.
+        """Return the outermost module call around ``op`` that ``value`` enters from outside and inside of which none of ``others`` reads
+        it.
 
         With all places where it enters: a tensor may be query, key and value at once.
         """
@@ -433,7 +436,7 @@ class _Attempt:
         self._finish_reductions()
 
     def _made(self, value: Value) -> str:
-        """Return the state of a value; one that was partial and has been added up is whole for those who read it."""
+        """Return the state of a value; a partial value that has been summed is whole for its readers."""
         return self.states.get(value, WHOLE)
 
     def _rest(self, value: Value, full: list[Op]) -> None:
@@ -483,7 +486,7 @@ def _repeats(attempt: _Attempt, op: Op, value: Value) -> bool:
 
 
 def _refuse_mixed(attempt: _Attempt, op: Op, partial: Mapping[Value, list[Op]]) -> None:
-    """Pieces of one tensor have gradients that are all partial, or all whole: together they are one gradient."""
+    """Refuse a tensor whose pieces have both partial and whole gradients: together they are one gradient."""
     pieces = [value for value in op.outputs if value.needs_grad and attempt._made(value) == WHOLE and attempt.uses[value]]
     parted = [value for value in pieces if value in attempt.solution.partial_gradients]
     if parted and len(parted) < len(pieces):

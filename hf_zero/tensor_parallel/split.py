@@ -106,7 +106,7 @@ def _require_same(module: nn.Module, section: Mapping[str, Any], axis: Topology 
 
 
 def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
-    """Split layers are where the plan says, but for what stands before: inside another module (an adapter) their sums do not add up."""
+    """Check that split layers are still at their paths: inside another module (an adapter) their sums would be wrong."""
     for path, child in module.named_modules():
         names = path.split(".")
         if not any(tp_shard_of(param) is not None and not is_expert(param) for param in child.parameters(recurse=False)):
@@ -120,7 +120,7 @@ def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
 
 
 def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
-    """What ``make`` gives on rank 0, on every rank; an error in it is every rank's error."""
+    """Return the result of ``make`` on rank 0, on every rank; an error in it is raised on every rank."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0:
         try:
@@ -142,7 +142,7 @@ def equal_weights(module: nn.Module, collectives: Collectives, group: str) -> No
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:
-    """One line: ranks, how many layers are split and how, share of the weights."""
+    """Return one line: ranks, how many layers are split and how, share of the weights."""
     counts: dict[str, int] = {}
     for entry in plan.modules.values():
         counts[entry.split] = counts.get(entry.split, 0) + 1

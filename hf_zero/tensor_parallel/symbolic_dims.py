@@ -20,7 +20,7 @@ PRODUCT, SUM = "product", "sum"
 
 
 class SymbolicDim:
-    """One dimension or a part of one.
+    """One dimension, or a part of one.
 
     Attributes:
         size: Number of indices.
@@ -39,7 +39,7 @@ class SymbolicDim:
         self._link: SymbolicDim | None = None
 
     def find(self) -> SymbolicDim:
-        """Return the dim that stands for all that are the same as this."""
+        """Return the dim that represents all dims that are the same as this."""
         dim = self
         while dim._link is not None:
             dim = dim._link
@@ -48,7 +48,7 @@ class SymbolicDim:
         return dim
 
     def become(self, other: SymbolicDim) -> None:
-        """This dim, taken apart by nothing yet, is the same as ``other``."""
+        """Make this dim, which has no parts yet, the same as ``other``."""
         root, other = self.find(), other.find()
         if root is other:
             return
@@ -72,7 +72,7 @@ class SymbolicDim:
 
 
 def leaves(dim: SymbolicDim) -> Iterator[SymbolicDim]:
-    """The dims below ``dim`` that nothing has taken apart."""
+    """Yield the dims below ``dim`` that have no parts."""
     dim = dim.find()
     if dim.kind is None:
         yield dim
@@ -100,7 +100,7 @@ def factors(dim: SymbolicDim) -> list[SymbolicDim]:
 
 
 def product(parts: Sequence[SymbolicDim]) -> SymbolicDim:
-    """A dim with these factors."""
+    """Return a dim with these factors."""
     flat = [factor for part in parts for factor in factors(part)]
     if len(flat) == 1:
         return flat[0]
@@ -108,7 +108,7 @@ def product(parts: Sequence[SymbolicDim]) -> SymbolicDim:
 
 
 def total(parts: Sequence[SymbolicDim]) -> SymbolicDim:
-    """A dim of these segments, one behind the other."""
+    """Return a dim of these segments, one after the other."""
     flat: list[SymbolicDim] = []
     for part in parts:
         part = part.find()
@@ -142,7 +142,7 @@ def split_factor(dim: SymbolicDim, inner: int) -> tuple[SymbolicDim, SymbolicDim
 
 
 def cut(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
-    """Return the indices ``start`` to ``stop`` of ``dim``; None if they do not fit what it is made of."""
+    """Return the indices ``start`` to ``stop`` of ``dim``; None if they do not fit its parts."""
     dim = dim.find()
     if start == 0 and stop == dim.size:
         return dim
@@ -160,7 +160,7 @@ def cut(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
 
 
 def _cut_sum(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
-    """As ``cut``, for a sum; segments are divided where the cut needs it."""
+    """Do the same as ``cut`` for a sum; segments are divided where the cut needs it."""
     kept: list[SymbolicDim] = []
     segments: list[SymbolicDim] = []
     offset = 0
@@ -186,7 +186,7 @@ def _cut_sum(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
 
 
 def unify(first: SymbolicDim, second: SymbolicDim) -> None:
-    """Notes that two dims are the same; blocks both if what is known of them does not agree."""
+    """Note that two dims are the same; block both if their known parts do not agree."""
     first, second = first.find(), second.find()
     if first is second or first.size == second.size == 1:
         return
@@ -237,7 +237,7 @@ def _unify_sums(first: SymbolicDim, second: SymbolicDim) -> None:
 
 
 def _divided(dim: SymbolicDim, bounds: list[int]) -> list[SymbolicDim] | None:
-    """Return the segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit what it is made of."""
+    """Return the segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit its parts."""
     segments: list[SymbolicDim] = []
     offset = 0
     for part in dim.parts:
@@ -262,7 +262,7 @@ def _bounds(dim: SymbolicDim) -> list[int]:
 
 
 def _unify_mixed(whole: SymbolicDim, segments: SymbolicDim) -> None:
-    """A product and a sum are the same if the product's major factor falls into the same segments."""
+    """Unify a product with a sum, if the product's major factor can be cut into the same segments."""
     offset = 0
     for part in segments.parts:
         piece = cut(whole, offset, offset + part.size)

@@ -56,7 +56,7 @@ class Tracer:
         return value
 
     def value(self, tensor: torch.Tensor) -> Value:
-        """Return the value of a tensor; one that nobody has made is a constant."""
+        """Return the value of a tensor; a tensor that no recorded operation has made is a constant."""
         found = self._values.get(id(tensor))
         if found is None or found.shape != tuple(tensor.shape):
             found = Value(fresh(tensor.shape), CONSTANT, tuple(self.stack), False, tensor.is_floating_point())
@@ -96,7 +96,7 @@ class Tracer:
         self.graph.events.append(op)
 
     def enter(self, path: str, module: nn.Module, args: Any, kwargs: Any) -> None:
-        """A module call begins."""
+        """Note that a module call begins."""
         call = Call(path, type(module))
         for key, tensor in named_arguments(module, args, kwargs):
             call.inputs[key] = self.value(tensor)
@@ -106,7 +106,7 @@ class Tracer:
             self.silent += 1
 
     def leave(self, path: str, output: Any) -> None:
-        """A module call ends."""
+        """Note that a module call ends."""
         call = self.stack.pop()
         tensors = list(tensors_in(output, "" if isinstance(output, torch.Tensor) else "out"))
         if path in self.opaque:
@@ -174,7 +174,7 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of the same shape and dtype on the device "meta"; a single number stays as it is."""
+    """Return a tensor of the same shape and dtype on the device "meta"; a single number stays as it is."""
     if tensor.device.type == "meta" or tensor.dim() == 0:
         return tensor
     return torch.empty_like(tensor, device="meta")
@@ -250,7 +250,7 @@ def function_name(func: Any) -> str:
 
 
 def answer_function(func: Any, args: Any) -> tuple[Any] | None:
-    """Results of functions that read values; None for all others."""
+    """Return the results of a function that reads values; None for other functions."""
     if func is torch.Tensor.tolist:
         return (_zeros(tuple(args[0].shape)),) if args[0].device.type == "meta" else None
     if (
@@ -266,7 +266,7 @@ def answer_function(func: Any, args: Any) -> tuple[Any] | None:
 
 
 def plain_index(func: Any, args: Any) -> Any:
-    """Arguments of ``tensor[..., [-2], :]``, with a slice in place of a list of consecutive numbers that is the only list."""
+    """Return the arguments of ``tensor[..., [-2], :]`` with a slice in place of a list of consecutive numbers, if it is the only list."""
     if func is not torch.Tensor.__getitem__:
         return args
     places = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -281,7 +281,8 @@ def plain_index(func: Any, args: Any) -> Any:
 
 
 def plain_attention(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Keyword arguments of a call; attention loses its triangle, which without values would be a mask of tokens x tokens in memory.
+    """Return the keyword arguments of a call; the causal flag of attention is removed, because without values it would be a mask of tokens
+    x tokens in memory.
 
     What is computed with which tensors, and how much of it, is the same.
     """
@@ -343,7 +344,7 @@ def _autocast_without_values() -> Iterator[None]:
 
 @contextmanager
 def valueless(functions: TorchFunctionMode, tracer: Tracer | None, values: bool = False) -> Iterator[None]:
-    """Everything inside runs on tensors without values, watched by the two modes; ``values`` as in [Note: values]."""
+    """Run the context on tensors without values, watched by the two modes; ``values`` as in [Note: values]."""
     with _autocast_without_values(), torch.device("cpu" if values else "meta"), _Operations(tracer, values), functions:
         yield
 

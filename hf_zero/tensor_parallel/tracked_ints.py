@@ -70,7 +70,7 @@ for _operation in (operator.add, operator.sub, operator.mul, operator.floordiv, 
 
 
 def evaluate(value: int, env: Callable[[Symbol], int]) -> int:
-    """``value`` where ``env`` says what the attributes are."""
+    """Return ``value`` evaluated with the attributes that ``env`` gives."""
     return value.formula(env) if isinstance(value, TrackedInt) else value
 
 

@@ -1,1 +1,3 @@
-"""How a checkpoint becomes complete or is not there at all: one outcome for all ranks, staging folders, names, background, nodes."""
+"""Completion of a checkpoint, which exists as a whole or not at all: one outcome for all ranks, staging folders, names, background,
+nodes.
+"""

@@ -1,4 +1,4 @@
-"""How a checkpoint comes to be there whole or not at all: a hidden folder that is signed, filled, finalized, and renamed.
+"""Staging of a checkpoint, which exists as a whole or not at all: a hidden folder that is signed, filled, finalized, and renamed.
 
 [Note: one folder for each save] The hidden folder carries the number of its save, so two jobs that save the same tag never write into
 one folder; the later one replaces the earlier one's checkpoint as a whole. Where it can be told that the other still lives, the save is

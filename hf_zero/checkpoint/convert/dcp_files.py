@@ -154,7 +154,7 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _attribute(value: Any, kind: str, name: str, expected: type) -> Any:
-    """Attribute ``name`` of a record of torch's class ``kind``.
+    """Return attribute ``name`` of a record of torch's class ``kind``.
 
     Raises:
         ValueError: It is another object, or the attribute of another type.

@@ -44,7 +44,7 @@ class Inert:
         return f"<object of {self.kind}>"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Attribute ``name`` of the object."""
+        """Return attribute ``name`` of the object."""
         return self.state.get(name, default)
 
 

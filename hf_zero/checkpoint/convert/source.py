@@ -1,4 +1,4 @@
-"""What a conversion reads, whatever it comes from: named parameters whose elements are fetched a window at a time."""
+"""Source of a conversion, in any format: named parameters whose elements are fetched a window at a time."""
 
 from __future__ import annotations
 

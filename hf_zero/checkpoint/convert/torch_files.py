@@ -211,7 +211,7 @@ class _Bounded(io.RawIOBase):
         self._nbytes = nbytes
 
     def read(self, count: int = -1) -> bytes:
-        """At most ``count`` bytes."""
+        """Return at most ``count`` bytes."""
         left = max(0, self._nbytes - self._file.tell())
         return self._file.read(left if count < 0 else min(count, left))
 

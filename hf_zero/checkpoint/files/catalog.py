@@ -1,4 +1,4 @@
-"""Where each parameter lies in a checkpoint: names and element ranges to ranges of files."""
+"""Places of the parameters in a checkpoint: from names and element ranges to ranges of files."""
 
 from __future__ import annotations
 

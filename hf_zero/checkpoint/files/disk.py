@@ -1,4 +1,4 @@
-"""How the files of one save reach the disk: past the page cache where the file system lets them, and forced to it together at the end."""
+"""Writing of the files of one save: past the page cache where the file system allows it, with one sync of all files at the end."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ class DiskFile:
             self._begun = self._position
 
     def flush(self) -> None:
-        """Sends what is left to the disk, but for the end that fills no block; that waits for ``end``."""
+        """Write the remaining bytes to the disk, except the last incomplete block, which ``end`` writes."""
         if self._buffer is None:
             return
         whole = self._filled // _BLOCK_BYTES * _BLOCK_BYTES
@@ -197,7 +197,7 @@ class DiskFile:
             self._buffer = None
 
     def end(self) -> None:
-        """Writes the end of the file, after everything else has been."""
+        """Write the end of the file, after all other bytes have been written."""
         if self._tail:
             _through_the_cache(self.descriptor)
             _put(self.descriptor, memoryview(self._tail), self._position)

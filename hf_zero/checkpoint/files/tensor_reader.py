@@ -66,7 +66,7 @@ class RangeReader:
 
     @contextmanager
     def _opened(self, name: str) -> Iterator[int]:
-        """The descriptor of a file whose size and header have been checked."""
+        """Open a file in a context, and give its descriptor; its size and header have been checked."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: the index lists no file {name}")
         try:

@@ -1,1 +1,1 @@
-"""How a checkpoint is described: names, records and values of its index, and what is checked of them."""
+"""Description of a checkpoint: names, records and values of its index, and their checks."""

@@ -1,4 +1,4 @@
-"""Whether the parts of an index fit each other: nothing twice, nothing that belongs to nothing, nothing that is not there.
+"""Checks that the parts of an index fit each other: nothing occurs twice, nothing is left over, and nothing is missing.
 
 A reader walks from parameters to files. What it would never reach, or would take for something else, changes a run without a word: so
 each name, number of ranks and file must be explained by the others. All loops are bounded by the entries of the index.

@@ -193,7 +193,7 @@ class UnitRecord:
 
     @property
     def shard_numel(self) -> int:
-        """Return elements of one shard."""
+        """Return the number of elements of one shard."""
         return self.padded_numel // self.world
 
     def check(self) -> None:

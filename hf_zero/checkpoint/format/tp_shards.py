@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """Elements that lie in a row both in the whole tensor and in a shard of it.
+    """Elements that are contiguous both in the whole tensor and in a shard of it.
 
     Attributes:
         whole: First element, counted in the whole tensor in row-major order.
@@ -45,7 +45,7 @@ class SavedTpShard:
 
     @property
     def numel(self) -> int:
-        """Return elements that the rank holds."""
+        """Return the number of elements that the rank holds."""
         return math.prod(self.local_shape)
 
     @property

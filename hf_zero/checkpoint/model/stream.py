@@ -1,4 +1,4 @@
-"""Whole weights in buckets: a bounded part of the model at a time, each unit gathered once, for whoever takes them elsewhere."""
+"""Whole weights in buckets: a bounded part of the model at a time, each unit gathered once, for code that moves them elsewhere."""
 
 from __future__ import annotations
 

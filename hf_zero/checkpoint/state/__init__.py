@@ -1,1 +1,1 @@
-"""What a checkpoint is made of: the parts of an engine, and the optimizer state on its way to files and back."""
+"""State of an engine that a checkpoint holds, and the optimizer state on its way to files and back."""

@@ -74,7 +74,7 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
 
 
 def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """This rank's states of one number each, per segment: unit, group and encoded values, and where segments are cut its parameters."""
+    """Return this rank's single-number states per segment: unit, group and encoded values, and where segments are cut its parameters."""
     found = []
     shaped = _shaped_numbers(optimizer)
     for segment in optimizer.segments:
@@ -348,7 +348,9 @@ class OptimizerPlan(GroupsPlan):
         return self._found_numbers(slot), has_rows
 
     def _cut_where_histories_differ(self) -> None:
-        """Cut segments between parameters that the saved optimizer has updated differently often; local, and alike on all ranks."""
+        """Cut segments between parameters for which the saved optimizer has made different numbers of updates; local, with the same
+        result on all ranks.
+        """
         starts: dict[int, list[int]] = {}
         for segment in self.optimizer.segments:
             first = segment.unit.owned.start + segment.range.start

@@ -1,4 +1,4 @@
-"""What an optimizer takes from the saved state of another class: rates and decay, and states of exactly the names that it keeps itself."""
+"""Loading the saved state of another optimizer class: rates and decay, and the states whose names both classes use."""
 
 from __future__ import annotations
 

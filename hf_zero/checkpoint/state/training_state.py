@@ -1,4 +1,4 @@
-"""What a checkpoint is made of, as values that the engine hands over and takes back."""
+"""State that a checkpoint holds, as values that the engine passes and receives."""
 
 from __future__ import annotations
 
@@ -131,13 +131,13 @@ class TrainingState:
                 yield name, param
 
     def aliases(self) -> dict[str, str]:
-        """Further names of tied parameters -> the name they go by everywhere else."""
+        """Return further names of tied parameters -> the name used for them everywhere else."""
         first = {id(param): name for name, param in self.module.named_parameters()}
         named = self.module.named_parameters(remove_duplicate=False)
         return {name: first[id(param)] for name, param in named if name != first[id(param)]}
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Persistent buffers by name; one that is registered twice appears once."""
+        """Return persistent buffers by name; one that is registered twice appears once."""
         found: dict[str, torch.Tensor] = {}
         seen: set[int] = set()
         for prefix, module in self.module.named_modules():
@@ -156,7 +156,7 @@ class TrainingState:
 
 
 def _beside_replicas(axis: Topology) -> int:
-    """Return this rank's place among those of ``axis`` and their replicas: the replicas of one shard are side by side."""
+    """Return this rank's place among the ranks of ``axis`` and their replicas: the replicas of one shard have adjacent places."""
     return axis.rank if axis.replicate is None else axis.rank * axis.replicate.world + axis.replicate.rank
 
 

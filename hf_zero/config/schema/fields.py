@@ -1,4 +1,4 @@
-"""How a configuration key is declared: lenient value types, the `Section` base class, and one helper per fate.
+"""Declaration of configuration keys: lenient value types, the `Section` base class, and one helper per fate.
 
 A key is one pydantic field. Its annotation is the type, and the helper that declares it gives default, help and fate:
 

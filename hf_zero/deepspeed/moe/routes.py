@@ -1,4 +1,4 @@
-"""Which experts each token goes to, with what weight, and who is dropped where an expert has too many.
+"""Routing: the experts of each token, their weights, and the tokens that an expert with too many drops.
 
 Sources: Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, section 2.2 (one expert, capacity, loss); Lepikhin et al. 2020,
 "GShard", arXiv 2006.16668, algorithm 1 (two experts); Kim et al. 2021, "Scalable and Efficient MoE Training", arXiv 2109.10465, section 3.2

@@ -79,7 +79,7 @@ class PipelineParallelGrid:
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's place among those with the same parameters."""
+        """Return this rank's place among the ranks with the same parameters."""
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
@@ -108,7 +108,7 @@ class PipelineParallelGrid:
         return self._axes["pipe"].group
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among those with the same parameters."""
+        """Return this rank's place among the ranks with the same parameters."""
         return self._axes["data"].rank
 
     def get_data_parallel_world_size(self) -> int:
@@ -120,7 +120,7 @@ class PipelineParallelGrid:
         return self._axes["data"].group
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among those that hold one model together: stages, and the ranks that divide their layers."""
+        """Return this rank's place among the ranks that hold one model together: stages, and the ranks that divide their layers."""
         return self._axes["model"].rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -132,7 +132,7 @@ class PipelineParallelGrid:
         return self._axes["model"].group
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's place among those that divide its layers."""
+        """Return this rank's place among the ranks that divide its layers."""
         return self._axes["slice"].rank
 
     def get_slice_parallel_world_size(self) -> int:

@@ -1,4 +1,4 @@
-"""Which layers of a list each stage of a pipeline has."""
+"""Division of a list of layers over the stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a stage of a ``PipelineModule`` does with the parts of one batch."""
+"""Work of a stage of a ``PipelineModule`` on the parts of one batch."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What stands behind the names of the alias and is no part of an engine; each module serves one topic of DeepSpeed's own."""
+"""Implementations behind the names of the alias, outside of the engine; each module serves one topic of DeepSpeed's own."""

@@ -1,4 +1,4 @@
-"""Whether something that DeepSpeed compiles on the user's machine is there; hf_zero compiles nothing at run time."""
+"""Answers whether an operator that DeepSpeed compiles on the user's machine is available; hf_zero compiles nothing at run time."""
 
 from __future__ import annotations
 

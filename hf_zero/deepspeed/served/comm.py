@@ -76,7 +76,7 @@ def is_initialized() -> bool:
 
 
 def get_rank(group: dist.ProcessGroup | None = None) -> int:
-    """Return rank in ``group`` (default: all); a process without a group is rank 0 of 1."""
+    """Return the rank in ``group`` (default: all); a process without a group is rank 0 of 1."""
     return dist.get_rank(group) if is_initialized() else 0
 
 
@@ -86,7 +86,7 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return rank on this machine, as the launcher says."""
+    """Return the rank on this machine, as the launcher gives it."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 

@@ -1,4 +1,4 @@
-"""Where the state of an engine lies now, for scripts that offload it."""
+"""Present place of an engine's state, for scripts that offload it."""
 
 from __future__ import annotations
 
