@@ -1,6 +1,6 @@
 """Draw the pictures of the pages from the result files in benchmarks/results/; axes of bars begin at 0, and every colour has a legend.
 
-python -m benchmarks.render        # draws them all, and writes the page
+python -m tools.render        # draws them all, and writes the page
 """
 
 from __future__ import annotations

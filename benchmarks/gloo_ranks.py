@@ -89,7 +89,7 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, nargs="+", default=[4, 8, 16, 32])
     parser.add_argument("--kib", type=int, nargs="+", default=[128, 1024, 8192])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m benchmarks.render reads")
+    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m tools.render reads")
     arguments = parser.parse_args()
     answers = mp.get_context("fork").SimpleQueue()
     rows = []

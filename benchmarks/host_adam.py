@@ -164,7 +164,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed, which builds its kernel on first use")
-    parser.add_argument("--save", action="store_true", help="keep the result for python -m benchmarks.render")
+    parser.add_argument("--save", action="store_true", help="keep the result for python -m tools.render")
     arguments = parser.parse_args()
     from benchmarks.tables import ResultTable
     from hf_zero.native import status

@@ -110,7 +110,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=3, help="steps per contender and round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before the first round")
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS))
-    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m benchmarks.render reads")
+    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m tools.render reads")
     return parser.parse_args()
 
 

@@ -105,7 +105,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of a configuration in a round, after one that is not timed")
-    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m benchmarks.render reads")
+    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m tools.render reads")
     options = parser.parse_args()
     cases = configurations()
     told = predicted(cases)

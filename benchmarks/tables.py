@@ -1,4 +1,4 @@
-"""Results that are one table: printed, kept as JSON in benchmarks/results/, rendered by ``python -m benchmarks.render``."""
+"""Results that are one table: printed, kept as JSON in benchmarks/results/, rendered by ``python -m tools.render``."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The faults that `benchmarks/mutants.py` plants: each must fit the sources, or nothing would be planted."""
+"""The faults that `tools/mutants.py` plants: each must fit the sources, or nothing would be planted."""
 
 from __future__ import annotations
 
-from benchmarks.mutants import wrong_places
+from tools.mutants import wrong_places
 
 
 def test_every_fault_fits() -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.config_census import missing_keys
+from tools.config_census import missing_keys
 
 
 def test_a_key_that_no_section_has_is_named() -> None:

@@ -1,6 +1,6 @@
 """Names the configuration keys of an installed DeepSpeed that hf_zero's schema does not know.
 
-    python -m benchmarks.config_census /path/to/venv/bin/python
+    python -m tools.config_census /path/to/venv/bin/python
 
 The other environment's Python imports its DeepSpeed (``DS_ACCELERATOR=cpu`` lets it do so without a device) and tells the fields of its
 pydantic configuration classes, and the keys that its modules of constants name beside a default. A key counts as known where the schema has

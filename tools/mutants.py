@@ -1,8 +1,8 @@
 """Do the tests notice? Plants one fault after the other in a copy of the package and runs the tests that should see it.
 
-    python -m benchmarks.mutants                                              # all faults, about half an hour
-    python -m benchmarks.mutants --only "one micro-step too many" --json benchmarks/results/mutants.json
-    python -m benchmarks.mutants --check                                      # is every fault's line still there?
+    python -m tools.mutants                                              # all faults, about half an hour
+    python -m tools.mutants --only "one micro-step too many" --json benchmarks/results/mutants.json
+    python -m tools.mutants --check                                      # is every fault's line still there?
 
 A fault is found when a test fails, or is still running after the time limit (a hang is what some of them cause). Each is asked of a few
 files of tests, in order, so that a survivor means that these files do not see it; the whole suite may.
@@ -25,11 +25,11 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.mutant_faults import FAULTS, Fault  # noqa: E402
 from benchmarks.tables import ResultTable  # noqa: E402
+from tools.mutant_faults import FAULTS, Fault  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
-COPIED = ("hf_zero", "tests", "kernels", "examples", "benchmarks", "docs", "pyproject.toml", "README.md", "_hf_zero_startup.py")
+COPIED = ("hf_zero", "tests", "kernels", "examples", "benchmarks", "tools", "docs", "pyproject.toml", "README.md", "_hf_zero_startup.py")
 TEXT = """Each row is one wrong line in a copy of the package. **found by** is the first test that failed ("time": tests were still
 running after {limit} s); an empty cell is a fault that no test found. {found} of {all} were found."""
 
@@ -84,7 +84,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=[], metavar="NAME", help="names of faults, or of files")
     parser.add_argument("--check", action="store_true", help="only look whether every fault fits the sources")
     parser.add_argument("--limit", type=float, default=240, help="seconds for one file of tests")
-    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m benchmarks.render reads")
+    parser.add_argument("--json", type=Path, help="keep the table in this file, which python -m tools.render reads")
     arguments = parser.parse_args()
     wrong = wrong_places()
     if wrong or arguments.check:
@@ -107,7 +107,7 @@ def main() -> int:
     text = TEXT.format(limit=arguments.limit, found=found, all=len(rows))
     table = ResultTable(
         "Planted faults",
-        "python -m benchmarks.mutants --json benchmarks/results/mutants.json",
+        "python -m tools.mutants --json benchmarks/results/mutants.json",
         text,
         ("fault", "module", "found by", "s"),
         rows,

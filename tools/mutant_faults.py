@@ -1,4 +1,4 @@
-"""Faults that ``benchmarks/mutants.py`` plants: one line of the package each, and the tests that are asked first."""
+"""Faults that ``tools/mutants.py`` plants: one line of the package each, and the tests that are asked first."""
 
 from __future__ import annotations
 
