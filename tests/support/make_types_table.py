@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -30,13 +31,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=Path, required=True, help="file of rows, one a line, that is added to")
     parser.add_argument("--only", nargs="+", choices=list(KINDS), default=list(KINDS))
-    parser.add_argument("--most", type=int, default=10_000, help="architectures to run now")
+    parser.add_argument("--minutes", type=float, default=1e4, help="begin no further architectures after so long")
     parser.add_argument("--thinned", action="store_true", help="each architecture in one of the cells, in turn; for rows of their own")
     parser.add_argument("--write", type=Path, help="page whose section is replaced; without it the section is printed")
     arguments = parser.parse_args()
+    until = time.monotonic() + 60 * arguments.minutes
     known = read(arguments.rows)
-    missing = [name for kind in arguments.only for name in KINDS[kind][1]() if name not in known][: arguments.most]
-    for row in measure_all(missing, AT_ONCE, arguments.thinned):
+    missing = [name for kind in arguments.only for name in KINDS[kind][1]() if name not in known]
+    parts = (missing[start : start + AT_ONCE] for start in range(0, len(missing), AT_ONCE))
+    for row in (row for part in parts if time.monotonic() < until for row in measure_all(part, AT_ONCE, arguments.thinned)):
         known[row.name] = row
         with open(arguments.rows, "a") as rows:
             rows.write(json.dumps(asdict(row)) + "\n")
