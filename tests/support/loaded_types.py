@@ -276,16 +276,16 @@ def measure_each(names: list[str], thinned: bool = False) -> list[Row]:
     return rows
 
 
-def measure_all(names: list[str], at_once: int = 12) -> Iterator[Row]:
-    """Rows of ``names`` over 2 ranks; a group that fails is tried one by one."""
+def measure_all(names: list[str], at_once: int = 12, thinned: bool = False) -> Iterator[Row]:
+    """Rows of ``names`` over 2 ranks, ``thinned`` as in ``measure_each``; a group that fails is tried one by one."""
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         try:
-            yield from ranks.run_ranks(measure_each, 2, part, timeout=900.0)[0]
+            yield from ranks.run_ranks(measure_each, 2, part, thinned, timeout=900.0)[0]
         except ranks.RankError:
             for name in part:
                 try:
-                    yield from ranks.run_ranks(measure_each, 2, [name], timeout=300.0)[0]
+                    yield from ranks.run_ranks(measure_each, 2, [name], thinned, timeout=300.0)[0]
                 except ranks.RankError as error:
                     yield Row(name, differences=[str(error)[-2000:]])
 
