@@ -150,9 +150,7 @@ class Accumulation:
         )
 
     def repeats(self) -> bool:
-        """Return whether a call of ``step`` without a backward since the last call completes an optimizer step that has begun, by the
-        count.
-        """
+        """Return whether the count says that a ``step`` without a backward since the last ``step`` completes a begun optimizer step."""
         counts = self.managed and self._said is None and not self.broken and not self.held_back
         if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):
             return False

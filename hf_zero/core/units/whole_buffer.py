@@ -100,7 +100,7 @@ class WholeBuffer:
         return [index for index, (param, version) in enumerate(pairs) if param is not None and param._version != version]
 
     def show_placeholders(self) -> None:
-        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
+        """Give each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
 
         If ``free`` has left values for autograd, it shows these.
         """
