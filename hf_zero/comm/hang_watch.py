@@ -160,7 +160,7 @@ class HangWatch(threading.Thread):
         self._last_answer = False
 
     def serves(self, store: dist.Store | None) -> bool:
-        """Return whether this thread runs and asks ``store``."""
+        """Return whether this thread is running and uses ``store``."""
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:

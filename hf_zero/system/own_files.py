@@ -78,7 +78,7 @@ def make_folder(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
-    """Return what a folder records about its writer: empty if it cannot be read, None if there is no record or it is a link."""
+    """Return the record of a folder about its writer: empty if it cannot be read, None if there is no record or it is a link."""
     with ExitStack() as stack:
         try:
             opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder, ours=True))

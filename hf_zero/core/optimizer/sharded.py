@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.cut_segments = True
 
     def extend(self, units: Sequence[Unit]) -> None:
-        """Train further ``units``, without state before their first update; collective where whole tensors have owners."""
+        """Train further ``units``, without state before their first update; collective if complete tensors have owners."""
         self.state_store.settle()
         self.units += units
         added = lay_out(self.inner, units, self.state_store.ranges)
