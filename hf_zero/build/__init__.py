@@ -1,4 +1,4 @@
-"""From a module and a resolved configuration to the parts of an engine.
+"""Make the parts of an engine from a module and a resolved configuration.
 
 ``core/engine.py`` has forward, backward, step, saving and loading, without names of other libraries. It receives its parts
 (``EngineParts``), checkpoints and clock included, so that it knows neither files nor profilers nor the configuration.

@@ -70,8 +70,8 @@ class Failure:
 class OutOfMemory:
     """Adds to an error of a training engine which tensors existed, and which changes would have helped.
 
-    While nothing fails nothing is counted. Numbers are those of the moment: what the engine keeps is known to the byte, from the same
-    walk over its parts as a plan's; activations are what is taken beyond that, and beyond what was taken already when the engine was made
+    Nothing is counted before an error. The numbers are those of the moment: the engine's holdings are known to the byte, from the same
+    walk over its parts as a plan's; activations are the memory beyond them, and beyond the memory that was taken before the engine was made
     (the interpreter, other models).
 
     Args:
@@ -87,7 +87,8 @@ class OutOfMemory:
     def explain(self, engine: Any, error: BaseException, phase: str) -> None:
         """Add the explanation to the message of ``error``, if it is an out-of-memory error without one; never raises.
 
-        The class of the error stays, its text stays in front, and it keeps a single argument: whoever looks for "out of memory" finds it.
+        The class of the error stays, its text stays in front, and it keeps a single argument, so that a search for "out of memory" finds
+        it.
         """
         if not is_out_of_memory(error) or _SAID in str(error):
             return

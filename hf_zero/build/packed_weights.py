@@ -105,7 +105,7 @@ def refuse_packed(model: nn.Module, axis: str) -> None:
 def prepare_packed(packed: list[PackedWeight], sharded: bool, collectives: Collectives) -> None:
     """Mark quantized weights and their scales, move their statistics and let their layers find the bytes in units; collective.
 
-    Where they are sharded, rank 0 gives the statistics to all, as it gives the bytes.
+    If they are sharded, all ranks get rank 0's statistics, and also its bytes.
 
     Args:
         packed: The result of ``packed_weights``.

@@ -41,7 +41,7 @@ def everyone_of(mpu: Any) -> Collectives:
 def require_same_settings(
     source: Any, mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None, call: str = "initialize"
 ) -> None:
-    """Returns when all ranks have the same resolved configuration, and the same versions of hf_zero and torch; collective.
+    """Return when all ranks have the same resolved configuration, and the same versions of hf_zero and torch; collective.
 
     A rank with another stage, precision or accumulation would wait for what the others never send; one with another clipping would train
     by its own rule. So this comes before anything whose order depends on a setting. A rank whose configuration is refused comes here too:

@@ -1,10 +1,11 @@
 """Find whether the other ranks join a collective call that a script may have meant for one rank alone, without an endless wait.
 
-[Note: calls of one rank] At stage 3 a model is loaded by all ranks together. A script that has trained may load one on rank 0 alone, while
-the others wait at its next barrier: neither goes on. No rank can know that from its own state, so those that come count themselves in the
-store, and one that has waited for a moment asks where others are, as a long wait does ([Note: long waits]). A rank that waits in a
-collective for which this one has not come, in a group of both, waits for this one; so the two would wait for each other, and
-the call is this rank's own. So it is where another rank has ended. A rank that computes meanwhile may still come, and is asked again.
+[Note: calls of one rank] At stage 3 a model is loaded by all ranks together. A script that has finished training may load one on rank 0
+alone, while the other ranks wait at its next barrier: then neither side continues. A rank cannot detect this from its own state. So ranks
+that reach the call count themselves in the store, and one that has waited for a moment asks where the others are, as a long wait does
+([Note: long waits]). If another rank waits in a collective of a group of both that this rank has not issued, it waits for this rank; the
+two would wait for each other, so the call belongs to this rank alone. The same holds if another rank has ended. A rank that is computing
+meanwhile may still come, and is asked again.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
 """Report a long wait of a rank: for which collective, for which ranks, and where they are; a thread beside the training asks them.
 
-[Note: long waits] A collective for which a rank does not come says nothing until the time-out of its group. One daemon thread per rank
-looks every few seconds at where the other threads of its process are (``standing.py``): training pays nothing and notes nothing. Where a
-thread has waited in one collective for ``hf_zero.hang_report_s``, this one asks the others through the store in which the ranks met, over a
-connection of its own, because a client of a store serves one call at a time. Theirs look for such questions as often and answer with what
-their ranks do. A rank has come when it has issued as much in the group of the collective as the one that waits; the others are named. All
-that is kept in the store is a counter and one line per rank. Nothing here ends a run: the time-out does that.
+[Note: long waits] If a rank does not reach a collective, the other ranks report nothing until the timeout of its group. One daemon thread
+per rank checks every few seconds where the other threads of its process are (``standing.py``); the training thread does no extra work. If
+a thread has waited in one collective for ``hf_zero.hang_report_s``, the daemon asks the other ranks through the store in which the ranks
+met. It uses a connection of its own, because a client of a store serves one call at a time. The daemons of the other ranks look for such
+questions equally often, and answer with the standing of their ranks. A rank has arrived if it has issued at least as many operations in
+the collective's group as the waiting one; the report names the other ranks. The store keeps only a counter and one line per rank. This
+thread never ends a run: the timeout does that.
 """
 
 from __future__ import annotations
@@ -159,7 +160,7 @@ class HangWatch(threading.Thread):
         self._last_answer = False
 
     def serves(self, store: dist.Store | None) -> bool:
-        """Return whether this thread runs and asks ``store``."""
+        """Return whether this thread is running and uses ``store``."""
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:

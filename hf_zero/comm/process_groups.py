@@ -62,7 +62,7 @@ def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> lis
 
 
 def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
-    """Return the lines of the shape of ``own`` that cover ``ranks``: in a regular mesh one line determines the others."""
+    """Return the lines that cover ``ranks`` and have the pattern of ``own``: in a regular mesh one line determines all lines."""
     lines: list[list[int]] = []
     covered: set[int] = set()
     for rank in ranks:

@@ -35,12 +35,12 @@ def sign_in() -> None:
 def call_roll() -> str:
     """Return which ranks do not answer, and on which hosts, in words; "" if no rank can be asked.
 
-    [Note: roll call] What a back end says of a failure names no rank: an address at best, or that time is up. A dead rank's connections
-    close, or the time-out ends, so the others fail within a short time of each other and come here. They count themselves in the store; the
-    first one waits for the rest, looks up who is missing and where, and writes the verdict, which the others wait for: there are as many
-    messages as ranks. A rank that computes meanwhile answers when it comes to its next collective, maybe too late. The store
-    may be gone with its host, or not be reached from here, and its calls know no time limit; so a thread asks, and is left alone when it
-    does not come back. Once per default group: after the first failure nothing can be relied on.
+    [Note: roll call] The error of a back end names no rank: at best an address, or that a timeout expired. The connections of a dead rank
+    close, or the timeout expires, so the other ranks fail within a short time of each other and call this function. They count themselves
+    in the store; the first one waits for the rest, looks up the missing ranks and their hosts, and writes the verdict, for which the
+    others wait: there are as many messages as ranks. A rank that is computing meanwhile answers at its next collective, perhaps too late.
+    The store may have gone with its host, or not be reachable from here, and its calls have no time limit; so a thread makes them, and is
+    abandoned if it does not return. This runs once per default group: after the first failure nothing can be relied on.
     """
     global _verdict
     store = default_store()

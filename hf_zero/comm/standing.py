@@ -132,7 +132,7 @@ def _waiting_thread() -> tuple[FrameType, str, Any] | None:
 
 
 def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
-    """Return the operation that a thread is in, and its group (None if unknown); None for a thread that is in none."""
+    """Return the operation and its group (None if unknown) in which a thread waits; None if the thread is in no operation."""
     callers = list(stacks.outwards(frame))
     own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
     in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]

@@ -23,10 +23,10 @@ _listening: dict[tuple[str, int], dist.Store] = {}
 def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = None) -> dist.Store | None:
     """Return the store at MASTER_ADDR and MASTER_PORT; None if torch's own store is to be used. The same on every rank.
 
-    [Note: where the store listens] torch's own store listens on all interfaces, to anybody, and whoever reaches it can read and change
-    what ranks agree on there. Where MASTER_ADDR is a number, as 127.0.0.1 is for ranks on one host, every rank connects to exactly
-    that address, so rank 0 needs to listen there alone. A name is left to torch: rank 0 may resolve it to a loopback address
-    (Debian's /etc/hosts does) that no other host reaches. So is torchrun, whose store is in another process.
+    [Note: where the store listens] torch's own store listens on all interfaces, and any process that reaches it can read and change the
+    entries of the ranks. If MASTER_ADDR is a number, like 127.0.0.1 for ranks on one host, every rank connects to exactly that address, so
+    rank 0 needs to listen only there. Names are left to torch: rank 0 may resolve its name to a loopback address (Debian's /etc/hosts
+    does) that no other host reaches. torchrun is left to torch too, because its store is in another process.
 
     Args:
         timeout: Longest time to wait for the other ranks.

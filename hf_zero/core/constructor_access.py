@@ -28,12 +28,12 @@ _VALUELESS_METHODS = frozenset(
 class ConstructorAccess(TorchFunctionMode):
     """Unshards a sharded parameter when any torch function receives it, and keeps the values that rank 0 writes.
 
-    [Note: writes in constructors] ``self.out = nn.Linear(...)`` divides the weight, and ``self.out.weight.data.zero_()`` in the next
-    line would be lost in an empty tensor, without a word; torch's own Transformer ends its constructor with a loop of such
-    writes. So while a model is built, a parameter that is touched becomes whole, collectively, until the next module is assigned (or
-    ``_MOST_OPEN`` others were touched). Constructors do the same on all ranks, or the ranks' modules would differ anyway; what one rank
-    alone does, a print of a norm, waits for the others. Questions about shapes are answered without values, and those about types and
-    gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
+    [Note: writes in constructors] ``self.out = nn.Linear(...)`` shards the weight. A write in the next line,
+    ``self.out.weight.data.zero_()``, would go to an empty tensor and be lost silently; torch's own Transformer ends its constructor with a
+    loop of such writes. So while a model is built, a parameter that is touched is unsharded, collectively, until the next module is
+    assigned (or ``_MOST_OPEN`` others were touched). Constructors run the same code on all ranks, or the ranks' modules would differ
+    anyway; a print of a norm on one rank alone waits for the other ranks. Queries about shapes are answered without values, and queries
+    about dtypes and gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
     """
 
     def __init__(self) -> None:

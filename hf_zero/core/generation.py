@@ -59,12 +59,12 @@ class StandsBefore(ABC):
 class Generation(StandsBefore):
     """Wrapper of the ``generate`` methods inside a module whose parameters stage 3 reshards between uses.
 
-    [Note: generation] A model is asked for one token at a time, so unsharding block by block moves the whole model per token.
-    Where the whole model fits it is unsharded once around the call, and ranks generate independently. Else each forward is an unshard
-    pass ([Note: unshard passes]) that begins with a vote; a rank that has generated its tokens still answers the votes and joining the
-    all-gathers, without computing anything, until no rank needs another forward. In neither case need ranks stop at the same length, so
-    the option ``synced_gpus``, with which finished ranks run whole forwards, is switched off. Where ranks hold experts for each other
-    (``synced``) every forward needs all of them: it is switched on then, and ranks stop together.
+    [Note: generation] A model is asked for one token at a time, so unsharding block by block would send the complete model for every
+    token. If the unsharded model fits into memory, it is unsharded once around the call, and ranks generate independently. Otherwise each
+    forward is an unshard pass ([Note: unshard passes]) that begins with a vote. A rank that has generated its tokens still takes part in
+    the votes and all-gathers, without computing anything, until no rank needs another forward. In neither case do ranks have to stop at
+    the same length, so the option ``synced_gpus``, with which finished ranks run complete forwards, is switched off. If ranks hold experts
+    for each other (``synced``), every forward needs all ranks: the option is switched on, and ranks stop together.
 
     Args:
         runtime: The hooks of the engine.

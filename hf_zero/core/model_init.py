@@ -55,9 +55,9 @@ class ModelInit:
     attribute of the layer; ``nn.Module.apply`` itself is not touched. Pretrained models have a variant of their own, ``smart_apply``,
     whose function also writes to the children of the module it is given; not every version of their library unshards them for it.
 
-    [Note: cast when built] Parameters are cast when the model is complete: what its constructor draws has the type that it has without
-    us, and only a complete model tells which of its parameters keep theirs (``keeps``). Until then a shard has the type that the
-    constructor gave it.
+    [Note: cast when built] Parameters are cast when the model is complete: its constructor draws values in the same dtype as without
+    sharding, and only a complete model shows which of its parameters keep their dtype (``keeps``). Until then a shard has the dtype that
+    the constructor gave it.
 
     Args:
         group: Data-parallel process group; None is all ranks.

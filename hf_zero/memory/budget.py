@@ -94,7 +94,7 @@ def require_host_memory(need: Mapping[str, int], gather: Callable[[Any], list[An
     Args:
         need: Bytes that this rank is about to allocate in host memory, by purpose.
         gather: Gives every rank's value to every rank, in rank order.
-        remedy: What a user can do, as the end of a sentence.
+        remedy: Advice to the user, as the end of a sentence.
 
     Raises:
         HostMemoryError: On every rank; the message has the numbers of the first machine with too little memory.

@@ -134,8 +134,9 @@ class _Pages(mmap.mmap):
 def _kind(shared: bool) -> dict[str, int]:
     """Return the arguments of ``mmap`` for pages that children of this process share, or for private ones.
 
-    [Note: locked pages and fork] A fork copies private pages that are locked, or moves them from under the device, depending on the kernel;
-    what is shared stays where it is. Of memory without a file only a private one is on huge pages, unless the machine is set up otherwise.
+    [Note: locked pages and fork] A fork copies locked private pages, or moves them while the device still uses the old ones, depending on
+    the kernel; shared pages stay where they are. Without a file only private memory gets huge pages, unless the machine is configured
+    otherwise.
     """
     return {} if shared or not hasattr(mmap, "MAP_PRIVATE") else {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS}
 

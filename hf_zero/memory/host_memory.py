@@ -25,7 +25,7 @@ def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     """Return an uninitialised tensor like ``empty``, for use during a part of a step: a view that begins at a huge page of slightly larger
     memory.
 
-    What lies outside whole huge pages is on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. No code
+    Elements outside complete huge pages are on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. No code
     writes to what is left of the room, so it takes no memory, and a plan leaves it out.
     """
     nbytes = numel * dtype.itemsize

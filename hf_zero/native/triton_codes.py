@@ -51,14 +51,14 @@ def compress(
     alive: torch.Tensor | None = None,
     fresh: Fresh | None = None,
 ) -> None:
-    """Compute ``codes.compress``; ``bits`` must be zero."""
+    """Compute ``codes.compress``; ``bits`` must contain zeros."""
     _code(error, table, bits, scales, alive, fresh=fresh)
 
 
 def recompress(
     error: torch.Tensor, table: ChunkTable, sent: Sent, bits: torch.Tensor, scales: torch.Tensor, alive: torch.Tensor | None = None
 ) -> None:
-    """Compute ``codes.recompress``; ``bits`` must be zero."""
+    """Compute ``codes.recompress``; ``bits`` must contain zeros."""
     _code(error, table, bits, scales, alive, sent=sent)
 
 

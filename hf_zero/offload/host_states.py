@@ -84,8 +84,9 @@ class HostGradients(GradientPlace):
     """Gradients on the host: one host buffer per unit, as long as the engine lives.
 
     [Note: gradients on the host] The gradient of a micro-step is copied to the host in the dtype it arrived in. A further micro-step
-    copies the sum back, adds on the device, in the accumulation type, and copies it out again: the numbers are those of a sum that never
-    left, no thread waits, and the bus carries the two directions at once. What leaves stays alive as [Note: device memory in a lane] says.
+    copies the sum back, adds on the device, in the accumulation type, and copies it out again. The numbers are the same as for a sum that
+    stays on the device, no thread waits, and the bus copies in both directions at once. [Note: device memory in a lane] keeps device
+    memory alive until it is copied.
 
     Args:
         memory: Allocator of the buffers.

@@ -184,7 +184,7 @@ class Offloading:
         return self._mode != "none"
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
-        """Return the mode that `offload_overlap` means for this engine: none, forward or full."""
+        """Return the mode of updates that `offload_overlap` selects for this engine: none, forward or full."""
         wish = self._settings.overlap
         if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
             return "none"

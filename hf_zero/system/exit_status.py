@@ -1,9 +1,10 @@
 """Set the exit status of a process that ends before it has learned that background work of it has failed.
 
-[Note: a status after the end] When the interpreter ends it has decided on its exit status already, and ignores what exit handlers raise.
-``os._exit`` there would skip the handlers that come later, and files that are flushed when their objects go. What Python does promise:
-when the last flush of the standard streams fails, the status is 120. So that flush fails, and nothing is skipped. A process that ends
-with an exception keeps its status. Children that multiprocessing forked never come that far: ``os._exit`` is their usual end.
+[Note: a status after the end] When the interpreter ends it has decided on its exit status already, and ignores exceptions of exit
+handlers. ``os._exit`` there would skip later handlers, and files that are flushed when their objects are freed. But Python promises that
+the status is 120 when the last flush of the standard streams fails. So this module makes that flush fail, and nothing is skipped. A
+process that ends with an exception keeps its status. Children that multiprocessing forked never reach this point: they end with
+``os._exit``.
 """
 
 from __future__ import annotations

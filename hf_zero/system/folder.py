@@ -1,9 +1,9 @@
 """Create, rename and delete files in an open folder through its descriptor, whatever happens to its name meanwhile.
 
-[Note: by descriptor] A path is looked up anew by each call that is given one. Between a look and what follows, another process may put a
-link, or another folder, in the place of the folder that was looked at. A descriptor stays with the folder that was opened, and names in
-it are used literally: neither a link nor a folder can replace a file. Where ``/proc/self/fd`` is there, libraries that take paths only
-are given the descriptor's name there.
+[Note: by descriptor] Each call that gets a path looks it up anew. Between a check and the next call, another process may replace the
+checked folder by a link, or by another folder. A descriptor stays with the folder that was opened, and names in it are used literally:
+neither a link nor a folder can replace a file. If ``/proc/self/fd`` exists, libraries that accept only paths get the descriptor's name
+there.
 """
 
 from __future__ import annotations

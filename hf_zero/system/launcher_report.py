@@ -79,7 +79,7 @@ class _Report:
         return "\n".join([f"{ended}:", *cause[:_MOST_LINES], *left_out])
 
     def _kinds(self) -> Iterator[str]:
-        """Yield the marks in the files of the ranks of this run."""
+        """Yield the kinds of failure that this package has recorded in the files of the ranks of this run."""
         for path in Path(self._folder).glob(_FILES) if self._folder else ():
             try:
                 if path.stat().st_mtime >= self._start - 1:

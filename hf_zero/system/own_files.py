@@ -1,9 +1,9 @@
 """Create, write and delete this package's files and folders beside those of others: hidden names, marks of their writer, the one way to
 write, the only deletions.
 
-[Note: what is written] Files of others are never opened for writing. A file is made under a new hidden name and is given its own when it is
-whole and on the disk; whatever has that name goes, and what a link there leads to, or has as a second name, stays as it is. All of that
-happens in one open folder ([Note: by descriptor]). A test counts every other way to write.
+[Note: what is written] Files of others are never opened for writing. A file is created under a new hidden name and renamed when it is
+complete and on the disk. The entry that had its name is removed; the target of a link, and a file with a second name, do not change. All
+of this happens in one open folder ([Note: by descriptor]). A test counts every other way to write.
 
 [Note: what is deleted] Nothing outside this module deletes (a test counts the calls), and nothing here deletes files of others. A file
 that is being made has a hidden name that says which process makes it, or lies in a folder that says so (``writer.json``). It goes
@@ -78,7 +78,7 @@ def make_folder(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
-    """Return what a folder records about its writer: empty if it cannot be read, None if there is no record or it is a link."""
+    """Return the record of a folder about its writer: empty if it cannot be read, None if there is no record or it is a link."""
     with ExitStack() as stack:
         try:
             opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder, ours=True))

@@ -54,7 +54,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def place(frame: FrameType) -> str:
-    """Return where a thread is: its innermost line, and the script's line if that is another one; ``train/data.py:12 in read``."""
+    """Return the place of a thread: its innermost line, and the script's line if that is another one; ``train/data.py:12 in read``."""
     own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
     if own is None or own is frame:
         return _words(frame)

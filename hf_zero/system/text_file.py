@@ -105,7 +105,7 @@ def _written_bytes(path: Path) -> int:
 
 
 def _first_hole(descriptor: int, end: int) -> int:
-    """Return where the first hole of a file begins; its end if there is none, or if the file system does not report holes."""
+    """Return the offset of the first hole of a file; its end if there is none, or if the file system does not report holes."""
     try:
         hole = os.lseek(descriptor, 0, os.SEEK_HOLE)
         os.lseek(descriptor, 0, os.SEEK_SET)

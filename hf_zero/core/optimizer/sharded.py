@@ -30,7 +30,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
     """Torch optimizer over flat master shards.
 
     The inner optimizer is the user's own object (or the one the config asked for): its ``param_groups`` stay live, so a
-    learning rate changed by hand or by any scheduler takes effect at the next step. Only what the groups contain is replaced:
+    learning rate changed by hand or by any scheduler takes effect at the next step. Only the contents of the groups are replaced:
     segments of this rank's masters in place of the model's parameters.
 
     Attributes:
@@ -105,7 +105,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.cut_segments = True
 
     def extend(self, units: Sequence[Unit]) -> None:
-        """Train further ``units``, without state before their first update; collective where whole tensors have owners."""
+        """Train further ``units``, without state before their first update; collective if complete tensors have owners."""
         self.state_store.settle()
         self.units += units
         added = lay_out(self.inner, units, self.state_store.ranges)
@@ -127,7 +127,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._step, self._clear = step, clear
 
     def dismiss(self) -> None:
-        """Frees state and segments; the groups stay, empty."""
+        """Free state and segments; the groups stay, empty."""
         self.connect(None, None)
         self.state_store.close()
         self.inner.state.clear()

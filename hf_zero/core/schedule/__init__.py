@@ -1,4 +1,4 @@
-"""When units are whole and when gradients are reduced: hooks, and the one order of their collectives.
+"""Decide when units are unsharded and gradients reduced: hooks, and the one order of their collectives.
 
 When a unit is unsharded (stage 3)
 

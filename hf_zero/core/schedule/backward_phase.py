@@ -84,8 +84,9 @@ class BackwardPhase:
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook of a parameter.
 
-        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector does not look. A hook that held
-        its engine, and so the parameter that it is on, would keep a model for good that nobody has any more.
+        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector cannot see them. A hook with a
+        reference to its engine, and so to the parameter that it is on, would keep a model alive forever after its last user has dropped
+        it.
         """
         added, weak_self, weak_entry = entry.in_place.indices, ref(self), ref(entry)
 
@@ -284,9 +285,9 @@ class BackwardPhase:
     def break_off(self, error: BaseException | None = None) -> None:
         """Discard the running backward, which failed with ``error`` (None if unknown). Collective.
 
-        [Note: a backward that breaks off on one rank] The others go on with theirs, and wait for this rank in each collective of it. So it
-        takes part in what is left, with zeros, and the vote on late gradients tells all ranks that there was an error. An
-        interrupt and a broken network end this rank at once.
+        [Note: a backward that breaks off on one rank] The other ranks continue their backward, and wait for this rank in each of its
+        collectives. So this rank takes part in the remaining collectives, with zeros, and the vote on late gradients tells all ranks that
+        there was an error. An interrupt and a broken network end this rank at once.
         """
         if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
             try:
@@ -355,9 +356,10 @@ def begin_inside(phase: BackwardPhase, parts: int) -> None:
 class SharedBackward:
     """Several engines in one backward, as the two halves of a GAN: one after the other, in the order in which backward reaches them.
 
-    [Note: engines in one backward] A rank that skips blocks of one engine would join their unshards when backward ends, behind those of
-    the engine that comes next; the other ranks issue them before. So an engine is closed when backward reaches another, which is when the
-    gradient of the other's output is known: the same moment on every rank. At the end all are closed before any of them asks for a vote.
+    [Note: engines in one backward] A rank that skips blocks of one engine would join their unshards at the end of backward, after the
+    unshards of the engine that comes next; the other ranks issue them before. So an engine is closed when backward reaches another engine,
+    at the moment when the gradient of that engine's output is known: the same moment on every rank. At the end all engines are closed
+    before any of them asks for a vote.
     """
 
     _begun: ClassVar[list[BackwardPhase]] = []

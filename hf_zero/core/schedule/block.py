@@ -158,7 +158,7 @@ class Block:
 
     @property
     def pinned(self) -> bool:
-        """Return whether nothing can reshard it now (a ``GatheredParameters`` around a generation)."""
+        """Return whether a unit is pinned, so that the block cannot be resharded now (by a ``GatheredParameters`` around a generation)."""
         return all(unit.pinned or not unit.reshards for unit in self.units)
 
     def start_unshard(self) -> None:

@@ -43,9 +43,9 @@ _SECOND_HOP = " (second hop)"
 class QuantizedExchange(GradientExchange):
     """Reduces codes of 4 bits to the owner of each shard, in one hop, or inside nodes and then, encoded anew, over nodes.
 
-    [Note: errors of gradients] An error is what a rank's own codes of one unit have lost, in the scale of the loss at that time; the codes
-    of the second hop have errors of their own. When the loss scale changes, so do the errors. A step that is skipped drops them all,
-    because the gradients that they belong to are dropped.
+    [Note: errors of gradients] An error is the difference between a rank's gradients of one unit and its own codes of them, in the loss
+    scale of that time; the codes of the second hop have errors of their own. When the loss scale changes, the errors are scaled too. A
+    skipped step drops all errors, because the gradients that they belong to are dropped.
 
     Args:
         collectives: Network of the reductions.

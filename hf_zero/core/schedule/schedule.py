@@ -58,9 +58,10 @@ class UnshardSchedule:
     def begin_forward(self, training: bool) -> None:
         """Start the pass of a forward of the complete model and unshard the root; collective.
 
-        [Note: a forward that is run again] A forward that raised on one rank, and was caught, has left its pass where it was, and the other
-        ranks wait there or for the vote at the end of theirs. The next forward of the rank is another pass of the same forward. Where the
-        error came behind the pass (another hook on the model), the others vote when they begin their backward, and join one more pass.
+        [Note: a forward that is run again] If a forward raised on one rank and the script caught the error, its unshard pass is
+        incomplete. The other ranks wait in this pass, or in the vote at its end. The next forward of the rank is another pass of the same
+        forward. If the error came after the pass (in another hook on the model), the other ranks vote when they begin their backward, and
+        join one more pass.
         """
         for block in self.order:
             block.broken_off()
@@ -179,11 +180,11 @@ class UnshardSchedule:
     def begin_backward(self, reducer: Reducer | None) -> None:
         """Start the pass of a backward and unshard the root; collective.
 
-        [Note: parameters that a function saved] What autograd saved of a parameter shares the whole buffer's memory; a function that
-        saved the parameter itself sees what the parameter shows when backward runs it. Where such a function reads a head outside of the
-        head's forward, no hook comes before it. So a head that somebody read there is unsharded first: it is the first of the pass, which
-        issues its all-gather in any case. A block further on, or a table that backward does not read, shows the values that the root's
-        forward has left: to unshard it now would unshard all before it.
+        [Note: parameters that a function saved] A tensor that autograd saved from a parameter shares the memory of the whole buffer. A
+        function that saved the parameter itself reads whatever the parameter shows when backward runs the function. If such a function
+        reads a head outside of the head's forward, no hook runs before it. So a head that was read there is unsharded first: it is the
+        first block of the pass, which issues its all-gather in any case. A later block, or a table that backward does not read, shows the
+        values that the root's forward has left: to unshard it here would unshard all blocks before it.
 
         Args:
             reducer: Sends gradients off in the order that this pass gives, see [Note: one order].

@@ -16,9 +16,10 @@ _HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient 
 class ShownGradients:
     """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
 
-    [Note: shown gradients] They are the gradients that the step uses, the mean over ranks, with the loss scale: what is written to them in
-    place counts, on this rank, and one set to None counts as zero. Autograd must never add to them, so they go before the next backward,
-    which the forward before it tells in time. They are not shown where they lie on another device, nor where a step has begun on a copy.
+    [Note: shown gradients] They are the gradients that the step uses, the mean over ranks, with the loss scale. A script's write to them
+    in place has an effect, on this rank, and a gradient set to None is treated as zero. Autograd must never add to them, so they are
+    hidden before the next backward, of which the forward before it gives notice in time. They are not shown if they are on another device,
+    nor if a step has begun on a copy.
 
     Args:
         gradients: Of all trainable units.

@@ -83,10 +83,10 @@ class WatchedOutputs:
     - The forward has recorded something and returned no tensor that can be found (an object with slots of its own, a closure). When
       its backward comes is unknown, so the block is *silent*: what autograd saved keeps its memory until backward is over.
 
-    What is kept of a node is kept by hooks above it, so a graph goes when its outputs go.
+    References to a node are only in hooks above it, so a graph is freed with its outputs.
 
     Args:
-        root: Block of what belongs to no other block.
+        root: Block of the modules that belong to no other block.
     """
 
     def __init__(self, root: Block) -> None:

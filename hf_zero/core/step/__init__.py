@@ -1,4 +1,4 @@
-"""From a backward to new weights: accumulation, norm, loss scale, update.
+"""Turn gradients into new weights: accumulation, norm, loss scale, update.
 
 One step
 
@@ -9,18 +9,18 @@ is over all gradients, before clipping, without loss scale, added up in double p
 the native kernel); with tensor parallelism, parameters that every rank of the model axis holds alike count once. On overflow every rank
 skips, the scheduler stays, the norm is inf (for NaN gradients too), and the first parameter with a non-finite gradient is named.
 
-Each step begins with a look at what is to be trained (``core/step/trained_set.py``, [Note: what is trained]) and at what the script has
-written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_units.py`` lets parameters rest and
-join; those that join get units from ``build/joining.py``. Users' page: docs/parameters.md.
+Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
+has written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_units.py`` lets parameters rest
+and join; those that join get units from ``build/joining.py``. Users' page: docs/parameters.md.
 
-A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, where plain PyTorch leaves it alone.
-With ``ignore_unused_parameters: false`` one that any rank did not use is an error on all.
+A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, while plain PyTorch does not update it.
+With ``ignore_unused_parameters: false`` a parameter that any rank did not use is an error on all ranks.
 
 ``loss.backward()`` without the engine is a micro-step too ([Note: a backward the user starts]): the first hook that fires notices it.
 ``torch.autograd.grad`` and torch.func's transforms through the engine give no parameter a gradient (``core/schedule/backward_phase.py``,
 [Note: backwards for inputs]): they unshard, and nothing else. A loss made of such gradients (a penalty) trains as any other; at stage 3
-its forward and both backwards stand inside ``GatheredParameters``, because nothing says what a second derivative reads. ``zero_grad()``
-forgets gradients that wait for ``step``, and keeps those in the middle of an accumulation.
+its forward and both backwards must be inside ``GatheredParameters``, because no hook shows which parameters a second derivative reads.
+``zero_grad()`` forgets gradients that wait for ``step``, and keeps those in the middle of an accumulation.
 
 Precision
 

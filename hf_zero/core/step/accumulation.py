@@ -14,9 +14,10 @@ class Accumulation:
     with ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards
     (losses of several forwards) come before each. So which call of ``step`` comes next is known before each backward.
 
-    [Note: a backward that broke off] Its gradients are in the same sums as those of the backwards before it, so all of them go. What is
-    left of the optimizer step would be an average over too few micro-steps, and a ``step`` would update with zeros: both are errors until
-    the caller says ``zero_grad``. Where there were no backwards before it, running it again is all it takes.
+    [Note: a backward that broke off] The gradients of a backward that failed are in the same sums as those of the backwards before it, so
+    all of them are discarded. The rest of the optimizer step would average over too few micro-steps, and a ``step`` would update with
+    zeros: both are errors until the caller calls ``zero_grad``. If there were no backwards before the failed one, the caller only has to
+    run it again.
 
     Attributes:
         steps: Micro-steps per optimizer step.
@@ -149,9 +150,7 @@ class Accumulation:
         )
 
     def repeats(self) -> bool:
-        """Return whether a call of ``step`` without a backward since the last call completes an optimizer step that has begun, by the
-        count.
-        """
+        """Return whether the count says that a ``step`` without a backward since the last ``step`` completes a begun optimizer step."""
         counts = self.managed and self._said is None and not self.broken and not self.held_back
         if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):
             return False

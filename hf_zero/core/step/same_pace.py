@@ -42,8 +42,8 @@ class Agreed(NamedTuple):
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
     """Compare the facts of all ranks in one message; collective, on the host.
 
-    The message has 24 bits for all that must be alike: a digest. It holds the number of micro-steps, so it is another one at each
-    boundary, and two that are the same by chance differ at the next.
+    The message has 24 bits for all facts that must be the same: a digest. The number of micro-steps is in it, so the digest changes
+    at each boundary, and two digests that are equal by chance differ at the next.
 
     Args:
         collectives: The ranks.

@@ -1,4 +1,4 @@
-"""What is sharded: parameters in flat buffers, divided over ranks.
+"""Shard parameters: flat buffers, divided over ranks.
 
 ``core/units/grouping.py`` finds the repeated blocks: those that the model's ``_no_split_modules`` names, else the children of the largest
 ``ModuleList``s. Large embeddings and heads outside them (from 2^20 elements) are blocks of their own; the rest is the **root**. A

@@ -28,11 +28,11 @@ _MOVES = frozenset(
 class UnsavedTensor(StandIn):
     """Placeholder of a sharded parameter in a state dict: shape, dtype and device of the unsharded parameter, no memory and no values.
 
-    [Note: no empty file] Scripts look at names, shapes and dtypes of a sharded model's state dict, and load it back; libraries
-    search it for shared storages and undo weight conversions. All that needs no values and works; what is moved or copied from a
-    stand-in is one too. What needs values raises: arithmetic; whatever puts a tensor into a file asks for its address, its bytes or its
-    pickle; and a load takes the stand-in of the very parameter alone, which it leaves as it is. A copy would have kept the values of
-    its moment, so a load refuses it.
+    [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it
+    for shared storages and undo weight conversions. All of this needs no values and works; a placeholder that is moved or copied gives
+    another placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address, its bytes
+    or its pickle. A load accepts only the placeholder of the same parameter, which it leaves unchanged. It refuses a copy, because a real
+    copy would have kept the values of its moment.
     """
 
     @staticmethod

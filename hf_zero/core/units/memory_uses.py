@@ -81,8 +81,8 @@ class InPlace:
 def memory_to_keep(total: torch.Tensor | None, numel: int) -> torch.Tensor | None:
     """Return the memory of a unit's gradient after the step, (numel,), if this rank has all of it and the next step can use it again.
 
-    [Note: kept memory] Fresh memory of a host costs more than what is written to it. In a backward of several gradients each (of a
-    pipeline) the memory is in use from the first part's backward on, when most activations exist: freeing it gains
-    nothing. Scripts may have kept a view of it that they were shown.
+    [Note: kept memory] On a host, fresh memory costs more than writing to it. In a backward of several gradients each (of a pipeline) the
+    memory is in use from the first part's backward on, when most activations exist: freeing it gains nothing. Scripts may have kept a view
+    of the memory that was shown to them.
     """
     return total if total is not None and total.numel() == numel and is_only_view(total) else None

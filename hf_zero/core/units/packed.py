@@ -28,9 +28,9 @@ def is_packed(param: torch.Tensor) -> bool:
 def is_wrapped(param: torch.Tensor) -> bool:
     """Return whether ``param`` is a tensor of a library's own class around other tensors (torchao): it has no flat elements to divide.
 
-    [Note: inner tensors] What it stands around can be divided: codes and scales are plain tensors, which lie in a unit of packed weights
-    one after the other. They come and go; the outer parameter keeps its shape, belongs to the unit of its first inner tensor, and
-    is whole when they are.
+    [Note: inner tensors] The tensors inside a wrapped parameter can be sharded: codes and scales are plain tensors, which are adjacent in
+    a unit of packed weights. They are sharded and unsharded; the outer parameter keeps its shape, belongs to the unit of its first inner
+    tensor, and is unsharded when they are.
     """
     if not is_traceable_wrapper_subclass(param):
         return False

@@ -12,14 +12,14 @@ from hf_zero.errors import StateError
 class SecondaryCopy:
     """The node's part of one unit that this rank keeps, in the parameters' type (hpZ; Wang et al., arXiv 2306.10209, section 3.2).
 
-    [Note: secondary copies] The first all-gather after an update crosses all ranks; what arrived of it is kept in equal parts by the
-    ranks of a node, and further ones stay inside the node until the shard changes. It is kept when it arrives, not when the unit is
-    resharded: what a script writes into whole parameters is dropped. All ranks gather a unit together and change it together, so they
-    have its copy together. Of a unit whose all-gathers carry codes, what the codes say is kept: what forward sees does not depend on who
-    asked for exact values before it.
+    [Note: secondary copies] The first all-gather after an update crosses all ranks. The ranks of a node keep the gathered values in equal
+    parts, and further all-gathers stay inside the node until the shard changes. The copy is made when the values arrive, not when the unit
+    is resharded, so it has no writes of a script to unsharded parameters. All ranks gather a unit together and change it together, so they
+    have its copy together. If the all-gathers of a unit carry codes, the copy holds the values of the codes: the values in forward do not
+    depend on an earlier request for exact ones.
 
-    [Note: parameters in the node] Where the copy is to last, an update fills it anew: each rank sends its new shard to the one rank of
-    every node that keeps it, so that a node gets each element once, and no gather leaves the node until somebody else writes to the shard.
+    [Note: parameters in the node] If the copy is to last, an update fills it again: each rank sends its new shard to the one rank of every
+    node that keeps it. So a node receives each element once, and no gather leaves the node until the shard is changed in another way.
 
     Attributes:
         lasts: Whether updates fill the copy again.

@@ -119,10 +119,10 @@ class Training(Protocol):
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
 
-    [Note: exact values] Where a unit is quantized, the whole buffer holds what the codes say while the schedule has unsharded it: forward
-    and backward compute with that. Shard and master never hold these values. A caller that pins the unit (``GatheredParameters``, saving,
-    a generation that gathers the model) gets exact values, by a second all-gather if it is whole already; a unit that stays unsharded for
-    good is exact.
+    [Note: exact values] If a unit is quantized, the whole buffer holds the values of the codes while the schedule has unsharded it:
+    forward and backward compute with these values. Shard and master never hold them. A caller that pins the unit (``GatheredParameters``,
+    saving, a generation that gathers the model) gets exact values, by a second all-gather if the unit is unsharded already; a unit that
+    stays unsharded for good is exact.
 
     Attributes:
         layout: Offsets and division over ranks.

@@ -39,9 +39,10 @@ class WholeBuffer:
         params: The parameters; None where one has moved to another unit. The unit's own list, which may change.
         alone: Positions of parameters that have values of their own while the other parameters have none; live.
 
-    [Note: data for a divided parameter] ``param.data = value`` while the parameter has no values here would be lost where it gets them.
-    A rank cannot raise alone in the middle of what the ranks do together, so it notes the parameter whenever another memory is shown,
-    drops the data, and raises where that is safe: when the parameters have become whole, or in the vote before a step or a save.
+    [Note: data for a divided parameter] The result of ``param.data = value`` while the parameter has no values on this rank would be lost
+    at the next unshard. A rank cannot raise alone in the middle of collective operations. So it records the parameter whenever its memory
+    has been replaced, drops the data, and raises at a safe point: when the parameters have been unsharded, or in the vote before a step or
+    a save.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class WholeBuffer:
         return self._versions if known else [None] * len(self._params)
 
     def show_placeholders(self) -> None:
-        """Gives each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
+        """Give each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
 
         If ``free`` has left values for autograd, it shows these.
         """
