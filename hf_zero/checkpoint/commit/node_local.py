@@ -105,7 +105,7 @@ def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list
 
     Args:
         net: All ranks.
-        disks: Who sees which.
+        disks: Disks, with the ranks that see each.
         what: For messages.
         folder: The hidden folder.
         written: Every rank's files.
@@ -161,7 +161,7 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
 
     Args:
         net: All ranks.
-        disks: Who sees which.
+        disks: Disks, with the ranks that see each.
         what: For messages.
         place: The folder of all checkpoints here, and the tag.
         folder: The hidden folder.
