@@ -115,7 +115,7 @@ class QuantizedUnits:
     gradients: bool = False
 
     def any(self, frozen: bool) -> bool:
-        """Return whether some message of a unit does."""
+        """Return whether any message of a ``frozen``, or a trained, unit carries codes."""
         return self.frozen if frozen else self.trained or self.gradients
 
 

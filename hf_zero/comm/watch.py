@@ -22,7 +22,7 @@ class Watch(ABC):
 
     @abstractmethod
     def reached(self, moment: Any) -> bool:
-        """Return whether it is over."""
+        """Return whether ``moment`` has been reached."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:

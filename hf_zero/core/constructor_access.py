@@ -75,7 +75,7 @@ class ConstructorAccess(TorchFunctionMode):
                 self._open[unit].__enter__()
 
     def close(self) -> None:
-        """Divides again what was made whole, with rank 0's values; collective."""
+        """Reshard the parameters that were gathered, with rank 0's values; collective."""
         while self._open:
             _, context = self._open.popitem()
             context.__exit__(None, None, None)

@@ -319,7 +319,7 @@ def _smart_apply_unsharded(module: Any, fn: Callable[..., None], *args: Any) -> 
 
 
 class _Unsharded:
-    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register whole, and keeps what rank 0 writes."""
+    """Call ``fn(module, ...)`` with whole parameters of ``module`` and its children, and keep the values that rank 0 writes."""
 
     def __init__(self, fn: Callable[..., None]) -> None:
         self._fn = fn

@@ -212,7 +212,7 @@ class Speculation:
         self.spares.give(old)
 
     def spare_tensors(self) -> list[torch.Tensor]:
-        """What it holds of ``spares``."""
+        """Return the tensors of ``spares`` that it holds."""
         states = [value for shadow in self.shadows for value in shadow.state.values() if value.ndim]
         return [self.master, *states, *([self.low] if self.own_low and self.low is not None else [])]
 

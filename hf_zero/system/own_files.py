@@ -274,7 +274,7 @@ def _sweep_libraries(place: Folder) -> None:
 
 
 def append_to(folder: Folder, name: str) -> IO[str]:
-    """A UTF-8 file that records are appended to, made where it is not there.
+    """Open a UTF-8 file to append records to it; make it if it does not exist.
 
     Raises:
         OSError: It is a link, no regular file, or has a second name elsewhere (a hard link); or the file system refuses.

@@ -282,7 +282,7 @@ class Unit:
             self.alone.show()
 
     def let_go_of_left(self) -> None:
-        """Forgets the values that ``reshard`` has left for autograd; local."""
+        """Drop the values that ``reshard`` has kept for autograd; local."""
         self.whole.forget_left()
         if self.state is not UnitState.UNSHARDED:
             self.whole.hide()
