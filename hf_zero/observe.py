@@ -115,7 +115,7 @@ def set_meter(meter: WaitMeter | None) -> None:
 
 @contextmanager
 def record_labels() -> Iterator[list[str]]:
-    """Collects the labels noted inside the ``with``; what trace tests compare."""
+    """Collect the labels noted inside the ``with``; trace tests compare them."""
     labels: list[str] = []
     with told(labels.append):
         yield labels

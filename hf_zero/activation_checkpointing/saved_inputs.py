@@ -140,7 +140,7 @@ class HostInputs:
         return tensor
 
     def forget(self) -> None:
-        """Drops what no backward has asked for, such as after an evaluation with gradients on."""
+        """Drop saved inputs that no backward has requested, such as after an evaluation with gradients on."""
         self._order.clear()
 
     def _fetch(self, saved: SavedOnHost) -> None:

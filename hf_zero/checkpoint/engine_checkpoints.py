@@ -43,7 +43,7 @@ class CheckpointSettings:
         node_local: Every node has a disk of its own.
         in_background: A save returns when the state is copied, and the copy is written while training goes on.
         copy_bytes: The most host memory that such a copy may take; None is no limit.
-        tag_validation: What different tags on different ranks are: "fail", "warn" or "ignore".
+        tag_validation: Reaction to different tags on different ranks: "fail", "warn" or "ignore".
         pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
     """
@@ -61,11 +61,11 @@ class EngineCheckpoints:
     """Writes and reads the checkpoints of one engine.
 
     Args:
-        settings: How.
+        settings: Settings of the checkpoints.
         collectives: The data-parallel axis.
 
     Attributes:
-        background: What writes behind the training loop; None when nothing does.
+        background: Writer beside the training loop; None when nothing is written in the background.
     """
 
     def __init__(self, settings: CheckpointSettings, collectives: Collectives) -> None:

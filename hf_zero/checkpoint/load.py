@@ -72,7 +72,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
     comes when some are loaded already, and the engine must not go on.
 
     Returns:
-        What the caller needs to know, or None when no tag was given and there is no checkpoint.
+        Results for the caller, or None when no tag was given and there is no checkpoint.
 
     Raises:
         CheckpointError: On every rank, with the same text, naming file or parameter.

@@ -44,7 +44,7 @@ class SaveRequest:
         exclude_frozen: Leave frozen parameters out.
         direct: Bypass the page cache where the file system lets that be.
         node_local: Every node has a disk of its own, and ``save_dir`` is this rank's.
-        tag_validation: What it is when ranks give different tags: an error ("fail"), a warning ("warn") or nothing ("ignore").
+        tag_validation: Reaction when ranks give different tags: an error ("fail"), a warning ("warn") or none ("ignore").
         number: Of this save.
         may_pickle: Pickle values of the client state that nothing else can keep.
     """
@@ -67,8 +67,8 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
     Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
 
     Args:
-        state: What to save.
-        request: Where, and what besides.
+        state: State to save.
+        request: Folder, tag and further values.
         background: Writes a copy after this function has returned; its previous save is waited for first.
 
     Returns:
@@ -220,12 +220,12 @@ class _Save:
     """One rank's part of one save.
 
     Args:
-        state: What is saved; let go by ``settle``.
+        state: State to save; ``settle`` drops it.
 
     Attributes:
         request: Rank 0's, with this rank's client state.
         folder: The hidden folder.
-        files: What is to be written.
+        files: Files to write.
         head: The index without what the other ranks add; on rank 0.
     """
 

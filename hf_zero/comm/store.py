@@ -107,4 +107,4 @@ def meeting(timeout: timedelta) -> Iterator[None]:
                 f"{me} did not reach rank 0 at {place} within {timeout.total_seconds():g} s: {reason}. Is MASTER_ADDR the host of rank 0, "
                 "does rank 0 run, and may this host connect to MASTER_PORT there?"
             )
-        raise CollectiveError(f"{text} DEEPSPEED_TIMEOUT says how many minutes to wait") from None
+        raise CollectiveError(f"{text} DEEPSPEED_TIMEOUT sets the number of minutes to wait") from None

@@ -22,11 +22,11 @@ class Key:
 
     Attributes:
         path: Dotted path; `<metric>`, `<group>`, `[]` and `*` stand for names the user chooses.
-        type_text: What may be written, for people.
+        type_text: Description of the allowed values.
         default: Value when the key is absent (None for sections that are absent by default).
-        text: What the key is about.
+        text: Meaning of the key.
         fate: used, mapped, accepted or refused.
-        effect: What happens to it here: what it does, why it does nothing, or what to use instead.
+        effect: Effect of the key here, the reason why it has none, or a replacement.
         is_section: It holds further keys.
         passes: Values of a refused key that ask for nothing, beside its default.
         switch: Path of the key that turns the section around it on, "" when nothing does.

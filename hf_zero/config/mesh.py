@@ -25,7 +25,7 @@ class Claim:
     Attributes:
         axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
         size: How many ranks.
-        source: Who says it, as its user knows it: a key, an argument, a variable.
+        source: Place of the value, as the user knows it: a key, an argument, a variable.
     """
 
     axis: str
@@ -46,7 +46,7 @@ class Mesh:
         cp: Ranks that share sequences through context parallelism; always 1.
         sp: Ranks that share sequences through sequence parallelism.
         tp: Ranks that hold one layer together.
-        claims: What the sources said.
+        claims: Sizes that the sources gave.
         ep: Adjacent ranks of a shard group, and all that hold a layer together with each, that hold all experts between them; who trains
             on which samples does not change.
         pp: Stages of a pipeline, which hold the layers of one model between them.
@@ -98,7 +98,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
 
     Args:
         config: The configuration.
-        where: Which one it is, where there are several.
+        where: Name of the configuration, if there are several.
     """
     found = {
         "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),

@@ -74,7 +74,9 @@ def _copied(value: Any, level: int) -> Any:
 def _text(value: Any) -> Any:
     """Return `value`; raise an error for a text that cannot be encoded."""
     if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
-        raise ConfigError(f"The config holds half of a character in the text {ascii(value[:80])}; write whole characters")
+        raise ConfigError(
+            f"The config has an incomplete Unicode character (a lone surrogate) in the text {ascii(value[:80])}; write the whole character"
+        )
     return value
 
 

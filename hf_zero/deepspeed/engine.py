@@ -36,7 +36,7 @@ class Engine(ConfiguredEngine):
     Args:
         module: The user's module.
         resolved: The configuration.
-        parts: What the engine is made of.
+        parts: Parts of the engine.
         sequence_parallel: Groups of ranks that share their samples; None where sequences are whole.
 
     Attributes:

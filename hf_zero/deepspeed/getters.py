@@ -260,7 +260,7 @@ class Value:
     """A value that is read off an engine and computed each time; what a script assigns to the name on its engine takes its place.
 
     Args:
-        getter: What computes it.
+        getter: Function that computes it.
     """
 
     def __init__(self, getter: Getter) -> None:

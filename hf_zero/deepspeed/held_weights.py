@@ -28,7 +28,7 @@ def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> Non
     """Remember ``state``, the whole weights of ``engine`` as they are now, for as long as a caller keeps its tensors.
 
     Args:
-        engine: Whose weights were gathered.
+        engine: Engine whose weights were gathered.
         state: None on a rank that was given none.
     """
     _held[engine] = _age(engine), _Held(state) if state is not None else None

@@ -57,7 +57,7 @@ def initialize(
         model: The module to train; its parameters may come from ``zero.Init``.
         optimizer: A torch optimizer over the model's parameters that updates each by itself, or a function that makes one of
             ``model_parameters``; wins over the configuration's.
-        model_parameters: What the configuration's optimizer trains, parameters or groups; None is all that require grad.
+        model_parameters: Parameters or groups that the configuration's optimizer trains; None is all that require grad.
         training_data: A dataset to make a distributed loader of.
         lr_scheduler: A scheduler the engine steps, or a function that makes one of the torch optimizer.
         distributed_port: Port of rank 0 when the environment names none.
@@ -67,7 +67,7 @@ def initialize(
         collate_fn: For the loader.
         config: Path, dict, JSON or base64 text.
         mesh_param: (data-parallel size, sequence-parallel size), as the two keys of the configuration.
-        config_params: As ``config``, which wins.
+        config_params: The same as ``config``, which wins.
 
     Returns:
         The engine, its optimizer or None, the loader or None, and the scheduler the engine steps or None.

@@ -28,7 +28,7 @@ class Training:
     Attributes:
         gradients: Of the unit.
         shown: Gradients that scripts see.
-        optimizer: What updates it.
+        optimizer: Optimizer that updates it.
         scaler: The loss scale.
         defers: Gradients may wait for their reduction (``no_sync``).
     """

@@ -69,7 +69,7 @@ def tell(shares: Shares, counts: torch.Tensor, label: str) -> Told:
     """Send every rank the number of tokens for its experts, while the tokens are sorted; collective.
 
     Args:
-        shares: Who holds which experts.
+        shares: Experts that each rank holds.
         counts: (experts,) tokens of this rank for each; on the host or the device.
         label: Name of the layer.
     """
@@ -83,7 +83,7 @@ def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: boo
     """Return the results of ``rows``, each computed where its expert is; collective.
 
     Args:
-        shares: Who holds which experts.
+        shares: Experts that each rank holds.
         rows: (n or more, width) tokens, by rising expert; n is the sum of the counts that were told.
         told: How many of them are for each expert.
         trained: Backward comes through here.

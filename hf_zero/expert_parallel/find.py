@@ -191,6 +191,6 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _alike(experts: tuple[nn.Module, ...]) -> bool:
-    """Return whether all are of one class with parameters of the same names and shapes; they have some."""
+    """Return whether all modules have one class, and parameters (at least one) of the same names and shapes."""
     shapes = [{name: tuple(shape_of_all(param)) for name, param in expert.named_parameters()} for expert in experts]
     return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

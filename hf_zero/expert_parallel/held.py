@@ -30,7 +30,7 @@ class Place:
 
     Attributes:
         ranks: How many they are.
-        index: Which of them this one is.
+        index: Place of this rank among them.
     """
 
     ranks: int
@@ -47,7 +47,7 @@ class Held:
     """The experts of one layer that a rank has loaded.
 
     Attributes:
-        place: Where it stood when the layer was loaded.
+        place: Place of the rank when the layer was loaded.
         parts: The part that each parameter is, by its name below the module.
     """
 

@@ -28,7 +28,7 @@ class Dispatcher:
 
     Args:
         label: Name of the layer.
-        shares: Who holds which experts.
+        shares: Experts that each rank holds.
         names: The module's parameters that have an entry per expert.
     """
 
@@ -100,8 +100,9 @@ class Dispatcher:
         if not self._ran:
             chosen = getattr(getattr(module, "config", None), "_experts_implementation", None)
             raise StateError(
-                f"{self._label}: the experts implementation {chosen!r} was registered after initialize, which divided the experts over "
-                "ranks, and would compute with the experts of this rank alone. Register it, and call set_experts_implementation, before"
+                f"{self._label}: the experts implementation {chosen} was registered after initialize divided the experts over "
+                "ranks, so it would compute with this rank's experts only. Register it, and call set_experts_implementation, "
+                "before initialize"
             )
 
 

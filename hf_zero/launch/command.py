@@ -301,8 +301,8 @@ def _same_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, s
     visible = [_visible(host) for host in hosts]
     if any(entry != visible[0] for entry in visible):
         raise ConfigError(
-            f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices; it gives all hosts the "
-            "same CUDA_VISIBLE_DEVICES. Choose the same slots on each"
+            f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices, but this "
+            "launcher sets the same CUDA_VISIBLE_DEVICES on all hosts. Choose the same slots on each"
         )
     return visible[0] if visible else {}
 

@@ -41,8 +41,8 @@ def count_for(rows: int, wanted: int | None, stages: int) -> int:
     if rows % wanted:
         usable = ", ".join(str(count) for count in range(1, rows + 1) if rows % count == 0)
         raise ConfigError(
-            f'pipeline.micro_batches is {wanted}, which does not divide a batch of {rows} samples; {usable} would. Or leave it on "auto", '
-            "which takes what divides"
+            f"pipeline.micro_batches is {wanted}, which does not divide a batch of {rows} samples; {usable} would. Or set it "
+            "to 'auto', which chooses a divisor"
         )
     return wanted
 

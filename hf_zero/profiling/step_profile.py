@@ -136,5 +136,5 @@ class ProfilingClock(Clock):
             ("operations per second of the whole step", rate_text(forward + backward, whole)),
         ]
         if recomputed:
-            figures.append(("the same without what is recomputed", rate_text(forward + backward - recomputed, whole)))
+            figures.append(("the same without recomputation", rate_text(forward + backward - recomputed, whole)))
         return [*figures, ("samples of all ranks per second", f"{samples / whole:.4g}")]

@@ -95,7 +95,7 @@ class WholeMasks:
 
 
 def _require_plain(name: str, arguments: dict[str, Any]) -> None:
-    """Refuses what has been made of slices and cannot be joined."""
+    """Refuse arguments made from slices that cannot be joined to whole sequences."""
     if arguments.get("encoder_hidden_states") is not None:
         raise UnsupportedError("sequence parallelism: attention over an encoder's states is not supported")
     cache = arguments.get("past_key_values")

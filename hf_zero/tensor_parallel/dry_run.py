@@ -40,7 +40,7 @@ class LocalShapes:
     """Shapes of values on one rank.
 
     Attributes:
-        solution: What is split.
+        solution: The chosen splits.
         shares: Into how many parts each dimension is.
     """
 
@@ -108,9 +108,9 @@ def dry_run(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution, 
 
     Args:
         model: The model, or a skeleton of it; stays as it is.
-        inputs: What the graph was traced with.
+        inputs: Inputs of the traced call.
         graph: The trace of the whole model.
-        solution: What is split.
+        solution: The chosen splits.
         ranks: Number of ranks.
     """
     shares = solution.parts

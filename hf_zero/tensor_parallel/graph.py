@@ -19,7 +19,7 @@ class Value:
 
     Attributes:
         dims: A dim per dimension.
-        origin: Where it comes from; ``UNIFORM`` is a tensor filled with one number.
+        origin: Its origin; ``UNIFORM`` is a tensor filled with one number.
         stack: Module calls that were running when it was made, outermost first.
         needs_grad: A gradient reaches it.
         floating: Its elements are floating point numbers.
@@ -60,7 +60,7 @@ class Op:
         inputs: Tensors read, in order.
         outputs: Tensors made.
         stack: Module calls running, outermost first.
-        partial: What a partial sum among the inputs becomes.
+        partial: Result of the operation on a partial sum.
         contracted: Dims summed over: where one is split, the output is a partial sum.
         bias: Index of an input that is added after the contraction.
         random: Draws random numbers.

@@ -37,8 +37,8 @@ class Findings:
 
     Attributes:
         graph: The trace, or None where the model could not be traced.
-        solution: What is split together.
-        attributes: What the model's code must be told.
+        solution: Splits along the data flow.
+        attributes: Attributes that the model's code must find changed.
         local_splits: Layers split by themselves.
         reasons: Why linear layers stay whole.
     """
@@ -69,7 +69,7 @@ def infer(
         repeats: See ``solve``.
 
     Raises:
-        Exception: What the model raises when it runs on tensors without values.
+        Exception: The model's own error when it runs on tensors without values.
     """
     copy = skeleton(model)
     graph = trace(copy, inputs)

@@ -57,7 +57,7 @@ def split_locally(
 
     Args:
         graph: Trace of the model.
-        solution: What is split already.
+        solution: Splits that are already chosen.
         model: The traced skeleton.
         ranks: Number of ranks.
         keep_whole: Linear layers that the user wants whole.

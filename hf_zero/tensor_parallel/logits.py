@@ -31,9 +31,9 @@ class VocabularyLogits(torch.Tensor):
     """Whole logits by their shape, a part of the vocabulary (the last dimension) by their values; [Note: vocabulary-parallel loss].
 
     Attributes:
-        local: What this rank holds: the same shape up to the last dimension.
+        local: This rank's part: the same shape up to the last dimension.
         group: The ranks that hold the other parts.
-        part: Which indices each rank holds.
+        part: Indices that each rank holds.
         label: For messages of collectives.
     """
 

@@ -101,7 +101,7 @@ class Overrides:
         whole: Layers that stay whole.
         families: Layers that shall be split over their outputs (``COLUMN``) or inputs (``ROW``), or whose outputs shall not be gathered
             before the loss (``VOCABULARY``).
-        source: Who overrides, for the table.
+        source: Origin of the overrides, for the table.
     """
 
     whole: set[str] = field(default_factory=set)
@@ -222,7 +222,7 @@ def plan_named_layers(model: nn.Module, ranks: int, overrides: Overrides, untrac
     Args:
         model: Any model; only shapes are read.
         ranks: Size of a tensor-parallel group.
-        overrides: Which layers, and whether over outputs or inputs.
+        overrides: The layers, and whether they are split over outputs or inputs.
         untraceable: Why the model could not be traced.
 
     Raises:

@@ -46,7 +46,7 @@ class Boundary:
         key: The tensor's place in the arguments or the result ("hidden_states", "0.1"; empty: the only one).
         kind: See ``solve.py`` and ``local_split.py``.
         dim: Dimension that is cut or joined.
-        ranges: As in ``SplitParameter``.
+        ranges: The same as in ``SplitParameter``.
         full: Size of the whole dimension.
     """
 
@@ -73,16 +73,16 @@ class TpPlan:
 
     Attributes:
         ranks: Size of a tensor-parallel group.
-        source: Where the plan comes from.
+        source: Origin of the plan.
         modules: By path: linear and embedding layers and all others with divided parameters. The part a user edits.
         parameters: By name: what is divided.
         buffers: Likewise.
         summed: Parameters that every rank holds whole and whose gradients are summands.
-        borders: What happens at a module's boundary, by its path.
+        borders: Conversions at a module's boundary, by its path.
         rows: Linear layers whose bias is added after the sum over ranks.
         attributes: By path: integer attributes of the module with other values on a part of the model.
         random: Modules that draw random numbers for divided tensors: each rank its own.
-        notes: What a user should know.
+        notes: Notes for the user.
     """
 
     ranks: int

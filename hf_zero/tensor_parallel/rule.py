@@ -1,4 +1,4 @@
-"""``Rule``: what an operation does to the dimensions of tensors, and what the rules for single operations share."""
+"""``Rule``: the effect of an operation on the dimensions of tensors, and the functions that the rules for single operations share."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ def own_random(rank: int, device: torch.device) -> Callable[[], None]:
 
     Args:
         rank: Among the ranks of the model axis.
-        device: Where numbers will be drawn.
+        device: Device on which numbers will be drawn.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.long)) + rank + 1
     if device.type == "cpu":

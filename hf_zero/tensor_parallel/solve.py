@@ -49,7 +49,7 @@ class Conversion:
 
     Attributes:
         side: "in" or "out".
-        key: Where in the arguments or results the tensor stands.
+        key: Place of the tensor in the arguments or results.
         kind: One of the constants above.
         dims: For slices and norms: the dims of the tensor's dimensions.
     """
@@ -65,7 +65,7 @@ class Solution:
     """A consistent choice.
 
     Attributes:
-        choices: What is split; see ``Choice``.
+        choices: The chosen splits; see ``Choice``.
         states: By value, at the end of its life.
         conversions: By path of the module.
         summed: Parameters whose gradients are added up over the group.

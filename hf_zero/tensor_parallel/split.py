@@ -61,7 +61,7 @@ def split_model(
         module: Any model; every rank of the axis holds the same.
         section: The configuration's ``tensor_parallel``.
         topology: The engine's axes.
-        plan: What to follow: a plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
+        plan: A plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
         fill: Gives an empty module the values of this rank's tensor-parallel shards.
         inputs: A call that runs the module, by argument; None makes one up for transformers' models.
         keeps: Paths of modules whose own parameters stay whole.
@@ -176,7 +176,7 @@ def tp_model_init(
         dtype: Cast all parameters to this; None leaves them. Buffers stay as they are. With ``config`` it is left to ``initialize``:
             transformers passes fp16 for a configuration that says nothing of precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
-        plan: What to follow, as in ``split_model``; None makes one.
+        plan: The plan, as in ``split_model``; None makes one.
         tp_group: This rank's group; None takes adjacent ranks.
         inputs: A call that runs all of the model, by argument (``{"x": torch.empty(2, 16)}``; values do not matter); None makes one up
             for transformers' models.

@@ -25,7 +25,7 @@ class SymbolicDim:
     Attributes:
         size: Number of indices.
         kind: None for a dim that nothing has taken apart, else ``PRODUCT`` (major factor first) or ``SUM``.
-        parts: What it is made of.
+        parts: Dims that it consists of.
         blocked: Why it cannot be split; empty if nothing stands against it.
     """
 

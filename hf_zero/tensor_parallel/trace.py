@@ -29,7 +29,7 @@ class Tracer:
     """Builds the graph while the modes below report what runs.
 
     Attributes:
-        graph: What has been seen.
+        graph: Operations recorded so far.
         opaque: Paths of norms that are taken as one operation.
     """
 
@@ -366,7 +366,7 @@ def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()
         opaque: Paths of norms to take as one operation.
 
     Raises:
-        Exception: What the model raises.
+        Exception: The model's own error.
     """
     tracer = Tracer(model, opaque, have_values(inputs))
     for tensor in inputs.values():

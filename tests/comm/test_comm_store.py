@@ -113,7 +113,7 @@ def test_a_rank_that_meets_nobody_says_so_in_one_line(rank: str, text: str, monk
         bootstrap.init_distributed(dist_backend="gloo")
     (line,) = str(error.value).splitlines()
     assert line.startswith(f"rank {rank} of 2 on {socket.gethostname()} {text.format(port=port)}")
-    assert line.endswith("DEEPSPEED_TIMEOUT says how many minutes to wait")
+    assert line.endswith("DEEPSPEED_TIMEOUT sets the number of minutes to wait")
 
 
 def test_the_time_out_is_deepspeeds(monkeypatch: pytest.MonkeyPatch) -> None:

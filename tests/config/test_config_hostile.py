@@ -86,7 +86,7 @@ def test_files_without_end_and_paths_that_are_none(tmp_path: Path) -> None:
 def test_half_characters_are_refused() -> None:
     """They could be neither printed nor written."""
     for text in ('{"wandb": {"project": "\\ud800"}}', '{"\\udfff": 1}'):
-        with pytest.raises(ConfigError, match="half of a character"):
+        with pytest.raises(ConfigError, match="incomplete Unicode character"):
             read_config(text)
 
 

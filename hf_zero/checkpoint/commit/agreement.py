@@ -57,7 +57,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
     try:
         return work(), "", None
     except CollectiveError:
-        raise  # the network is broken: there is nobody left to tell
+        raise  # the network is broken: no other rank can be reached
     except CheckpointError as error:
         return None, str(error), error
     except Exception as error:  # whatever it is, the other ranks must hear of it, or they wait for ever

@@ -105,7 +105,7 @@ def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list
 
     Args:
         net: All ranks.
-        disks: Who sees which.
+        disks: Disks, with the ranks that see each.
         what: For messages.
         folder: The hidden folder.
         written: Every rank's files.
@@ -161,7 +161,7 @@ def complete(net: Collectives, disks: Disks, what: str, place: tuple[Path, str],
 
     Args:
         net: All ranks.
-        disks: Who sees which.
+        disks: Disks, with the ranks that see each.
         what: For messages.
         place: The folder of all checkpoints here, and the tag.
         folder: The hidden folder.
@@ -215,7 +215,7 @@ def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path |
         chosen = next(iter(everywhere), None)
         if chosen is not None and net.rank == 0:
             logger.warning(
-                "%r names %s, which not every node has complete; the newest one that all have is loaded in its place: %s",
+                "%r names %s, which is not complete on every node; loading the newest checkpoint that is complete on all nodes instead: %s",
                 LATEST_FILE,
                 "nothing" if wanted is None else repr(wanted),
                 load_dir / str(chosen[0]),

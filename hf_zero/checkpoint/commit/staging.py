@@ -75,7 +75,7 @@ def begin(save_dir: Path, tag: str, number: str | None = None) -> Path:
         number: Of the save; a new one when None.
 
     Raises:
-        CheckpointError: What has the name of the tag is no checkpoint, or a process that lives saves that tag.
+        CheckpointError: The entry with the tag's name is no checkpoint, or a running process saves that tag.
         OSError: The file system refuses.
     """
     folder = staging_folder(save_dir, check_tag(tag), number or save_number())
@@ -166,7 +166,7 @@ def offer(save_dir: Path, tag: str, number: str, rank: int) -> None:
         save_dir: Folder of all checkpoints.
         tag: Of this one.
         number: Of the save.
-        rank: Who offers.
+        rank: Rank that makes the folder.
     """
     folder = staging_folder(save_dir, tag, number)
     try:
@@ -215,7 +215,7 @@ def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False)
         _drop(previous, final)
         own_files.move(final, previous)
         note("checkpoint_aside", tag)
-    elif final.exists():  # nobody can load it; what is complete may be the previous one of this name
+    elif final.exists():  # it cannot be loaded; the complete one may be the previous one of this name
         _remove_named(final)
     own_files.move(folder, final)
     own_files.remove_file(final / own_files.WRITER_FILE)
@@ -251,7 +251,7 @@ def _drop(folder: Path, kept: Path) -> None:
     """Remove a checkpoint that ``kept`` replaces; move files in it that hf_zero did not write (a user's notes) to ``kept``."""
     if not folder.exists() or not _has_sign(folder):
         return
-    own_files.remove_file(folder / MARKER_FILE)  # first: from here on nobody takes it for complete
+    own_files.remove_file(folder / MARKER_FILE)  # first, so that it no longer counts as complete
     for path in list(folder.iterdir()):
         if (path.is_dir() or not _is_ours(path.name)) and not os.path.lexists(kept / path.name):
             own_files.move(path, kept / path.name)

@@ -118,7 +118,7 @@ class DcpFolder:
         """
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
-        # The sizes of the chunks add up, so those that do not overlap leave no gap.
+        # The sizes of the chunks add up to the tensor's, so chunks without overlap leave no gap.
         held = torch.zeros(stored.shape, dtype=torch.bool) if len(stored.chunks) > 1 else None
         for chunk in stored.chunks:
             value = self._item(chunk.place, name)

@@ -275,7 +275,7 @@ class _Stage12(_Reader):
         for start, count in sorted((start, count) for count, start in map(_address, addresses.values())):
             if start < end or count < 0 or start + count > self._masters[rank][group].numel():
                 raise CheckpointError(
-                    f"{self.folder}: param_slice_mappings of rank {rank} overlap, or leave its flat array of group {group}"
+                    f"{self.folder}: param_slice_mappings of rank {rank} overlap, or exceed its flat array of group {group}"
                 )
             end = start + count
 

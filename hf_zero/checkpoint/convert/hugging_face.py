@@ -96,7 +96,7 @@ def _lazy(opened: Any, name: str, numel: int, dtype: torch.dtype) -> Elsewhere:
 def _read_pickle(path: Path) -> Iterator[SourceTensor]:
     data = load_torch_file(path)
     with reading(path, CheckpointError):
-        for name, tensor in fields.mapping(data, "what it holds, a state dict,").items():
+        for name, tensor in fields.mapping(data, "the state dict in it").items():
             if isinstance(tensor, torch.Tensor):
                 yield tensor_source(str(name), tensor)
             elif isinstance(tensor, Inert):
@@ -112,12 +112,12 @@ def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: 
     """Writes the weights as safetensors of at most ``limit`` bytes of data each, a window of 4 MiB at a time.
 
     Args:
-        source: What to write; tied parameters once, as Hugging Face does.
+        source: Model to write; tied parameters once, as Hugging Face does.
         folder: Made when it does not exist.
         dtype: Type of all floating-point parameters; buffers keep theirs.
         limit: Bytes of one file; a larger tensor gets a file of its own.
         beside: Folders to copy configuration and tokenizer from.
-        progress: Told bytes.
+        progress: Called with the number of bytes written.
 
     Returns:
         The files of weights.

@@ -115,10 +115,10 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     """Writes ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
 
     Args:
-        source: What to write.
+        source: Model and state to write.
         save_dir: Folder of the checkpoints of a run.
         tag: Name; ``global_step{N}`` when None.
-        progress: Told bytes.
+        progress: Called with the number of bytes written.
 
     Returns:
         The folder.

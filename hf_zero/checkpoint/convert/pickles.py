@@ -29,7 +29,7 @@ class Inert:
 
     Attributes:
         kind: Module and name of the class.
-        arguments: What it was constructed with.
+        arguments: Arguments of its construction.
         state: Its attributes; under ``items`` what was appended to it.
     """
 
@@ -69,7 +69,7 @@ class Names:
 
     Args:
         nbytes: Bytes of the pickle.
-        more: What to do for further classes and functions, by module and name.
+        more: Functions for further classes and functions of the pickle, by module and name.
     """
 
     def __init__(self, nbytes: int, more: Mapping[tuple[str, str], Callable[..., Any]] | None = None) -> None:
@@ -166,7 +166,7 @@ class Machine:
     """Carries out one pickle.
 
     Args:
-        names: What its names stand for.
+        names: Objects of its global names.
         persistent: Gives the object of a persistent id; None: there are none.
     """
 

@@ -12,7 +12,7 @@ from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.errors import CheckpointError
 
 FROZEN = -1
-# Told how many bytes have been written.
+# Called with the number of bytes that have been written.
 Progress = Callable[[int], None]
 
 

@@ -20,7 +20,7 @@ class Part:
     """One place of a saved parameter, or of a tensor-parallel shard of it.
 
     Attributes:
-        tp_shard: What lies there.
+        tp_shard: Part of the parameter that is stored there.
         unit: The unit that holds it; None when it is a tensor of its own.
         offset: First element inside the unit.
         file: The file of a tensor of its own, else empty.
@@ -40,7 +40,7 @@ class Located:
         name: The name it is stored under.
         shape: Its full shape.
         group: Its param group; -1 when frozen.
-        parts: Where it lies; one place, or one per tensor-parallel shard.
+        parts: Its places: one, or one per tensor-parallel shard.
     """
 
     name: str
@@ -118,7 +118,7 @@ class Catalog:
         Args:
             param: From ``find``.
             kind: ``optimizer.exp_avg`` and the like; None for the values, whichever kind of file has them.
-            wanted: What this rank holds of the parameter.
+            wanted: Part of the parameter that this rank holds.
             start: First element inside ``wanted``.
             target: (n,), of any dtype, in any place.
 

@@ -142,7 +142,7 @@ class DiskFile:
     """A new file that is written front to back.
 
     Attributes:
-        disk: Where it belongs.
+        disk: Disk to which it belongs.
         path: Its name.
         descriptor: Open for writing.
         direct: It bypasses the page cache.

@@ -23,7 +23,7 @@ class Elsewhere:
         count: How many.
         read: (first element, host tensor to fill).
         write: (first element, host tensor of that dtype).
-        start: Where this row begins in what ``read`` and ``write`` count in.
+        start: Element of ``read`` and ``write`` at which this row begins.
     """
 
     dtype: torch.dtype

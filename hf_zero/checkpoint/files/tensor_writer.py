@@ -82,8 +82,8 @@ def write_tensor_file(
 
     Args:
         path: The file; must not exist.
-        entries: What to write; names differ.
-        progress: Told the bytes of each window that has been written.
+        entries: Tensors to write; names differ.
+        progress: Called with the bytes of each window that has been written.
         disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
         folder: The folder of ``path``, where it is open.
 

@@ -34,7 +34,7 @@ class Index:
         units: The flat buffers.
         loose: Parameters that no unit holds.
         buffers: Buffer -> the file that holds it.
-        extra_state: What modules return from ``get_extra_state``, encoded.
+        extra_state: Results of the modules' ``get_extra_state``, encoded.
         aliases: Further names of tied parameters -> the name they are stored under.
         excluded: Frozen parameters left out on request, and packed weights.
         optimizer: None when the engine had none.

@@ -142,7 +142,7 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
     """Refuses a saved value that is of another kind than the one it replaces: text for a number, a list for a switch.
 
     Args:
-        present: What the optimizer or scheduler has now.
+        present: Present value of the optimizer or scheduler.
         saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number or switch.
         where: For the message.
 

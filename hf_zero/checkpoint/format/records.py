@@ -102,7 +102,7 @@ class FileRecord:
         nbytes: Its size.
         header_nbytes: Length prefix and header: where the data begins.
         header_crc32: CRC-32 of those bytes, 8 hex digits.
-        tensors: What it holds.
+        tensors: Its tensors.
     """
 
     nbytes: int
@@ -180,7 +180,7 @@ class UnitRecord:
         world: Number of shards.
         padded_numel: Elements of the whole buffer.
         tensor_rank: Which tensor-parallel rank's; each has units of the same names with its shards.
-        params: What lies in it.
+        params: Parameters in it.
     """
 
     name: str

@@ -61,7 +61,7 @@ class Encoder:
         may_pickle: Pickle what no table knows, instead of refusing it.
 
     Attributes:
-        tensors: What belongs into the tensor file, by the name the JSON uses.
+        tensors: Tensors for the tensor file, by the name the JSON uses.
     """
 
     def __init__(self, may_pickle: bool = False) -> None:
@@ -74,7 +74,7 @@ class Encoder:
 
         Args:
             value: Any nesting of the supported types.
-            path: How messages call it (``client_state``).
+            path: Name in messages (``client_state``).
 
         Raises:
             CheckpointError: A value of another type, or a container that contains itself; names its path.
@@ -214,7 +214,7 @@ class Decoder:
 
     Args:
         tensor: Gives the tensor of a name that the JSON uses.
-        path: How messages call the whole (the index file).
+        path: Name in messages (the index file).
         may_unpickle: Read pickles, which run what their writer wanted, instead of refusing them.
     """
 

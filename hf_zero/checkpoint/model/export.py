@@ -172,7 +172,7 @@ def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everyw
 
     Args:
         local: This rank's experts.
-        part: Which of them they are.
+        part: Range of these experts.
         axis: The ranks.
         everywhere: Every rank of the axis gets them.
     """
@@ -196,7 +196,7 @@ def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None)
 
     Args:
         local: This rank's part, or the whole where ``part`` is None.
-        part: Which part it is.
+        part: Place of the part.
         model: The model axis; None where there is none.
     """
     if part is None or model is None:

@@ -45,7 +45,7 @@ class ModelFiles:
     Args:
         folder: Made when it does not exist.
         name: Name of the file if there is one, ``<stem>.safetensors``.
-        tensors: What will be written, names different; a file holds neighbours.
+        tensors: Tensors to write, with different names; a file holds neighbours.
         max_shard_size: Bytes of tensors per file, unless a single tensor is larger.
 
     Raises:

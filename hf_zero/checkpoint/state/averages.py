@@ -31,8 +31,8 @@ def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iter
     Parts of a parameter that tensor parallelism splits are left out: such an average begins anew.
 
     Args:
-        state: What is saved.
-        averages: Which.
+        state: State to save.
+        averages: Averages to save.
         buffers: Buffers of the module that this rank writes: theirs of the average go with them.
     """
     entries = [whole(name, averages.buffers[name]) for name in buffers if name in averages.buffers]

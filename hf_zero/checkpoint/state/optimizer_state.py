@@ -203,13 +203,13 @@ class GroupsPlan:
     Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs what was read.
 
     Attributes:
-        optimizer: Whose groups and state are restored.
+        optimizer: Optimizer whose groups and state are restored.
         copies: Reads.
         whole: States are those of whole parameters, not of segments.
 
     Args:
-        optimizer: Whose groups and state are restored.
-        catalog: What the checkpoint holds.
+        optimizer: Optimizer whose groups and state are restored.
+        catalog: Contents of the checkpoint.
         decoder: For values in the index.
 
     Raises:
@@ -275,9 +275,9 @@ class OptimizerPlan(GroupsPlan):
     """Map of the saved optimizer state to the segments of this rank.
 
     Args:
-        optimizer: Whose state is restored.
+        optimizer: Optimizer whose state is restored.
         tensor: This rank's place on the tensor-parallel axis.
-        catalog: What the checkpoint holds.
+        catalog: Contents of the checkpoint.
         decoder: For values in the index.
 
     Raises:

@@ -25,8 +25,8 @@ def param_states(
     """Return this rank's share of the states: records for the index, and the tensors of ``file``; copies nothing.
 
     Args:
-        optimizer: Whose states.
-        file: Where this rank writes.
+        optimizer: Optimizer whose states are saved.
+        file: File that this rank writes.
         replica: Which of the ranks that keep the same states this one is: it writes every ``replicas``-th of them.
         replicas: How many such ranks there are.
 
@@ -48,8 +48,8 @@ class ParamStatesPlan(GroupsPlan):
     States that were saved flat (by another optimizer, or by a conversion) are put together.
 
     Args:
-        optimizer: Whose state is restored.
-        catalog: What the checkpoint holds.
+        optimizer: Optimizer whose state is restored.
+        catalog: Contents of the checkpoint.
         decoder: For values in the index.
         reader: Reads the tensors of whole parameters.
 

@@ -31,8 +31,8 @@ def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: R
     be sent is kept. LoCo's errors are codes of parts of a shard's size: at another number of ranks they start from zero.
 
     Args:
-        optimizer: Whose state is restored.
-        catalog: What the checkpoint holds.
+        optimizer: Optimizer whose state is restored.
+        catalog: Contents of the checkpoint.
         reader: Of the checkpoint's files.
         rank: This rank among those that average.
         world: Their number.

@@ -36,8 +36,8 @@ class Takeover:
 
     Args:
         optimizer: That takes the state.
-        record: What was saved.
-        catalog: What the checkpoint holds.
+        record: Record of the saved optimizer.
+        catalog: Contents of the checkpoint.
         whole: It keeps states of whole parameters, not of segments.
     """
 
@@ -60,7 +60,7 @@ class Takeover:
         name, own = self._record.name.lower(), type(self._optimizer.inner).__name__.lower()
         if name:
             return _ALIKE.get(name, name) != _ALIKE.get(own, own)
-        # A conversion may not know the class: told by the names.
+        # A conversion may not know the class, so the names decide.
         known = self._kept(0, 1) if self._record.states and self._optimizer.param_groups else None
         return known is not None and known - {"step"} != set(self._record.states)
 

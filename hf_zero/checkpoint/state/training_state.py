@@ -166,7 +166,7 @@ class Loaded:
 
     Attributes:
         path: The folder.
-        client_state: What was given to the save.
+        client_state: Client state of the save.
         counters: Counters of the engine; None when only the module was wanted.
         bytes_read: Bytes this rank read from tensor files.
     """

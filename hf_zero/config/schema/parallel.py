@@ -130,7 +130,9 @@ class ExpertParallel(Section, switch="enabled"):
     route_scale: Float = accepted(1.0, "Scale router scores", _ROUTER)
     score_apply: str = accepted("auto", "pre, post or auto", "the experts_implementation of the model decides", auto_is_value=True)
     score_func: str = accepted("auto", "softmax, sigmoid or auto", _ROUTER, auto_is_value=True)
-    combine_impl: str = accepted("auto", "How expert outputs are combined", "summed where the token came from", auto_is_value=True)
+    combine_impl: str = accepted(
+        "auto", "How expert outputs are combined", "results are summed on the rank that sent the token", auto_is_value=True
+    )
     num_expert_groups: Int | None = accepted(None, "Groups for limited routing", _ROUTER)
     num_limited_groups: Int | None = accepted(None, "Groups chosen", _ROUTER)
     top_k: Int | str = accepted("auto", "Experts per token", _ROUTER, auto_is_value=True)

@@ -34,7 +34,7 @@ class FlopsProfiler(Section, switch="enabled"):
     top_modules: Size = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
     detailed: Bool = part(True, "Print a line for every module")
     output_file: str | None = part(None, "File that the report is written to; null prints it")
-    step: Size = accepted(1, "What some configurations say for profile_step", "DeepSpeed does not read it; write profile_step")
+    step: Size = accepted(1, "Written by some configurations instead of profile_step", "DeepSpeed does not read it; write profile_step")
 
 
 class CommsLogger(Section, switch="enabled"):

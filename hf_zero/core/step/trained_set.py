@@ -158,8 +158,8 @@ class TrainedSet:
         found = [entry for entry in self.outside() if entry.name in somewhere]
         if everyone.any_rank(len(found) < len(somewhere), "parameters that join"):
             raise StateError(
-                f"{', '.join(sorted(somewhere)[:5])}: trained for the first time after initialize(), and on some ranks not in the model or "
-                "not in a param group of the optimizer: add modules and param groups on all ranks alike"
+                f"{', '.join(sorted(somewhere)[:5])}: first trained after initialize(), but on some ranks the parameter is not in "
+                "the model, or not in a param group of the optimizer. Add modules and param groups on all ranks in the same way"
             )
         return found
 

@@ -363,7 +363,7 @@ REFUSED: Final[dict[str, str]] = {
         "docs/config.md lists"
     ),
     "deepspeed.runtime.zero.leaf_module_config": "set zero_optimization.leaf_module in the configuration, or call set_z3_leaf_modules",
-    "deepspeed.module_inject.tp_shard": "set tensor_parallel.autotp_size, which shares a tensor out by itself",
+    "deepspeed.module_inject.tp_shard": "set tensor_parallel.autotp_size, which splits tensors by itself",
     "deepspeed.default_inference_config": _INFERENCE,
     "deepspeed.runtime.constants": "the keys of the configuration are plain texts; docs/config.md lists them",
     "deepspeed.runtime.zero.config": _CONFIG,

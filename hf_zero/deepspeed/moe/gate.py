@@ -40,12 +40,12 @@ def top1gating(
 
     Args:
         logits: (tokens, experts) fp32.
-        capacity_factor: What an expert takes, over its even share.
-        min_capacity: What it takes at the least, in tokens.
+        capacity_factor: Tokens that an expert takes, relative to its even share.
+        min_capacity: Smallest number of tokens that an expert takes.
         used_token: (tokens,) 1 for tokens that are routed, 0 for others; None is all.
         noisy_gate_policy: "RSample" draws the expert.
         drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
-        use_rts: Where an expert has too many, keep random ones, not those that torch.topk finds among equals.
+        use_rts: If an expert has too many tokens, keep random ones instead of the first that torch.topk finds.
         ep_group: Ranks that need the same capacity; collective where they are several and no token is dropped.
         use_tutel: Has no effect.
     """
@@ -65,8 +65,8 @@ def top2gating(
 
     Args:
         logits: (tokens, experts) fp32.
-        capacity_factor: What an expert takes, over its even share.
-        min_capacity: What it takes at the least, in tokens.
+        capacity_factor: Tokens that an expert takes, relative to its even share.
+        min_capacity: Smallest number of tokens that an expert takes.
         drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
         ep_group: Ranks that need the same capacity.
         top2_2nd_expert_sampling: Draw the second expert.
@@ -89,8 +89,8 @@ def topkgating(
     Args:
         logits: (tokens, experts) fp32.
         k: Experts of a token.
-        capacity_factor: What an expert takes, over its even share.
-        min_capacity: What it takes at the least, in tokens.
+        capacity_factor: Tokens that an expert takes, relative to its even share.
+        min_capacity: Smallest number of tokens that an expert takes.
         drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
         ep_group: Ranks that need the same capacity.
         drop_policy: "probs" or "position".
@@ -123,9 +123,9 @@ class TopKGate(nn.Module):
         model_dim: Elements of a token.
         num_experts: To choose from.
         k: Experts of a token.
-        capacity_factor: What an expert takes in training, over its even share.
+        capacity_factor: Tokens that an expert takes in training, relative to its even share.
         eval_capacity_factor: The same in evaluation.
-        min_capacity: What it takes at the least, in tokens.
+        min_capacity: Smallest number of tokens that an expert takes.
         noisy_gate_policy: In training, "Jitter" multiplies tokens by 1 +- 0.01 at random, "RSample" draws the expert where ``k`` is 1.
         drop_tokens: Whether an expert drops what is above its capacity.
         use_rts: It keeps random tokens then, not those that torch.topk finds among equals (where ``k`` is 1).

@@ -114,7 +114,7 @@ class MOELayer(nn.Module):
         routes = self.gate(rows, used_token)
         self.l_aux, self.exp_counts = routes.loss, routes.counts.detach()
         count, choices = len(routes.counts), routes.experts.shape[1]
-        chosen = torch.where(routes.kept, routes.experts, count).reshape(-1)  # those that are dropped come last
+        chosen = torch.where(routes.kept, routes.experts, count).reshape(-1)  # dropped tokens come last
         order = chosen.argsort(stable=True)
         counts = torch.bincount(chosen, minlength=count + 1)[:count].tolist()
         results = self.experts(rows[order[: sum(counts)] // choices], counts)
@@ -132,7 +132,7 @@ class MoE(nn.Module):
         k: Experts of a token.
         capacity_factor: Tokens that an expert takes in training, over its even share.
         eval_capacity_factor: The same in evaluation.
-        min_capacity: What it takes at the least, in tokens.
+        min_capacity: Smallest number of tokens that an expert takes.
         use_residual: Add ``expert`` itself, for all tokens, by learned weights (Rajbhandari et al. 2022, arXiv 2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample", as in ``TopKGate``.
         drop_tokens: Whether an expert drops tokens above its capacity.

@@ -54,7 +54,7 @@ def one_choice(
         capacity: Tokens that an expert takes; None is all.
         used: (tokens,) 1 for tokens that are routed, 0 for padding; None is all.
         noisy: Draw the expert instead of taking the best.
-        random_tokens: Where an expert has too many, keep random ones, not those that torch.topk finds among equals.
+        random_tokens: If an expert has too many tokens, keep random ones instead of the first that torch.topk finds.
     """
     gates = F.softmax(logits, dim=1)
     chosen = torch.argmax(logits + gumbel_noise(logits) if noisy else gates, dim=1)

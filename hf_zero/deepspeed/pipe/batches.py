@@ -21,7 +21,7 @@ class MicroBatch:
 
     Attributes:
         inputs: A tensor or a tuple of tensors; None on stages that read no data.
-        labels: What the loss function gets; None likewise.
+        labels: Labels for the loss function; None likewise.
     """
 
     inputs: Any = None
@@ -44,7 +44,7 @@ class Feed:
         """Return the next ``count`` of ``given``, or of ``batches``, on ``device``.
 
         Raises:
-            ConfigError: What is given is no iterator, or an entry is no (inputs, labels).
+            ConfigError: The argument is no iterator, or an entry is no (inputs, labels).
             StateError: There is no data.
             StopIteration: There is not enough.
         """

@@ -53,15 +53,15 @@ class PipelineEngine(Engine):
     """Trains a ``PipelineModule``; what ``deepspeed.initialize`` returns for one.
 
     Attributes:
-        grid: Where this rank stands, and the groups of ranks; also as ``mpu``.
+        grid: Position of this rank, and the groups of ranks; also as ``mpu``.
         num_stages: Stages.
         stage_id: This rank's.
-        feed: Where micro-batches come from.
+        feed: Source of micro-batches.
 
     Args:
         module: The model.
         resolved: The configuration.
-        parts: What the engine is made of.
+        parts: Parts of the engine.
         sequence_parallel: None.
 
     Raises:
@@ -101,7 +101,7 @@ class PipelineEngine(Engine):
 
         Raises:
             StateError: The engine has no optimizer, or there is no data.
-            ConfigError: What the iterator gives is no (inputs, labels).
+            ConfigError: An entry of the iterator is no (inputs, labels).
             StopIteration: There is not enough data for a batch.
         """
         self._require_optimizer("train_batch")

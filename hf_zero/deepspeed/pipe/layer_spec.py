@@ -51,7 +51,7 @@ class TiedLayerSpec(LayerSpec):
     Whoever names a key first builds the layer; the others run it again. All parameters are shared, on any number of stages.
 
     Args:
-        key: What places with the same parameters have in common.
+        key: Name that places with the same parameters share.
         typename: Class of the layer.
         module_args: For its constructor.
         forward_fn: ``forward_fn(layer, inputs)`` in place of ``layer(inputs)``: an embedding that serves as the head.

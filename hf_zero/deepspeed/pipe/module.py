@@ -55,7 +55,7 @@ class PipelineModule(nn.Module):
         stage_id: This rank's.
         parts: Borders (``num_stages`` + 1) of the stages in the list of layers.
         tied_modules: Tied layers by key.
-        stages: What runs the layers of each stage; has no parameters of its own.
+        stages: Module that runs the layers of each stage; has no parameters of its own.
         recomputation: The arguments about it; may be changed.
 
     Raises:

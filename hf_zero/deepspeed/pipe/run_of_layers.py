@@ -50,7 +50,7 @@ class RunOfLayers(nn.Module):
 
     Args:
         calls: The layers.
-        recomputation: What is recomputed; may be changed while the model trains.
+        recomputation: Layers to recompute; may be changed while the model trains.
     """
 
     def __init__(self, calls: Sequence[LayerCall], recomputation: Recomputation) -> None:

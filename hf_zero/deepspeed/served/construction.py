@@ -23,7 +23,7 @@ class OnDevice:
 
     Args:
         dtype: Floating-point type.
-        device: Where tensors are made.
+        device: Device on which tensors are made.
         enabled: False leaves everything as it is.
 
     Raises:

@@ -123,7 +123,7 @@ def _get_sequence_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """Return how many they are; 1 where sequences are whole."""
+    """Return the number of ranks that hold slices of the same sequences; 1 where sequences are whole."""
     sequence = newest_axis("sequence")
     return 1 if sequence is None else sequence.world
 

@@ -51,7 +51,7 @@ def move_to_device(item: Any, device: torch.device | str | int, criterion_func: 
 
     Args:
         item: Anything.
-        device: Where to.
+        device: Target device.
         criterion_func: Tensors that it says no to stay where they are.
     """
     return map_tensors(lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor, item)
@@ -66,7 +66,7 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
     Args:
         item: A tensor, or any nesting of dict, list and tuple; other leaves are passed through.
-        device: Where the clones live.
+        device: Device of the clones.
 
     Returns:
         The same nesting (subclasses of dict and named tuples kept), each tensor detached and contiguous on ``device``.

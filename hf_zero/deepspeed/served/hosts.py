@@ -40,8 +40,8 @@ def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: s
 
     Args:
         host_info: Numbers of the slots by host.
-        include_str: What to use, ``worker-0@worker-1:0,2``: a host without slots is taken whole; a host may come more than once.
-        exclude_str: What to leave out, in the same words.
+        include_str: Hosts to use, ``worker-0@worker-1:0,2``: a host without slots is used whole; a host may occur several times.
+        exclude_str: Hosts to leave out, in the same form.
 
     Returns:
         An OrderedDict like ``host_info`` and in its order, hosts without slots left out; ``host_info`` itself where nothing is asked.

@@ -117,7 +117,7 @@ def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | N
     """Logs the memory of the accelerator, where there is one, and the most this process has had on the host, in GB.
 
     Args:
-        message: What the program does now.
+        message: Description of the program's present step.
         force: Log at all; scripts leave their calls in and switch them with this.
         ranks: Ranks that log it; None is rank 0.
     """

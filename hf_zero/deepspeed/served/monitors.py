@@ -46,7 +46,7 @@ class _Single(EventWriter):
 
     Args:
         config: The section.
-        sinks: What is open already; None opens it, on rank 0.
+        sinks: Monitors that are already open; None opens them, on rank 0.
     """
 
     kind: str
