@@ -7,7 +7,8 @@ library on a host, by Triton on a GPU, and by ``quantize_reference`` if both are
 is encoded as the integer nearest to its quotient by the scale, and decoded as this integer times the scale. With 4 bits it is encoded as
 the integer k from -7 to 7 whose triangular number k (|k| + 1) / 2 is nearest, and decoded as this triangular number times the scale: most
 elements of a block of gradients are small compared with the largest, and equal steps would encode them as zero. Of two equally near
-integers the even one is taken. Everything is computed in fp32, and every operation is rounded separately. Zero stays zero, and -0 becomes 0.
+integers the even one is taken. Everything is computed in fp32, and every operation is rounded separately.
+Zero stays zero, and -0 becomes 0.
 A block without
 an element of 2**-100 or more in magnitude becomes zeros, so that no operation meets a subnormal scale. A block with an infinity or NaN is
 decoded as NaN in all its elements: an overflow cannot vanish. The last block of a vector may be shorter.
