@@ -45,7 +45,7 @@ def stages() -> Svg:
         for line, words in enumerate(_wrapped(WORDS[stage], 20)):
             picture.text(16, y + 40 + 15 * line, words, style="small")
         for rank in range(ranks):
-            at = y
+            at: float = y
             for kind, size in BYTES.items():
                 tall, x = high * size / sum(BYTES.values()), left + rank * wide
                 if kind in SHARDED[stage]:

@@ -78,8 +78,8 @@ def pages() -> dict[str, str]:
         parts = [f"# {title}", *(_entry(homes[name], name) for name in names)]
         written[f"reference/{address}.md"] = "\n\n".join(parts) + "\n"
     for address, module in MODULES.items():
-        names = [_entry(home, name) for name, home in names_of(module) if name != "logger"]
-        written[f"reference/{address}.md"] = "\n\n".join([f"# {module}", *names]) + "\n"
+        entries = [_entry(home, name) for name, home in names_of(module) if name != "logger"]
+        written[f"reference/{address}.md"] = "\n\n".join([f"# {module}", *entries]) + "\n"
     written["reference/commands.md"] = commands()
     return written
 
