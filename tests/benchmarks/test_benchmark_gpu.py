@@ -193,7 +193,7 @@ THERE = {
     "torch", "transformers", "accelerate", "triton", "lightning", "peft", "pytest", "safetensors", "rich", "tqdm", "psutil", "numpy",
     "packaging", "pydantic", "hypothesis", "deepspeed", "_hf_zero_startup",
 }  # fmt: skip
-OWN = ("benchmarks", "tests", "hf_zero", "worker", "processes")
+OWN = ("benchmarks", "tests", "hf_zero", "worker", "processes", "offline")  # offline: of the examples, beside their scripts
 
 
 def _imports(path: Path) -> Iterator[str]:

@@ -365,15 +365,17 @@ def check_universal_copy(folder: Path) -> None:
     """`ds_to_universal` gives a second checkpoint, which loads as the first does."""
     from deepspeed.checkpoint import ds_to_universal
 
+    from hf_zero.deepspeed.served.universal import parse_arguments
+
     from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     words = ["--input_folder", str(folder / "global_step2"), "--output_folder", str(folder / "global_step2_universal")]
-    ds_to_universal.main(ds_to_universal.parse_arguments(words))
+    ds_to_universal.main(parse_arguments(words))
     assert (folder / "latest_universal").read_text() == "global_step2_universal" and (folder / "latest").read_text() == "global_step2"
     first, second = (get_fp32_state_dict_from_zero_checkpoint(folder, tag) for tag in (None, "global_step2_universal"))
     assert all(torch.equal(first[name], second[name]) for name in {*first, *second})
     with pytest.raises(CheckpointError, match="is no complete checkpoint of hf_zero"):
-        ds_to_universal.main(ds_to_universal.parse_arguments([*words[:1], str(folder / "absent"), *words[2:]]))
+        ds_to_universal.main(parse_arguments([*words[:1], str(folder / "absent"), *words[2:]]))
 
 
 # Converts, changes a byte of a file, and converts again.

@@ -97,7 +97,11 @@ class BackwardPhase:
             if not phase._collects:
                 if phase.reducer is not None:
                     phase.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
-                phase._begin_collecting()
+                grad, param.grad = param.grad, None  # autograd's: whoever looks for gradients that the script has written must not find it
+                try:
+                    phase._begin_collecting()
+                finally:
+                    param.grad = grad
             if not phase.begun:
                 phase._notice()
             if phase.reducer is not None:
