@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import loaded_types, ranks, senses, zoo
+from tests.support import loaded_types, make_types_table, ranks, senses, zoo
+from tests.support.make_parity_table import TYPES, replace_section
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import DTYPES, Run, check, check_bitwise, initialize, prepare, reference, train
 from tests.support.rows import thinned
@@ -75,6 +76,20 @@ def test_all_architectures_stay_as_loaded(names: Callable[[], list[str]]) -> Non
     rows = list(loaded_types.measure_all(names()))
     assert _shown(rows) == []
     assert len(rows) == len(names()) > 0
+
+
+def test_the_pages_table_counts_what_was_tried_and_leaves_other_sections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [loaded_types.Row("A", engines=5, kept=1, buffers=2, forwards=3), loaded_types.Row("B", 4, differences=["x"], notes=["y"])]
+    monkeypatch.setattr(make_types_table, "KINDS", {"text": ("text", lambda: ["A"]), "senses": ("images", lambda: ["B", "C"])})
+    monkeypatch.setattr(senses, "refusals", lambda: {"D": "ImportError: a | b"})
+    page = tmp_path / "page.md"
+    page.write_text("first\n\n## Architectures\n\nsecond\n")
+    for _ in range(2):
+        replace_section(page, TYPES, make_types_table.render(rows, thinned=True))
+    before, title, text = page.read_text().partition(TYPES)
+    assert before == "first\n\n## Architectures\n\nsecond\n\n" and title not in text
+    assert "| text | 1 | 0 | 5 | 1 | 2 | 3 | 0 |" in text and "| images | 1 of 2 tried | 1 | 4 | 0 | 0 | 0 | 1 |" in text
+    assert "| B | x |" in text and "| B | y |" in text and "| D | ImportError: a / b |" in text
 
 
 # ------------------------------------------------------------------------------------------------ long positions
