@@ -33,13 +33,16 @@ def comes_alone() -> bool:
         Whether this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
     """
     global _joint, _of
-    watch = hang_watch.current()
-    if watch is None or dist.get_world_size() == 1:
+    base = hang_watch.joint_store()
+    if base is None or dist.get_world_size() == 1:
         return False
-    if _of is not watch.store:
-        _joint, _of = 0, watch.store
-    store, world, key = dist.PrefixStore(hang_watch.KEY, watch.store), dist.get_world_size(), f"joint/{_joint}"
+    if _of is not base:
+        _joint, _of = 0, base
+    store, world, key = dist.PrefixStore(hang_watch.KEY, base), dist.get_world_size(), f"joint/{_joint}"
     store.add(key, 1)
+    if hang_watch.current() is None:  # this rank alone has destroyed its engine: others count on it, and cannot ask where it is
+        _joint += 1
+        return False
     start, rounds = time.monotonic(), 0
     question, asked = 0, start + _PATIENCE - _ROUND
     while store.add(key, 0) < world:

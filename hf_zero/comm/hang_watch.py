@@ -83,6 +83,11 @@ def current() -> HangWatch | None:
     return _current if _current is not None and _current.serves(default_store()) else None
 
 
+def joint_store() -> dist.Store | None:
+    """Return the default group's store if a thread of this process answers over it, or did before its engines were destroyed; else None."""
+    return _current.store if _current is not None and _current.store is default_store() else None
+
+
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
     """Return the same store for another thread; None if the store allows no second connection or cannot be reached.
 

@@ -365,9 +365,8 @@ def check_universal_copy(folder: Path) -> None:
     """`ds_to_universal` gives a second checkpoint, which loads as the first does."""
     from deepspeed.checkpoint import ds_to_universal
 
-    from hf_zero.deepspeed.served.universal import parse_arguments
-
     from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+    from hf_zero.deepspeed.served.universal import parse_arguments
 
     words = ["--input_folder", str(folder / "global_step2"), "--output_folder", str(folder / "global_step2_universal")]
     ds_to_universal.main(parse_arguments(words))
