@@ -61,7 +61,7 @@ def _check_engine(name: str, model: nn.Module, config: dict[str, Any]) -> None:
     """What was loaded is the saved model; before there is an engine it refuses to be called or saved."""
     batch = zoo.batch(name, torch.Generator().manual_seed(ranks.rank()))
     for early in (model, copy.deepcopy(model)) if config["zero_optimization"]["stage"] < 3 else ():
-        with pytest.raises(StateError, match="has loaded its own experts .* alone"):
+        with pytest.raises(StateError, match="has loaded only its own experts"):
             zoo.loss(early, batch)
     with pytest.raises(StateError, match="this rank's state dict has no values"):
         next(value for key, value in model.state_dict().items() if "experts" in key).numpy()

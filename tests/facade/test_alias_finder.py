@@ -65,7 +65,7 @@ def test_switch_off_silences_the_alias(real_deepspeed: Path) -> None:
 
 
 def test_unknown_value_of_the_switch_is_named() -> None:
-    with pytest.raises(AssertionError, match="environment variable HF_ZERO is 'maybe'; 1 makes"):
+    with pytest.raises(AssertionError, match="environment variable HF_ZERO is 'maybe'; allowed are 1"):
         _report(switch="maybe")
 
 
