@@ -21,10 +21,10 @@ from tools import outside_pages, reference_pages
 VERBS = frozenset(
     re.split(
         r",\s+",
-        """accept, add, average, back-propagate, bring, call, carry, change, clip, compile, configure, count, create,
-        declare, do, end, exchange, fill, find, follow, forget, free, gather, get, initialize, leave, load, make, mark, move, multiply, name, note, open, overwrite, publish,
-        put, read, rebuild, refuse, release, replace, report, restore, return, run, save, say, scale, set, shard, stand, start, switch, take,
-        tell, train, treat, undo, unset, update, wait, wrap, write, yield""",
+        """accept, add, average, back-propagate, bring, call, carry, change, clip, compile, configure, count, create, declare, do,
+        end, exchange, fill, find, follow, forget, free, gather, get, initialize, leave, load, make, mark, move, multiply, name,
+        note, open, overwrite, publish, put, read, rebuild, refuse, release, replace, report, restore, return, run, save, say,
+        scale, set, shard, stand, start, switch, take, tell, train, treat, undo, unset, update, wait, wrap, write, yield""",
     )
 )
 
