@@ -31,7 +31,7 @@ from hf_zero.system.sizes import gib
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
-FILES = ("optimizer.bin", "parameters.bin")  # only such folders are created, and only such folders deleted
+FILES = ("optimizer.bin", "parameters.bin")  # no other file is created in such a folder, and no other is deleted
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
 GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 

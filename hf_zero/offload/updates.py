@@ -140,5 +140,5 @@ class UpdateThread:
 
 
 def _without_grad(work: Callable[[], None]) -> None:
-    with torch.no_grad():  # the inference mode belongs to a thread
+    with torch.no_grad():  # each thread has a gradient mode of its own
         work()

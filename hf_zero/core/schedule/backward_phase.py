@@ -97,7 +97,7 @@ class BackwardPhase:
             if not phase._collects:
                 if phase.reducer is not None:
                     phase.reducer.shown.require_hidden(param, entry.unit.layout.slots[index].name)
-                grad, param.grad = param.grad, None  # autograd's: whoever looks for gradients that the script has written must not find it
+                grad, param.grad = param.grad, None  # autograd's own: ``note_added`` must not treat it as written by the script
                 try:
                     phase._begin_collecting()
                 finally:

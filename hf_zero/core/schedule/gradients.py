@@ -192,12 +192,12 @@ class UnitGradients:
         self._policy = exchange.policy
         self._device = exchange.collectives.topology.device
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
-        self._written = [False] * len(unit.layout.slots)  # whether `_flat` holds the sum of all micro-steps since the last reduction
+        self._written = [False] * len(unit.layout.slots)  # by parameter: whether `_flat` has a gradient of it, of any micro-step
         self._used = [False] * len(unit.layout.slots)  # whether a gradient came since the last `clear`
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `_flat`
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if self._device.type == "cpu" else _KEPT_ON_DEVICE
-        self._factor = 1.0  # number of elements in the kept gradients
+        self._factor = 1.0  # the kept gradients are multiplied with it
         self._several = False  # each parameter gets several gradients in this backward
         self.in_place = InPlace(unit.params)
         self.places = [_place(slot) for slot in unit.layout.slots]

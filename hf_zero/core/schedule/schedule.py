@@ -46,7 +46,7 @@ class UnshardSchedule:
         self._votes = False  # whether passes of this phase end with a vote
         self._updating = False  # updates of the last step may still be running
         self._pass = UnshardPass((), 0, limits)
-        self._reducer: Reducer | None = None  # whether the phase is backward
+        self._reducer: Reducer | None = None  # set during a backward only
         self._foretold: dict[int, Foretold] = {}  # by id of the block
         self._training = False  # the running forward began with gradients on
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it

@@ -21,7 +21,7 @@ class _Forward:
     """
 
     block: ref[Block]
-    node: Any  # number of the output that was made last
+    node: Any  # autograd node of the output that was made last
     is_last: bool  # whether no node of the forward was made after it
 
 

@@ -216,7 +216,7 @@ class Stepper:
             with span("update"):
                 self.runtime.reshard_for_update()
                 for unit in trained_of(self.optimizer.units):
-                    unit.secondary.forget()  # an update that continues after the step is not timed
+                    unit.secondary.forget()  # an update that continues after the step does not notify it
                 spreads: list[Pending | None] = []
                 self.optimizer.update(shards, factor, lambda unit: spreads.append(all_gather_updated(unit)))
             with span("spread"):

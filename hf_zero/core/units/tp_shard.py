@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.core.units.layout import Range
 
 _TP_SHARD = "_hf_zero_tp_shard"
-_STAGES = "_hf_zero_stages"  # attribute of a parameter that is a part
+_STAGES = "_hf_zero_stages"  # attribute of a parameter that is not a part
 _WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
 
 Wholes = dict[tuple[int, bool], torch.Tensor]
