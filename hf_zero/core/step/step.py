@@ -18,13 +18,15 @@ from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.same_groups import same_clipping, same_groups
 from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_units import TrainedUnits
-from hf_zero.core.step.written_gradients import have_written, none_added, note_added, require_none_added, take_written
+from hf_zero.core.step.written_gradients import have_written, note_added, refuse_added, take_written
 from hf_zero.core.step.written_values import WrittenValues
 from hf_zero.core.units.unit import trained_of
 from hf_zero.core.units.values import all_gather_updated
 from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
+
+_ADDED = 2  # in the vote of a step: a backward has added to a gradient that a script had written
 
 
 @dataclass(frozen=True)
@@ -147,13 +149,15 @@ class Stepper:
         look = WrittenValues(self.runtime.units(), self.collectives.data)
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
-            alike += [look.alike(), none_added(self.reducer)]
+            alike.append(look.alike())
         alike.append(self.trained.alike())  # also takes tensors that a script has put into the groups out of them
-        told = [int(have_written(self.reducer)), signals.heard(), int(self.trained.waits())]
+        written = _ADDED if self.reducer.added_to else int(have_written(self.reducer))
+        told = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
         look.require_none_refused()
-        require_none_added(self.reducer)
+        if told[0] == _ADDED:
+            refuse_added(self.reducer, self.everyone)
         return Agreed(bool(told[0]), told[1], bool(told[2]))
 
     def signal_of_any(self) -> int:

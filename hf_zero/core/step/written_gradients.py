@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Sequence
 from typing import NoReturn
 
@@ -13,7 +12,6 @@ from hf_zero.core.optimizer.param_states import write_param
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.shown_gradients import ShownGradients
-from hf_zero.core.step.same_pace import Alike
 from hf_zero.errors import StateError
 
 
@@ -95,38 +93,22 @@ def note_added(reducer: Reducer, factor: float) -> None:
         reducer: Reducer of all trained units.
         factor: Factor of the backward's gradients.
     """
-    for entry in reducer.gradients:
-        for index, param in enumerate(entry.unit.params):
-            if (factor != 1.0 or entry.used(index)) and param is not None and reducer.shown.is_written(param):
-                reducer.added_to[entry.unit.layout.slots[index].name] = None
+    for entry, index in _written(reducer):
+        if factor != 1.0 or entry.used(index):
+            reducer.added_to[entry.unit.layout.slots[index].name] = None
 
 
-def none_added(reducer: Reducer) -> Alike:
-    """Return the digest of the records of ``note_added``, for a vote, with the error that names parameter and ranks."""
-    names = list(reducer.added_to)
-
-    def refuse(collectives: Collectives) -> NoReturn:
-        by_rank: list[list[str]] = collectives.gather_objects(names, "written gradients")
-        raise _added(next(name for line in by_rank for name in line))
-
-    return Alike([zlib.crc32(repr(names).encode()) if names else 0], refuse)
-
-
-def require_none_added(reducer: Reducer) -> None:
-    """Raise if ``note_added`` has recorded anything, on all ranks alike.
+def refuse_added(reducer: Reducer, collectives: Collectives) -> NoReturn:
+    """Raise the error of the first gradient that ``note_added`` has recorded on any of the ranks; collective.
 
     Raises:
-        StateError: It has recorded a gradient.
+        StateError: On every rank.
     """
-    for name in reducer.added_to:
-        raise _added(name)
-
-
-def _added(name: str) -> StateError:
-    return StateError(
-        f"{name}.grad was written by hand between the micro-steps of an optimizer step, and the next backward has added "
-        "to it. The gradients of earlier micro-steps would count too, whereas in plain PyTorch the assignment replaces "
-        "them. Write it after the last backward, before step(); zero_grad() drops the accumulated gradients"
+    by_rank: list[list[str]] = collectives.gather_objects(list(reducer.added_to), "written gradients")
+    raise StateError(
+        f"{next(name for line in by_rank for name in line)}.grad was written by hand between the micro-steps of an optimizer step, and "
+        "the next backward has added to it. The gradients of earlier micro-steps would count too, whereas in plain PyTorch the "
+        "assignment replaces them. Write it after the last backward, before step(); zero_grad() drops the accumulated gradients"
     )
 
 
