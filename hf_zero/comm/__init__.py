@@ -1,6 +1,6 @@
 """The process group, axes of ranks, every collective, and what happens when one fails.
 
-``initialize`` begins with one vote of all ranks (``build/same_settings.py``) over every resolved key that is not a rank's own
+``initialize`` begins with one vote of all ranks (``assembly/same_settings.py``) over every resolved key that is not a rank's own
 (``config/alike.py``), and the versions of hf_zero and torch, before anything whose order depends on a setting; ``zero.Init`` takes part
 in it. The vote over the model (``core/step/agreement.py``) holds the optimizer's class and each group's hyper-parameters too. What
 differs is one error on all ranks, with each key, all values and their ranks (``core/step/agreement.py``).

@@ -11,12 +11,12 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader
 
-from hf_zero.build.axes import axes_of, divide
-from hf_zero.build.log import announce, describe
-from hf_zero.build.optimizers import inner_optimizer
-from hf_zero.build.parts import PartsBuilder
-from hf_zero.build.policies import compile_options
-from hf_zero.build.same_settings import require_same_settings
+from hf_zero.assembly.axes import axes_of, divide
+from hf_zero.assembly.log import announce, describe
+from hf_zero.assembly.optimizers import inner_optimizer
+from hf_zero.assembly.parts import PartsBuilder
+from hf_zero.assembly.policies import compile_options
+from hf_zero.assembly.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

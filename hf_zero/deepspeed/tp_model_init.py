@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from hf_zero.build.kept_types import cast_unnamed
-from hf_zero.build.mesh import CLAIMS, claims_of_model, pipeline_ranks
-from hf_zero.build.policies import precision_policy
+from hf_zero.assembly.kept_types import cast_unnamed
+from hf_zero.assembly.mesh import CLAIMS, claims_of_model, pipeline_ranks
+from hf_zero.assembly.policies import precision_policy
 from hf_zero.config.mesh import EXPERT, Claim, requested_experts
 from hf_zero.config.read import read_config
 from hf_zero.errors import ConfigError

@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build.kept_types import kept_types
-from hf_zero.build.mesh import shard_groups
-from hf_zero.build.policies import kept_patterns, precision_policy
-from hf_zero.build.same_settings import require_same_settings
+from hf_zero.assembly.kept_types import kept_types
+from hf_zero.assembly.mesh import shard_groups
+from hf_zero.assembly.policies import kept_patterns, precision_policy
+from hf_zero.assembly.same_settings import require_same_settings
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.device import default_device
 from hf_zero.config.read import read_config

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from hf_zero.build import mesh
+from hf_zero.assembly import mesh
 from hf_zero.config.read import read_config
 from hf_zero.core import engine
 from hf_zero.core.engine import Engine

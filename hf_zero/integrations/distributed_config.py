@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.build.mesh import CLAIMS
+from hf_zero.assembly.mesh import CLAIMS
 from hf_zero.config.mesh import EXPERT, SHARD_GROUP, Claim
 from hf_zero.errors import ConfigError, UnsupportedError
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.build.mesh import expert_ranks
+from hf_zero.assembly.mesh import expert_ranks
 from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts, present_experts
 from hf_zero.expert_parallel.held import Held, Place, hold, make_room

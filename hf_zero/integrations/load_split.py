@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build.kept_types import cast_unnamed
+from hf_zero.assembly.kept_types import cast_unnamed
 from hf_zero.comm.topology import build_topology
 from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.split import split_model

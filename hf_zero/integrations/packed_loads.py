@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
-from hf_zero.build.packed_weights import divide_loaded
+from hf_zero.assembly.packed_weights import divide_loaded
 from hf_zero.deepspeed.zero_init import Init
 from hf_zero.memory import heap
 

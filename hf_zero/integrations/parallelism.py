@@ -16,7 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from hf_zero.build.mesh import fits_own_node
+from hf_zero.assembly.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
 from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_sizes, requested_ranks, solve
 from hf_zero.errors import ConfigError

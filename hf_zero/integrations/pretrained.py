@@ -66,7 +66,7 @@ def _widen_named(model: Any = None, dtype: Any = None, load_config: Any = None, 
     Unsharded, the loader replaces a tensor by one of the type that it shall have. Into shards it copies, and the constructor has made them
     in the type of the whole model.
     """
-    from hf_zero.build.kept_types import named_for_fp32
+    from hf_zero.assembly.kept_types import named_for_fp32
     from hf_zero.core.model_init import cast_sharded
     from hf_zero.core.units.unit import find_unit
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build.mesh import pipeline_ranks
+from hf_zero.assembly.mesh import pipeline_ranks
 from hf_zero.config.schema.parallel import Pipeline as Settings
 from hf_zero.errors import HfZeroError
 from hf_zero.integrations.checkpoint_slices import Load, Sources, converters_of, sources_of

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from transformers import TrainingArguments
 
-from hf_zero.build.mesh import fits_own_node
+from hf_zero.assembly.mesh import fits_own_node
 from hf_zero.config.mesh import claims_of_config, claims_of_environment, claims_of_sizes, solve
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import resolve

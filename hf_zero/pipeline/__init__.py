@@ -13,7 +13,7 @@ read is ``integrations/stage_loads.py``'s ([Note: reading a stage]), which finds
 The stages are the outermost axis of the ranks (``comm/axes.py``). ``Topology.model`` is all ranks that hold one model together, stages
 and tensor parallelism; ``pipe`` and ``tensor`` are its two parts, and ``Topology.layers`` is what tensor and expert parallelism work
 with. The experts of a stage are divided between dividing its layers and putting the pipeline in the place of the forward
-(``build/axes.py``); ``Topology.parts`` is all ranks that hold one model with its experts. Ranks with each other's experts agree on the
+(``assembly/axes.py``); ``Topology.parts`` is all ranks that hold one model with its experts. Ranks with each other's experts agree on the
 number of parts, and on when a kind of batch is new. A parameter of another stage is empty here and marked as a tensor-parallel shard that
 is elsewhere (``core/units/tp_shard.py``, ``is_elsewhere``), so norm, overflow and checkpoints know it as a part of the whole that others
 hold; it is in no unit. A weight that several stages hold is a unit of its own, whose gradients take one more sum over these stages and

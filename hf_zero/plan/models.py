@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 
-from hf_zero.build.kept_types import named_for_fp32
+from hf_zero.assembly.kept_types import named_for_fp32
 from hf_zero.config.names import nearest
 from hf_zero.config.sources import read_model_config
 from hf_zero.errors import ConfigError

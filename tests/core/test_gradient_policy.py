@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hf_zero.build import networks
-from hf_zero.build.policies import gradient_policy, precision_policy
+from hf_zero.assembly import networks
+from hf_zero.assembly.policies import gradient_policy, precision_policy
 from hf_zero.comm.back_end import NativeCollectives
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy

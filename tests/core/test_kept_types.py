@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.build.kept_types import cast_unnamed, kept_types, named_for_fp32
+from hf_zero.assembly.kept_types import cast_unnamed, kept_types, named_for_fp32
 from hf_zero.config.resolve import resolve
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.errors import ConfigError

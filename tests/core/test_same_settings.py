@@ -78,7 +78,7 @@ def _configurations() -> None:
         assert text.startswith("the ranks were given different settings: "), text
         head = clause.partition("{}")[0]
         assert head in text and f"{value} on {others}" in text and f"{other} on {last}" in text, (case, text)
-    with mock.patch("hf_zero.build.same_settings.__version__", "9.9" if ranks.rank() == ranks.world() - 1 else "0.1"):
+    with mock.patch("hf_zero.assembly.same_settings.__version__", "9.9" if ranks.rank() == ranks.world() - 1 else "0.1"):
         text = _text_of("version", model=_model(), config={**CONFIG, **_sgd()})
         assert f"version of hf_zero is 0.1 on {others}, 9.9 on {last}" in text
     # One rank loads its model sharded, where the others do not.

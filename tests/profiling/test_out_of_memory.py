@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import hf_zero
-from hf_zero.build import out_of_memory
-from hf_zero.build.out_of_memory import Failure, most_gathered, savings
+from hf_zero.assembly import out_of_memory
+from hf_zero.assembly.out_of_memory import Failure, most_gathered, savings
 from hf_zero.core.holdings import alive
 from tests import pretend
 from tests.pretend import network

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from hf_zero.build.axes import count_samples
-from hf_zero.build.policies import gradient_policy, precision_policy
+from hf_zero.assembly.axes import count_samples
+from hf_zero.assembly.policies import gradient_policy, precision_policy
 from hf_zero.config.mesh import Mesh
 from hf_zero.config.resolve import resolve
 from hf_zero.core.stages import stage_policy

@@ -11,7 +11,7 @@ skips, the scheduler stays, the norm is inf (for NaN gradients too), and the fir
 
 Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
 has written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_units.py`` lets parameters rest
-and join; those that join get units from ``build/joining.py``. Users' page: docs/parameters.md.
+and join; those that join get units from ``assembly/joining.py``. Users' page: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, while plain PyTorch does not update it.
 With ``ignore_unused_parameters: false`` a parameter that any rank did not use is an error on all ranks.
@@ -26,11 +26,11 @@ Precision
 
 fp32: the shard is its own master. bf16 / fp16: parameters are cast, masters start from the 16-bit values and are fp32, gradients of one
 micro-step travel in 16 bit and are accumulated in fp32. Buffers stay as they were loaded, unless ``data_types.buffer_dtype`` asks; so do
-parameters that the model or ``data_types.keep_in_fp32_modules`` names (``build/kept_types.py`` reads the names and gives types by tensor;
-[Note: norms with statistics]). They are units of their own, whose shards are the masters and whose gradients travel in fp32.
+parameters that the model or ``data_types.keep_in_fp32_modules`` names (``assembly/kept_types.py`` reads the names and gives types by
+tensor; [Note: norms with statistics]). They are units of their own, whose shards are the masters and whose gradients travel in fp32.
 ``zero.Init`` casts when the model is complete ([Note: cast when built]); what ``from_pretrained`` loads in fp32 is widened before it
 copies into shards (``integrations/pretrained.py``). An error of torch about types in a forward is given the names of the tensors that
-stayed (``build/kept_types.py``). The mean of fp16 gradients is taken on both sides of the sum, by a power of two near the square root of
-the ranks before it (``build/policies.py``, ``gradient_policy``), so that the sum stays below 65504. ``torch_autocast`` keeps fp32
+stayed (``assembly/kept_types.py``). The mean of fp16 gradients is taken on both sides of the sum, by a power of two near the square root of
+the ranks before it (``assembly/policies.py``, ``gradient_policy``), so that the sum stays below 65504. ``torch_autocast`` keeps fp32
 parameters. An autocast region around the engine is switched off inside, with a warning.
 """

@@ -5,11 +5,11 @@
 parameter that several modules register (tied weights) belongs to their lowest common ancestor, once. A block has one unit per dtype and
 kind, so a LoRA block has a 16-bit frozen unit and a trainable one.
 
-Packed weights (``packed.py``; ``build/packed_weights.py`` finds and marks them) are frozen units of their own whatever element type they
+Packed weights (``packed.py``; ``assembly/packed_weights.py`` finds and marks them) are frozen units of their own whatever element type they
 are kept in. Beside each lie its scales, a plain tensor of another type, as bytes (``ParamSlot.shown_as``): whatever unshards the weight
 unshards them. A 4-bit layer of bitsandbytes reads its weight's statistics from the parameter object, which stays; an 8-bit one keeps a
 reference to the bytes of its first forward (``state.CB``), which is made to follow the weight. Checkpoints leave packed weights out.
-torchao's weights are parameters of a class of its own around plain tensors: those lie in the unit (``build/wrapped_weights.py``, [Note:
+torchao's weights are parameters of a class of its own around plain tensors: those lie in the unit (``assembly/wrapped_weights.py``, [Note:
 inner tensors]). At stage 3 a packed weight is a unit of its own as soon as ``from_pretrained`` has quantized it
 (``integrations/packed_loads.py``, [Note: packed as loaded]); ``initialize`` takes those into the units of blocks.
 

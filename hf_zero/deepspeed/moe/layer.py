@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.build.mesh import CLAIMS
+from hf_zero.assembly.mesh import CLAIMS
 from hf_zero.config.mesh import EXPERT, Claim
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.deepspeed.moe.gate import TopKGate

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hf_zero.build.mesh import CLAIMS
+from hf_zero.assembly.mesh import CLAIMS
 from hf_zero.comm.bootstrap import init_distributed
 from hf_zero.comm.topology import require_divisor
 from hf_zero.config.mesh import Claim

@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from hf_zero.build.kept_types import kept_types
-from hf_zero.build.packed_weights import packed_weights, pieces_of, prepare_packed
-from hf_zero.build.policies import QuantizedUnits
-from hf_zero.build.wrapped_weights import prepare_wrapped
+from hf_zero.assembly.kept_types import kept_types
+from hf_zero.assembly.packed_weights import packed_weights, pieces_of, prepare_packed
+from hf_zero.assembly.policies import QuantizedUnits
+from hf_zero.assembly.wrapped_weights import prepare_wrapped
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block

@@ -5,7 +5,7 @@
 ``deepspeed/engine.py`` is the class users hold: a subclass with DeepSpeed's names, read-only ones from the tables in
 ``deepspeed/getters.py``, those that do something from ``deepspeed/requests.py``. Libraries attach to ``core/engine.py``.
 
-``build/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: who shards, splits the model, shares sequences and experts;
+``assembly/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: who shards, splits the model, shares sequences and experts;
 ``policies.py``: the configuration as policies and settings, the only form in which the layers below see it; ``networks.py``: the
 collectives of all axes; ``units.py``, ``optimizers.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines.
 ``deepspeed/initialize.py`` calls them in order.

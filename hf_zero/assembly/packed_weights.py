@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build.wrapped_weights import keep_divided
+from hf_zero.assembly.wrapped_weights import keep_divided
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.model_init import ModelInit
 from hf_zero.core.units.construct import NamedParam

@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from hf_zero.activation_checkpointing import configure
-from hf_zero.build import policies
-from hf_zero.build.axes import Axes
-from hf_zero.build.joining import Joiner
-from hf_zero.build.kept_types import explain_types
-from hf_zero.build.networks import Networks
-from hf_zero.build.optimizers import scheduler_of, sharded_optimizer
-from hf_zero.build.out_of_memory import OutOfMemory
-from hf_zero.build.units import UnitBuilder, persist_and_reshard
+from hf_zero.assembly import policies
+from hf_zero.assembly.axes import Axes
+from hf_zero.assembly.joining import Joiner
+from hf_zero.assembly.kept_types import explain_types
+from hf_zero.assembly.networks import Networks
+from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer
+from hf_zero.assembly.out_of_memory import OutOfMemory
+from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from hf_zero import __version__
-from hf_zero.build.axes import count_samples
-from hf_zero.build.mesh import mesh_of
+from hf_zero.assembly.axes import count_samples
+from hf_zero.assembly.mesh import mesh_of
 from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hf_zero.build.axes import Axes
-from hf_zero.build.mesh import is_to_split, require_fit
-from hf_zero.build.same_settings import everyone_of
+from hf_zero.assembly.axes import Axes
+from hf_zero.assembly.mesh import is_to_split, require_fit
+from hf_zero.assembly.same_settings import everyone_of
 from hf_zero.comm.axes import stages_together
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.build.policies import moment_type
+from hf_zero.assembly.policies import moment_type
 from hf_zero.comm.collectives import Collectives
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig

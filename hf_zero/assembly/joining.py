@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
-from hf_zero.build.units import UnitBuilder, persist_and_reshard
+from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradients import UnitGradients

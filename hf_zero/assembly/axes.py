@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.build.mesh import is_to_split, mesh_of, shards
-from hf_zero.build.packed_weights import refuse_packed
+from hf_zero.assembly.mesh import is_to_split, mesh_of, shards
+from hf_zero.assembly.packed_weights import refuse_packed
 from hf_zero.comm.axes import divide_experts, divide_stages, model_parallel_group
 from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
