@@ -68,7 +68,7 @@ class Block:
             self.checkpointed += 1
             if self.checkpointed > 1:  # its gradients will come in several pieces
                 for gradients in self.gradients:
-                    gradients.piecemeal = True
+                    gradients.collected.piecemeal = True
 
     def left(self) -> None:
         """Count a forward of the module that ends."""
