@@ -270,7 +270,7 @@ FAULTS: tuple[Fault, ...] = (
         ("no division behind the sum", "received.mul_(self.policy.post_scale)", "received.mul_(1.0)", (POLICY, MATRIX)),
         (
             "a reduction is not waited for",
-            "reduction.message, reduction.pending.received()",
+            "reduction.message, reduction.under_way.received()",
             "reduction.message, reduction.message[: self.unit.layout.shard_numel].clone()",
             (TRACE, MATRIX),
         ),

@@ -29,7 +29,8 @@ class OneBitStepper(Stepper):
     def prepare(self, boundary: bool) -> None:
         """Decide before a backward whether its gradients stay on each rank without reduction."""
         super().prepare(boundary)
-        self.reducer.exchange.reduces = not self._compresses
+        if isinstance(self.reducer.exchange, OneBitExchange):
+            self.reducer.exchange.keep_whole(self._compresses)
 
     @property
     def _compresses(self) -> bool:
@@ -84,7 +85,7 @@ def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -
 
 
 class OneBitExchange(GradientExchange):
-    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase: no reduction; the step sets ``reduces``.
+    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase: no reduction.
 
     Args:
         collectives: Network of the reductions.
@@ -97,9 +98,10 @@ class OneBitExchange(GradientExchange):
         super().__init__(collectives, policy)
         self._own_scale = 1.0 if averages else float(collectives.world)
 
-    @property
-    def scale(self) -> float:
-        return super().scale if self.reduces else self._own_scale
+    def keep_whole(self, compressed: bool) -> None:
+        """Keep the gradients of the next backwards on their ranks if the phase is ``compressed``, else reduce them."""
+        self.reduces = not compressed
+        self.scale = self._own_scale if compressed else self.policy.pre_scale
 
     def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
         return super().hops(dtype) if self.policy.sharded else (self._sum_in_order,)

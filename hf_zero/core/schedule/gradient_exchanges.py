@@ -188,7 +188,7 @@ class ReplicatedSum(GradientSum):
     def _over_replicas(self, of_group: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
         if self._partial:
             of_group, sent = self._fetch_partial().add_(of_group), self.policy.accumulation_dtype
-        message = of_group.to(self.policy.dtype_of_message(sent))
+        message = of_group.to(self.policy.message_dtype or sent)
         return self.replicas.all_reduce(message, unit).then(lambda _: message)
 
     def add(self, received: torch.Tensor, completes: bool) -> None:
@@ -219,7 +219,7 @@ class ReplicatedSum(GradientSum):
         """Return the sum; see ``GradientSum.reduced``. Collective if no boundary has sent it to the replicas."""
         if self._partial:
             wide = self.policy.accumulation_dtype
-            message = self._fetch_partial().to(self.policy.dtype_of_message(wide))
+            message = self._fetch_partial().to(self.policy.message_dtype or wide)
             self.replicas.all_reduce(message, self.unit.name).wait()
             super().add(message, completes=True)
         return super().reduced()

@@ -135,7 +135,7 @@ class Collector:
         if self.flat is None:
             layout, policy = self._unit.layout, self._policy
             keep_wide = wide or not policy.sharded
-            dtype = policy.accumulation_dtype if keep_wide else policy.dtype_of_message(layout.dtype)
+            dtype = policy.accumulation_dtype if keep_wide else (policy.message_dtype or layout.dtype)
             # Empty, not zeroed: gaps and missing parameters are zeroed in `whole`, all other elements are overwritten.
             self.flat = self.pool.take(layout.padded_numel, dtype, self._unit.collectives.topology.device)
         return self.flat
@@ -192,7 +192,8 @@ class Collector:
     def take(self, wide: bool = False) -> torch.Tensor:
         """Return ``whole()``; this object then has no gradients."""
         flat = self.whole(wide)
-        self._end_in_place()
+        if self.in_place:
+            self._end_in_place()
         self.flat = None
         self._written = [False] * len(self._written)
         return flat
@@ -404,7 +405,7 @@ class UnitGradients:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")
         flat = self.collected.take_late() if late else self.collected.take()
         # Sums over micro-steps in the accumulation dtype are sent in this dtype, unless the configuration names another one.
-        dtype = self.exchange.policy.dtype_of_message(flat.dtype)
+        dtype = self.exchange.policy.message_dtype or flat.dtype
         hops = [*self.exchange.hops(dtype), *self.total.hops(completes)]
         self._reduction = Reduction(flat.to(dtype), dtype, hops, completes)
         self.start_hop()

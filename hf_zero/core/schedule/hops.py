@@ -37,10 +37,6 @@ class GradientPolicy:
     post_scale: float
     sharded: bool
 
-    def dtype_of_message(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype in which gradients of ``dtype`` are sent."""
-        return self.message_dtype or dtype
-
 
 class GradientExchange:
     """Hops by which a unit's gradients are summed over all ranks. An optimizer that communicates itself derives its own class.
@@ -50,17 +46,14 @@ class GradientExchange:
         policy: Element types and factors.
         reduces: Whether gradients are reduced. If not, each rank keeps its own ones, unsharded, for the optimizer. Changes only between
             optimizer steps.
+        scale: Factor by which gradients are multiplied as they are copied into the flat buffer.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy) -> None:
         self.collectives = collectives
         self.policy = policy
         self.reduces = True
-
-    @property
-    def scale(self) -> float:
-        """Return the factor by which gradients are multiplied as they are copied into the flat buffer."""
-        return self.policy.pre_scale
+        self.scale = policy.pre_scale
 
     def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
         """Return the hops of a message of ``dtype``, (padded_numel,). The result of the last one is the sum, (shard_numel,) if
