@@ -309,7 +309,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/unshard_pass.py",
+        "core/schedule/block.py",
         (
             "nothing is prefetched",
             "                if first and self._under_way:\n                    return\n",
@@ -318,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/unshard_pass.py",
+        "core/schedule/block.py",
         (
             "prefetch ignores what is live",
             " or self.live + block.numel > self._limits.max_live_parameters:",

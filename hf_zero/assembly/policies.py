@@ -13,9 +13,9 @@ from torch import nn
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.preemption import PreemptionSettings
+from hf_zero.core.schedule.block import UnshardLimits
 from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
 from hf_zero.core.schedule.hops import GradientPolicy
-from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler

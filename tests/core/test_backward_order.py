@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.block import Block, UnshardLimits
 from hf_zero.core.schedule.reducer import BackwardOrder, Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.layout import UnitState
 
 pytestmark = pytest.mark.quick
@@ -205,6 +204,7 @@ def _forward(sizes: list[int], limits: UnshardLimits, ran: list[int]) -> tuple[l
     collectives = SimpleNamespace(any_of=lambda flags, what: flags, broadcast_object=lambda value, source, what: list(value))
     schedule = UnshardSchedule(root, blocks, limits, collectives)  # type: ignore[arg-type]
     schedule.begin_forward(training=True)
+    root.entered(recomputed_later=False)
     for index in ran:
         schedule.forward(blocks[index])
         schedule.after_forward(blocks[index])
@@ -239,6 +239,7 @@ def test_a_block_whose_module_still_runs_stays_unsharded() -> None:
     root = Block("root", None, [_Unit("root", 1, [], UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
     schedule = UnshardSchedule(root, blocks, UnshardLimits(0, 100, 0), SimpleNamespace())  # type: ignore[arg-type]
     schedule.begin_forward(training=True)
+    root.entered(recomputed_later=False)
     for _ in range(2):  # its forward calls itself
         blocks[0].entered(recomputed_later=False)
         schedule.forward(blocks[0])

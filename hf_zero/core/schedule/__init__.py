@@ -2,7 +2,7 @@
 
 When a unit is unsharded (stage 3)
 
-``core/schedule/schedule.py``, [Note: unshard passes]. A pass (``unshard_pass.py``) has a position in the unshard order. Asking for block
+``core/schedule/schedule.py``, [Note: unshard passes]. A pass (``UnshardPass``) has a position in the unshard order. Asking for block
 *j* issues the all-gathers of all sharded blocks up to *j*, the skipped ones included, and the end of forward and backward joins the rest.
 So ranks that run different experts, layers or towers issue the same sequence. Whether one is issued depends only on what was whole when
 the pass began, which is the same on all ranks. The order is the model's until the first whole forward; then rank 0's observed order is
@@ -28,7 +28,7 @@ gathers of a frozen backbone.
 - After a step whose updates may still go on (``hf_zero.offload_overlap``), what is prefetched in the first forward is asked for when the
 block before it has run: an all-gather waits for its unit's update. Nothing here looks at a clock or asks whether something has ended.
 
-``runtime.py`` puts the hooks on a module; ``forward_phase.py`` and ``backward_phase.py`` say what each of them does. What they need of
+``runtime.py`` puts the hooks on a module; ``ForwardPhase`` (``schedule.py``) and ``BackwardPhase`` say what each does. What they need of
 torch that has no public name is in ``torch_internals.py``, and ``tests/core/test_torch_internals.py`` looks at each.
 
 The order of collectives
