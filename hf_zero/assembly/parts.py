@@ -44,14 +44,12 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.step.trained_units import TrainedUnits
-from hf_zero.core.units.grouping import modules_kept_unsharded
-from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
+from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit

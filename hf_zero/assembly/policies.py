@@ -17,10 +17,9 @@ from hf_zero.core.schedule.block import UnshardLimits
 from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
 from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.step.progress import Progress
+from hf_zero.core.step.progress import Clock, Progress
 from hf_zero.core.step.step import StepSettings
 from hf_zero.offload.files import IoSettings
 from hf_zero.offload.settings import OffloadSettings, OptimizerOffload, ParamOffload
