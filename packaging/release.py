@@ -190,7 +190,7 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
         mine.symlink_to(next(venv.glob(f"lib/python*/site-packages/{part}")))
     try:
         began = time.monotonic()
-        run(python, "examples/clm/demo.py", cwd=source)
+        run(python, "examples/demo/demo.py", cwd=source)
         told.append(f"demo in {time.monotonic() - began:.0f} s")
         told.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
     finally:
