@@ -33,6 +33,7 @@ from torch import Tensor
 from hf_zero.errors import CollectiveError, HfZeroError
 from tests.support import collective_order, ranks
 from tests.support.collective_log import recording
+from tests.support.processes import PATIENCE
 from tests.support.script_engine import Zero
 from tests.support.script_grammar import Operation, Script, refusal_words
 from tests.support.script_model import ScriptError
@@ -329,7 +330,7 @@ def _may_refuse(operation: Operation, everyone: Sequence[Status]) -> bool:
 # ------------------------------------------------------------------------------------------------ in pytest's process
 
 
-def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.0) -> list[Verdict]:
+def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.0 * PATIENCE) -> list[Verdict]:
     """The verdict on each script. Scripts of one number of ranks share jobs of ``batch``; a hang costs the rest a new job.
 
     Args:

@@ -117,7 +117,7 @@ def measure_all(names: list[str], at_once: int = 6, world: int = 2) -> list[Row]
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         try:
-            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0, group_timeout=30.0)[0]
+            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0)[0]
         except ranks.RankError as error:
             if len(part) > 1:
                 rows += [row for name in part for row in measure_all([name], 1, world)]
