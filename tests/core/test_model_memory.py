@@ -56,7 +56,7 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
     command = [
         sys.executable,
         "-m",
-        "tests.support.model_memory",
+        "tests.core.model_memory",
         "--model",
         str(model),
         "--tiny",

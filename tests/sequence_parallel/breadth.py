@@ -1,7 +1,7 @@
 """Trains a tiny model of every causal language model over slices of sequences and compares it with whole ones.
 
-python -m tests.support.sp_breadth                   # over 2 ranks (two minutes); writes the table of docs/sequence-parallel.md
-python -m tests.support.sp_breadth LlamaForCausalLM  # prints its row
+python -m tests.sequence_parallel.breadth                   # over 2 ranks (two minutes); writes the table of docs/sequence-parallel.md
+python -m tests.sequence_parallel.breadth LlamaForCausalLM  # prints its row
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from tests.support import ranks, zoo
 from tests.support.sequences import loss_over_slices
-from tests.support.tp_breadth import perturb
+from tests.tensor_parallel.breadth import perturb
 
 LOSS, GRAD = 1e-5, 1e-4
 PADDED = 5  # tokens
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "sp_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sequence-parallel.md"
-START, STOP = "<!-- breadth: made by python -m tests.support.sp_breadth -->", "<!-- end of breadth -->"
+START, STOP = "<!-- breadth: made by python -m tests.sequence_parallel.breadth -->", "<!-- end of breadth -->"
 
 
 @dataclass
