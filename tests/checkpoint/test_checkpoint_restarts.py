@@ -71,7 +71,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
     env = environment({"PYTHONPATH": str(REPO), STORES: "1"})
     words = [*command, str(folder / "train.py"), str(folder)]
-    done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=200)  # rank 0 would sleep on
+    done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)  # rank 0 would sleep on
     return Launched(done.returncode, done.stderr, folder)
 
 

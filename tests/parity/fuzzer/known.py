@@ -1,6 +1,6 @@
 """What scripts may not do yet: patterns that the fuzzer leaves out until they are mended, each with scripts that show the fault.
 
-Delete an entry when ``python -m tests.support.script_report known`` says that it is closed, and move its scripts to ``MENDED``.
+Delete an entry when ``python -m tests.parity.fuzzer.report known`` says that it is closed, and move its scripts to ``MENDED``.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from tests.support.script_grammar import Cell, Operation, Script, keep_valid, parse
+from tests.parity.fuzzer.grammar import Cell, Operation, Script, keep_valid, parse
 
 
 class Known(NamedTuple):

@@ -1,8 +1,8 @@
 """Divides a tiny model of every text architecture over 2 and over 4 stages; what ``test_pp_breadth`` asserts.
 
-python -m tests.support.pp_breadth                         # all, over 2 and over 4 stages; writes the table of docs/pipeline-parallel.md
-python -m tests.support.pp_breadth --part 1/2              # half of them; the rows of the others stay
-python -m tests.support.pp_breadth LlamaForCausalLM        # prints its rows
+python -m tests.pipeline.breadth                         # all, over 2 and over 4 stages; writes the table of docs/pipeline-parallel.md
+python -m tests.pipeline.breadth --part 1/2              # half of them; the rows of the others stay
+python -m tests.pipeline.breadth LlamaForCausalLM        # prints its rows
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from tests.support import stages as simulated
+from tests.pipeline import stages as simulated
 from tests.support import zoo
-from tests.support.tp_breadth import buildable, part_of, perturb
+from tests.tensor_parallel.breadth import buildable, part_of, perturb
 
 STAGES = (2, 4)
 LOSS, GRAD, DOUBLE = 1e-5, 1e-4, 1e-9
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "pp_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "pipeline-parallel.md"
-START, STOP = "<!-- breadth: made by python -m tests.support.pp_breadth -->", "<!-- end of breadth -->"
+START, STOP = "<!-- breadth: made by python -m tests.pipeline.breadth -->", "<!-- end of breadth -->"
 _LAYERS = (
     "num_hidden_layers", "num_layers", "n_layer", "n_layers",
     "num_decoder_layers", "encoder_layers", "decoder_layers", "num_encoder_layers",

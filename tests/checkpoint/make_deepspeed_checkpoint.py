@@ -1,6 +1,6 @@
 """Makes a small checkpoint with DeepSpeed, for the tests of ``hf-zero convert``. Runs in a venv that has DeepSpeed and PyTorch:
 
-    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/support/make_deepspeed_checkpoint.py STAGE fp32|bf16|fp16 FOLDER [JSON]
+    DS_ACCELERATOR=cpu torchrun --nproc_per_node 2 tests/checkpoint/make_deepspeed_checkpoint.py STAGE fp32|bf16|fp16 FOLDER [JSON]
 
 Trains three steps, saves, writes the whole fp32 weights that DeepSpeed's own script makes of it to ``expected.safetensors``, trains two
 more steps and writes their losses, and the loss scales before and after them, to ``expected.json``. JSON is laid over the configuration.

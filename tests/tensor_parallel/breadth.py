@@ -1,8 +1,8 @@
 """Splits a tiny model of every text architecture over 2 and over 4 ranks and compares it with one rank; what ``test_tp_breadth`` asserts.
 
-python -m tests.support.tp_breadth                         # over 2 ranks (a few minutes); writes the table of docs/tensor-parallel.md
-python -m tests.support.tp_breadth --ranks 4 --part 1/3    # a third of them over 4; the rows of the others stay
-python -m tests.support.tp_breadth LlamaForCausalLM        # prints its row
+python -m tests.tensor_parallel.breadth                         # over 2 ranks (a few minutes); writes the table of docs/tensor-parallel.md
+python -m tests.tensor_parallel.breadth --ranks 4 --part 1/3    # a third of them over 4; the rows of the others stay
+python -m tests.tensor_parallel.breadth LlamaForCausalLM        # prints its row
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ WORLDS = (2, 4)
 LOSS, GRAD, DOUBLE = 1e-5, 1e-4, 1e-9
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "tp_breadth.json"  # over 2 ranks; see ``results_of``
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "tensor-parallel.md"
-START, STOP = "<!-- breadth: made by python -m tests.support.tp_breadth -->", "<!-- end of breadth -->"
+START, STOP = "<!-- breadth: made by python -m tests.tensor_parallel.breadth -->", "<!-- end of breadth -->"
 
 
 @dataclass

@@ -9,6 +9,7 @@ import torch
 from tests.support import ranks, zoo
 from tests.support.models import Batch
 from tests.support.parity import Difference, Run, Trace, difference, initialize, reference, train
+from tests.support.processes import PATIENCE
 
 # One step: the weights' limit is that of lr times a gradient's rounding, for gradients that are noise (a bias in front of a softmax).
 LIMIT = Difference(loss=5e-6, norm=2e-5, weights=2e-4, masters=2e-4)
@@ -52,7 +53,8 @@ def check_all(names: list[str], world_size: int = 2, stage: int = 3, seconds: fl
     """Check classes one after another, each on fresh state; one that fails or hangs does not stop the others."""
     sightings = []
     for name in names:
-        outcomes = ranks.observe_ranks(check, world_size, name, stage, timeout=seconds, group_timeout=seconds / 2, grace=1.0)
+        limit = PATIENCE * seconds
+        outcomes = ranks.observe_ranks(check, world_size, name, stage, timeout=limit, group_timeout=limit / 2, grace=1.0)
         failed = next((outcome for outcome in outcomes if not outcome.ok), None)
         if failed is None:
             sightings.append(outcomes[0].value)

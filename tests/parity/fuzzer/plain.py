@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.support import script_model
-from tests.support.script_grammar import Cell
-from tests.support.script_model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer import model as script_model
+from tests.parity.fuzzer.grammar import Cell
+from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
 
 SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.5}
 

@@ -1,4 +1,4 @@
-"""Writes a small checkpoint with its expected contents: `python -m tests.support.make_golden_checkpoint FOLDER OPTIMIZER`.
+"""Writes a small checkpoint with its expected contents: `python -m tests.checkpoint.make_golden_checkpoint FOLDER OPTIMIZER`.
 
 Such folders stay in the repository for every released version of the format, one for flat states and one for
 states of whole parameters; ``test_checkpoint_golden.py`` loads them all.

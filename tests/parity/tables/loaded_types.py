@@ -1,8 +1,8 @@
 """Trains a tiny model of every architecture in 16 bit, and compares the types and values of what shall stay with what was loaded.
 
-python -m tests.support.loaded_types                    # every architecture over 2 ranks; prints the rows that differ, and counts
-python -m tests.support.loaded_types text               # those that read text; senses: images or sound
-python -m tests.support.loaded_types T5ForConditionalGeneration
+python -m tests.parity.tables.loaded_types                    # every architecture over 2 ranks; prints the rows that differ, and counts
+python -m tests.parity.tables.loaded_types text               # those that read text; senses: images or sound
+python -m tests.parity.tables.loaded_types T5ForConditionalGeneration
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Trains a tiny model of every causal language model over slices of sequences and compares it with whole ones.
 
-python -m tests.support.sp_breadth                   # over 2 ranks (two minutes); writes the table of docs/sequence-parallel.md
-python -m tests.support.sp_breadth LlamaForCausalLM  # prints its row
+python -m tests.sequence_parallel.breadth                   # over 2 ranks (two minutes); writes the table of docs/sequence-parallel.md
+python -m tests.sequence_parallel.breadth LlamaForCausalLM  # prints its row
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from torch import nn
 
 from tests.support import ranks, zoo
 from tests.support.sequences import loss_over_slices
-from tests.support.tp_breadth import perturb
+from tests.tensor_parallel.breadth import perturb
 
 LOSS, GRAD = 1e-5, 1e-4
 PADDED = 5  # tokens
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "sp_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sequence-parallel.md"
-START, STOP = "<!-- breadth: made by python -m tests.support.sp_breadth -->", "<!-- end of breadth -->"
+START, STOP = "<!-- breadth: made by python -m tests.sequence_parallel.breadth -->", "<!-- end of breadth -->"
 
 
 @dataclass
@@ -117,7 +117,7 @@ def measure_all(names: list[str], at_once: int = 6, world: int = 2) -> list[Row]
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         try:
-            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0, group_timeout=30.0)[0]
+            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0)[0]
         except ranks.RankError as error:
             if len(part) > 1:
                 rows += [row for name in part for row in measure_all([name], 1, world)]

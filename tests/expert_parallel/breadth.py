@@ -1,9 +1,9 @@
 """Divides the experts of a tiny model of every text mixture of transformers over 2 and over 4 ranks and compares it with one process.
 
-python -m tests.support.ep_breadth                         # every column; writes the table of docs/experts.md
-python -m tests.support.ep_breadth --ranks 4               # over 4 ranks; the rows of the others stay
-python -m tests.support.ep_breadth --split                 # over 2 that split the layers too (tensor parallelism)
-python -m tests.support.ep_breadth MixtralForCausalLM      # prints its rows
+python -m tests.expert_parallel.breadth                         # every column; writes the table of docs/experts.md
+python -m tests.expert_parallel.breadth --ranks 4               # over 4 ranks; the rows of the others stay
+python -m tests.expert_parallel.breadth --split                 # over 2 that split the layers too (tensor parallelism)
+python -m tests.expert_parallel.breadth MixtralForCausalLM      # prints its rows
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from tests.support import ranks, zoo
-from tests.support.tp_breadth import DOUBLE, GRAD, LOSS, perturb, relative
+from tests.tensor_parallel.breadth import DOUBLE, GRAD, LOSS, perturb, relative
 
 WORLDS = (2, 4)
 COLUMNS = {
@@ -30,7 +30,7 @@ COLUMNS = {
 }
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "ep_breadth.json"
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "experts.md"
-START, STOP = "<!-- breadth: made by python -m tests.support.ep_breadth -->", "<!-- end of breadth -->"
+START, STOP = "<!-- breadth: made by python -m tests.expert_parallel.breadth -->", "<!-- end of breadth -->"
 AUTO_EP = ("mixtral", "qwen3_moe", "qwen3_5_moe", "qwen3_5_moe_text", "deepseek_v2", "deepseek_v3")  # DeepSpeed's presets
 COUNTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts", "n_experts")
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.script_grammar import Cell
+from tests.parity.fuzzer.grammar import Cell
 
 VOCABULARY, WIDTH, INNER, LENGTH, ROWS = 11, 6, 10, 4, 2  # odd shares of two ranks: pieces of parameters lie on both
 Seen = dict[str, Any]  # what an operation of a script shows, by name

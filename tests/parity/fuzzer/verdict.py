@@ -31,12 +31,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hf_zero.errors import CollectiveError, HfZeroError
+from tests.parity.fuzzer.engine import Zero
+from tests.parity.fuzzer.grammar import Operation, Script, refusal_words
+from tests.parity.fuzzer.model import ScriptError
+from tests.parity.fuzzer.plain import MustRefuse, Plain, State
 from tests.support import collective_order, ranks
 from tests.support.collective_log import recording
-from tests.support.script_engine import Zero
-from tests.support.script_grammar import Operation, Script, refusal_words
-from tests.support.script_model import ScriptError
-from tests.support.script_plain import MustRefuse, Plain, State
+from tests.support.processes import PATIENCE
 
 GOOD = ("equal", "refused", "raised")
 _CLOSING = (Operation("step"), Operation("save"))  # of a script that has to be refused: at the latest these do it
@@ -329,7 +330,7 @@ def _may_refuse(operation: Operation, everyone: Sequence[Status]) -> bool:
 # ------------------------------------------------------------------------------------------------ in pytest's process
 
 
-def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.0) -> list[Verdict]:
+def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.0 * PATIENCE) -> list[Verdict]:
     """The verdict on each script. Scripts of one number of ranks share jobs of ``batch``; a hang costs the rest a new job.
 
     Args:

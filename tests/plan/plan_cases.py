@@ -10,7 +10,7 @@ from tests.support import planned
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
 FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 4}}
-LISTED = f"python:{Path(__file__).with_name('experts.py')}:build_listed"
+LISTED = f"python:{Path(__file__).parents[1] / 'support' / 'experts.py'}:build_listed"
 """A model whose layers call experts of a list one by one."""
 _SETTINGS: dict[str, dict[str, Any]] = {
     "llama": planned.LLAMA,

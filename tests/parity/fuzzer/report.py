@@ -1,4 +1,4 @@
-"""Scripts of the fuzzer by hand: ``python -m tests.support.script_report``, from the root of the repository.
+"""Scripts of the fuzzer by hand: ``python -m tests.parity.fuzzer.report``, from the root of the repository.
 
 - ``run "add_adapter layer=blocks.0 how=group trains=1; forward data=0; ..."`` (or a file) at all stages, precisions and numbers of ranks;
   a ``cell`` line in front sets what else matters (``--here``: runs at that cell alone).
@@ -17,8 +17,7 @@ from pathlib import Path
 
 from hypothesis import HealthCheck, Phase, given, seed, settings
 
-from tests.support import ranks
-from tests.support.script_grammar import (
+from tests.parity.fuzzer.grammar import (
     KINDS,
     NEEDS,
     Cell,
@@ -32,8 +31,9 @@ from tests.support.script_grammar import (
     valid,
     variants,
 )
-from tests.support.script_known import KNOWN_OPEN
-from tests.support.script_verdict import Verdict, verdicts_of
+from tests.parity.fuzzer.known import KNOWN_OPEN
+from tests.parity.fuzzer.verdict import Verdict, verdicts_of
+from tests.support import ranks
 
 CELLS = [Cell(stage=stage, dtype=dtype, ranks=world) for stage in range(4) for dtype in ("fp32", "bf16") for world in (1, 2)]
 SOME_CELLS = [cell for cell in CELLS if cell.stage != 1 and (cell.ranks == 2 or cell.stage != 2 and cell.dtype == "fp32")]  # of the table
@@ -178,7 +178,7 @@ def _table(arguments: argparse.Namespace) -> None:
 def _explore(arguments: argparse.Namespace) -> None:
     drawn = draw(arguments.count, arguments.seed)
     if arguments.skip_known:
-        from tests.support.script_known import without_known
+        from tests.parity.fuzzer.known import without_known
 
         drawn = [without_known(script) for script in drawn]
     results = list(zip(drawn, quickly(drawn), strict=True))

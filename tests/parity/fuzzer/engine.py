@@ -13,10 +13,10 @@ from torch import Tensor
 
 import hf_zero
 from hf_zero import utils
-from tests.support import script_model
-from tests.support.script_grammar import Cell
-from tests.support.script_model import ScriptError, Seen, Side, batch, noise
-from tests.support.script_plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
+from tests.parity.fuzzer import model as script_model
+from tests.parity.fuzzer.grammar import Cell
+from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer.plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
 
 
 def config_of(cell: Cell) -> dict[str, Any]:
