@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -24,7 +24,7 @@ _sliced: WeakKeyDictionary[nn.Module, SlicedAttention] = WeakKeyDictionary()
 
 
 class SlicedAttention:
-    """Attention of one model's modules.
+    """Attention of one model's modules: all of them, or those at some paths.
 
     Attributes:
         collectives: The sequence-parallel group.
@@ -34,13 +34,15 @@ class SlicedAttention:
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool) -> None:
+    def __init__(
+        self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None
+    ) -> None:
         self.collectives = collectives
         self.reads_positions = reads_positions
         self.sliced = False
         self.calls = 0
         self.inside_whole = 0
-        for module in model.modules():
+        for module in model.modules() if modules is None else map(model.get_submodule, modules):
             _sliced[module] = self
 
     def trades(self, module: nn.Module) -> bool:

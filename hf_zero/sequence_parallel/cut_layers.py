@@ -18,6 +18,7 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel.between_layers import forget_methods, watch_methods
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.token_flow import Boundary, Places, TokenFlow
 from hf_zero.system.trees import convert_inside
@@ -38,6 +39,9 @@ class CutLayers:
         self._collectives = attention.collectives
         self._hooks: list[Any] = []
         modules = dict(model.named_modules())
+        self._around = {modules[path.rpartition(".")[0].rpartition(".")[0]] for path in flow.items}
+        for container in self._around:
+            watch_methods(container, self)
         for path, boundary in flow.items.items():
             self._before(modules[path], self._cut_arguments, boundary)
         for path, boundary in flow.mixers.items():
@@ -51,6 +55,24 @@ class CutLayers:
         """Takes the hooks off."""
         for hook in self._hooks:
             hook.remove()
+        for container in self._around:
+            forget_methods(container)
+
+    def under_way(self, module: nn.Module) -> bool:
+        """Return whether slices are under way in ``module``, one of the model's."""
+        return not self.attention.inside_whole and self.attention.trades(module)
+
+    def slice_length(self) -> int:
+        """Return the tokens of a slice."""
+        return self.length // self._collectives.world
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a slice (batch, tokens, ...); collective."""
+        return join(self._collectives, tensor, 1)
+
+    def cut_again(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of a whole (batch, tokens, ...)."""
+        return cut(self._collectives, tensor, 1) if tensor.dim() == 3 and tensor.shape[1] == self.length else tensor
 
     def _before(self, module: nn.Module, work: Callable[..., Any], boundary: Boundary) -> None:
         names = argument_names(module)

@@ -99,7 +99,7 @@ class SlicedForwards:
         self.settings = settings
         self.implementation = implementation
         settings.prepare(implementation)
-        self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"))
+        self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"), None if flow is None else flow.heads)
         self._whole = WholeInputs(model, self.attention, flow) if flow is not None else None
         self._masks = WholeMasks(model, collectives)
         self._positions = OwnPositions(model, collectives)
