@@ -18,8 +18,11 @@ from torch import nn
 
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel import sequence_functions
 from hf_zero.sequence_parallel.between_layers import forget_methods, watch_methods
 from hf_zero.sequence_parallel.joining import cut, join
+from hf_zero.sequence_parallel.masks import modules_of
+from hf_zero.sequence_parallel.sequence_functions import trade_in_functions
 from hf_zero.sequence_parallel.token_flow import Boundary, Places, TokenFlow
 from hf_zero.system.trees import convert_inside
 from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, named_arguments
@@ -47,6 +50,11 @@ class CutLayers:
         for path, boundary in flow.mixers.items():
             self._before(modules[path], self._join_arguments, boundary)
             self._hooks.append(modules[path].register_forward_hook(partial(self._cut_results, boundary.outputs), always_call=True))
+        if flow.functions:
+            trade_in_functions(modules_of(model))
+        for path in flow.functions:
+            self._hooks.append(modules[path].register_forward_pre_hook(self._enter_functions))
+            self._hooks.append(modules[path].register_forward_hook(self._leave_functions, always_call=True))
         if whole_tail:
             last = flow.items[flow.last]
             self._hooks.append(modules[flow.last].register_forward_hook(partial(self._join_results, last.outputs)))
@@ -109,6 +117,14 @@ class CutLayers:
             return None
         self.attention.inside_whole -= 1
         return None if self.attention.inside_whole or output is None else self._results(output, places, partial(self._cut, module))
+
+    def _enter_functions(self, module: nn.Module, args: Any) -> None:
+        if self.under_way(module):
+            sequence_functions.enter(self._collectives)
+
+    def _leave_functions(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.under_way(module):
+            sequence_functions.leave()
 
     def _join_results(self, places: Places, module: nn.Module, args: Any, output: Any) -> Any:
         return self._results(output, places, partial(self._join, module)) if self.attention.trades(module) else None

@@ -11,8 +11,8 @@ from there on they are cut; the module right below an item that mixes tokens (or
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from hf_zero.sequence_parallel.exchange import exchangeable
+from hf_zero.sequence_parallel.masks import modules_of
+from hf_zero.sequence_parallel.sequence_functions import FUSED, RECURRENCES, functions_in, named, problem_of
 from hf_zero.system.trees import tensors_in
 from hf_zero.tensor_parallel.call_arguments import argument_names
 from hf_zero.tensor_parallel.graph import UNIFORM, Call, Op, Value
@@ -60,6 +62,7 @@ class TokenFlow:
         items: The model's layers, by path, in the order of their first call.
         mixers: Modules that need whole sequences, by path, and why.
         heads: Modules whose attention trades heads, by path.
+        functions: Modules whose functions of the table trade, by path ([Note: sequence functions]).
         last: Path of the item that is called last.
         last_calls: How often it is called.
         tail: Why what follows the last item needs whole sequences; "" where slices do.
@@ -70,6 +73,7 @@ class TokenFlow:
     mixers: dict[str, Boundary] = field(default_factory=dict)
     reasons: dict[str, str] = field(default_factory=dict)
     heads: list[str] = field(default_factory=list)
+    functions: list[str] = field(default_factory=list)
     last: str = ""
     last_calls: int = 0
     tail: str = ""
@@ -256,6 +260,29 @@ class _TokenTracer(Tracer):
             self._mixing("attention between layers")
         return output
 
+    def function(self, name: str, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Write down a function of the table as one operation, with the result that it has for slices."""
+        if name in FUSED:
+            return None
+        given = named(function, args, kwargs)
+        layout = RECURRENCES.get(name)
+        leader = given[layout.leader if layout is not None else "hidden_states"]
+        value = self.value(leader)
+        self.silent += 1
+        output = torch.empty_like(leader, device="meta")
+        self.silent -= 1
+        if not self.silent:
+            self._append(name, [value], [output], Rule([value.dims]))
+            self.derived.update(self.graph.events[-1].outputs)  # type: ignore[union-attr]
+            self._spread(self.graph.events[-1], [value], self.leaves_of_tokens())  # type: ignore[arg-type]
+            problem = problem_of(name, given, self.ranks)
+            place = self._mixer()
+            if problem or place is None:
+                self._mixing(f"{name}: {problem or 'between layers'}")
+            elif self.stack[-1].path not in self.flow.functions:
+                self.flow.functions.append(self.stack[-1].path)
+        return (output, None) if layout is not None and layout.leader == "value" else output
+
     def _keeps_from_heads(self, values: list[Value], kwargs: dict[str, Any], tokens: set[SymbolicDim]) -> str:
         if any(self.places(value, tokens) != [2] or value.dims[2].find() is not self.tokens.find() for value in values):
             return "its keys are not those of the tokens"
@@ -264,6 +291,19 @@ class _TokenTracer(Tracer):
         others = {key: found for key, found in kwargs.items() if key not in ("position_ids", *_PER_HEAD)}
         extra = [key for key, tensor in tensors_in(others) if self.places(self.value(tensor), tokens)]
         return f"it reads {', '.join(extra)}" if extra else ""
+
+
+@contextmanager
+def _functions_stand_in(model: nn.Module, tracer: _TokenTracer) -> Iterator[None]:
+    """Let the functions of the table be operations of ``tracer``."""
+    found = functions_in(modules_of(model))
+    for module, name, function in found:
+        setattr(module, name, lambda *args, _name=name, _function=function, **kwargs: tracer.function(_name, _function, args, kwargs))
+    try:
+        yield
+    finally:
+        for module, name, function in found:
+            setattr(module, name, function)
 
 
 class _TokenFunctions(_Functions):
@@ -300,10 +340,15 @@ def find_token_flow(model: nn.Module, ranks: int, stand_in: Callable[[Callable[.
 def _flow_of(copy: nn.Module, inputs: dict[str, torch.Tensor], ranks: int, stand_in: Callable[[Callable[..., Any]], Any]) -> TokenFlow:
     lists = _lists(copy)
     tracer = _settled(copy, inputs, _entries(copy, lists), ranks, stand_in)
-    mixing = {path for path in lists if any(found.startswith(f"{path}.") for found in (*tracer.mixers, *tracer.flow.heads))}
+    mixing = {path for path in lists if any(found.startswith(f"{path}.") for found in _meetings(tracer))}
     if len(mixing) not in (0, len(lists)):  # lists of embeddings or of heads are no layers
         tracer = _settled(copy, inputs, _entries(copy, [path for path in lists if path in mixing]), ranks, stand_in)
     return _findings(tracer)
+
+
+def _meetings(tracer: _TokenTracer) -> list[str]:
+    """Return the modules where tokens meet."""
+    return [*tracer.mixers, *tracer.flow.heads, *tracer.flow.functions]
 
 
 def _settled(
@@ -398,6 +443,6 @@ def _run(
     ) -> tuple[torch.Tensor, None]:
         return tracer.attention(query, key, value, kwargs), None
 
-    with stand_in(attend), watching(model, tracer), torch.no_grad(), valueless(_TokenFunctions(tracer), tracer), suppress(_Found):
+    with stand_in(attend), _functions_stand_in(model, tracer), watching(model, tracer), torch.no_grad(), valueless(_TokenFunctions(tracer), tracer), suppress(_Found):
         model(**inputs, **({"use_cache": False} if "use_cache" in argument_names(model) else {}))
     return tracer

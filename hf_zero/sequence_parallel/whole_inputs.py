@@ -67,7 +67,6 @@ class WholeInputs:
         length = first.shape[1]
         self._attention.inside_whole = 0
         self.layers.length = length * self._collectives.world
-        rows = first.shape[0]
         for name, value in given.items():
             if name in _LOSS or name == "position_ids" or is_medium(name) or not isinstance(value, torch.Tensor) or value.dim() < 2:
                 continue
@@ -77,7 +76,9 @@ class WholeInputs:
                     "rank its slice (batch, tokens, ...) of it; masks of four dimensions are not supported"
                 )
             given[name] = join(self._collectives, value, 1)
-        self._set_positions(given, rows)
+        if "use_cache" in self._names:
+            given["use_cache"] = False  # of slices it would be of no use
+        self._set_positions(given)
         self._set_labels(given)
         return (), given
 
@@ -88,7 +89,7 @@ class WholeInputs:
             output["logits"] = cut(self._collectives, logits, 1)
         return output
 
-    def _set_positions(self, given: dict[str, Any], rows: int) -> None:
+    def _set_positions(self, given: dict[str, Any]) -> None:
         """Leave positions to the model where an adapter has counted them, or where it counts for itself."""
         positions = given.pop("position_ids", None)
         if positions is None or counted_by_adapter(positions):
