@@ -11,6 +11,7 @@ from there on they are cut; the module right below an item that mixes tokens (or
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -281,7 +282,8 @@ class _TokenTracer(Tracer):
                 self._mixing(f"{name}: {problem or 'between layers'}")
             elif self.stack[-1].path not in self.flow.functions:
                 self.flow.functions.append(self.stack[-1].path)
-        return (output, None) if layout is not None and layout.leader == "value" else output
+        pair = layout is not None and (layout.leader == "value" or given.get("return_final_states") or given.get("return_last_state"))
+        return (output, None) if pair else output
 
     def _keeps_from_heads(self, values: list[Value], kwargs: dict[str, Any], tokens: set[SymbolicDim]) -> str:
         if any(self.places(value, tokens) != [2] or value.dims[2].find() is not self.tokens.find() for value in values):
@@ -399,6 +401,13 @@ def _inputs(model: nn.Module, multiple: int = 1) -> dict[str, torch.Tensor]:
     return {name: tensor.repeat(books, 1) for name, tensor in inputs.items()} if isinstance(books, int) else inputs
 
 
+def without_cache(model: nn.Module) -> dict[str, bool]:
+    """Return the argument that keeps a model from filling a cache, if it takes one."""
+    passes = any(item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values())
+    known = "use_cache" in argument_names(model) or (passes and hasattr(getattr(model, "config", None), "use_cache"))
+    return {"use_cache": False} if known else {}
+
+
 def _judge_glue(flow: TokenFlow, tracer: _TokenTracer) -> None:
     calls = len(tracer.order)
     for after, reason in tracer.glue:
@@ -444,5 +453,5 @@ def _run(
         return tracer.attention(query, key, value, kwargs), None
 
     with stand_in(attend), _functions_stand_in(model, tracer), watching(model, tracer), torch.no_grad(), valueless(_TokenFunctions(tracer), tracer), suppress(_Found):
-        model(**inputs, **({"use_cache": False} if "use_cache" in argument_names(model) else {}))
+        model(**inputs, **without_cache(model))
     return tracer

@@ -14,7 +14,7 @@ from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import counted_by_adapter, is_medium, labels_behind
 from hf_zero.sequence_parallel.cut_layers import CutLayers
 from hf_zero.sequence_parallel.joining import cut, join
-from hf_zero.sequence_parallel.token_flow import TokenFlow
+from hf_zero.sequence_parallel.token_flow import TokenFlow, without_cache
 from hf_zero.tensor_parallel.call_arguments import argument_names
 
 _TOKENS = ("input_ids", "inputs_embeds")
@@ -33,6 +33,7 @@ class WholeInputs:
         self._model = model
         self._collectives = attention.collectives
         self._names = argument_names(model)
+        self._no_cache = without_cache(model)
         self._attention = attention
         base = model.get_base_model() if hasattr(model, "get_base_model") else model
         self._why_whole = flow.tail or _own_loss(base)
@@ -76,8 +77,7 @@ class WholeInputs:
                     "rank its slice (batch, tokens, ...) of it; masks of four dimensions are not supported"
                 )
             given[name] = join(self._collectives, value, 1)
-        if "use_cache" in self._names:
-            given["use_cache"] = False  # of slices it would be of no use
+        given.update(self._no_cache)  # of slices it would be of no use
         self._set_positions(given)
         self._set_labels(given)
         return (), given
