@@ -206,7 +206,9 @@ def convolve(collectives: Collectives, function: Function, args: tuple[Any, ...]
     """
     given = named(function, args, kwargs)
     if given.get("seq_idx") is not None or given.get("initial_states") is not None:
-        raise UnsupportedError(f"sequence parallelism: {function.__name__} got samples to tell apart, or a state; give it one sample per row")
+        raise UnsupportedError(
+            f"sequence parallelism: {function.__name__} got samples to tell apart, or a state; give it one sample per row"
+        )
     hidden, back = given["hidden_states"], given["weight"].shape[-1] - 1
     length, ranks, rank = hidden.shape[2], collectives.world, collectives.rank
     if length < back:  # the rank before does not have them all

@@ -28,9 +28,7 @@ StandIn = Callable[[str, Callable[..., Any]], Any]
 """Returns a context in which a function stands in the place of an attention implementation of transformers."""
 
 
-def require_sliceable(
-    model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn
-) -> tuple[str, TokenFlow | None]:
+def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn) -> tuple[str, TokenFlow | None]:
     """Return the attention implementation of a transformers model that can be trained over slices, and where its tokens meet.
 
     That is None for a text model whose tokens meet in attention of the interface alone and that takes positions: its forward can be given

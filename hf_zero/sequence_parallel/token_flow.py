@@ -452,6 +452,13 @@ def _run(
     ) -> tuple[torch.Tensor, None]:
         return tracer.attention(query, key, value, kwargs), None
 
-    with stand_in(attend), _functions_stand_in(model, tracer), watching(model, tracer), torch.no_grad(), valueless(_TokenFunctions(tracer), tracer), suppress(_Found):
+    with (
+        stand_in(attend),
+        _functions_stand_in(model, tracer),
+        watching(model, tracer),
+        torch.no_grad(),
+        valueless(_TokenFunctions(tracer), tracer),
+        suppress(_Found),
+    ):
         model(**inputs, **without_cache(model))
     return tracer

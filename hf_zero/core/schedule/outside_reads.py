@@ -11,13 +11,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
-from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
+from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.schedule import ForwardPhase
-from hf_zero.core.schedule.torch_internals import RAISED, hook_forward, in_backward, outside_transforms, replace_parameters
+from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
 from hf_zero.core.units.grouping import enclosing
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import UnitState
@@ -80,7 +80,7 @@ class OutsideReads:
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
         self._wholes: Wholes = {}  # complete tensors of tensor-parallel shards, while a forward runs
-        self._handles: list[RemovableHandle] = []
+        self.parts: dict[int, list[ForwardHooks]] = {}  # by the id of their block's module
 
     def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
         """Hook every module with parameters of its own, guard all parameters, and resolve declared external parameters.
@@ -124,9 +124,10 @@ class OutsideReads:
 
     def detach(self) -> None:
         """Remove hooks and guards."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for hooks in self.parts.values():
+            for hook in hooks:
+                hook.remove()
+        self.parts = {}
         for module in self._module.modules():
             if isinstance(module._parameters, GuardedParameters):
                 replace_parameters(module, dict(module._parameters.items()))
@@ -148,7 +149,7 @@ class OutsideReads:
             elif output is not RAISED:
                 self._backward.watch_part(output)
 
-        self._handles += hook_forward(module, before, after)
+        self.parts.setdefault(id(block.module), []).append(ForwardHooks(module, before, after))
 
     def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
