@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -73,7 +75,7 @@ class UlyssesSPAttentionHF:
         if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
             raise ConfigError(f"seq_length is {length}, which {sequence_parallel_size} ranks (sequence_parallel_size) do not divide")
         fixed = None if seq_length_is_variable else length
-        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention)
+        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention, standing_in)
         state = SequenceParallel(sequence_topology(sequence_parallel_size), settings)
         if isinstance(model_name_or_path, nn.Module):
             state.bind(model_name_or_path)
@@ -96,6 +98,22 @@ def trade_in_attention(implementation: str) -> None:
         raise UnsupportedError(f"sequence parallelism: transformers has no attention function {implementation!r}: {sorted(functions)}")
     own = dispatching((lambda module: present) if present is not None else eager_function)
     functions[implementation] = _replaced[implementation] = own
+
+
+@contextmanager
+def standing_in(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """Lets ``attend`` stand in transformers' table for ``implementation``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    before = functions.get(implementation)
+    functions[implementation] = attend
+    try:
+        yield
+    finally:
+        if before is not None:
+            functions[implementation] = before
+        else:
+            del functions[implementation]
 
 
 def eager_function(module: nn.Module) -> Core:

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import ranks
 from tests.support.checkpoints import start, steps
-from tests.support.examples import EXAMPLES, RUN_SECONDS
+from tests.support.examples import EXAMPLES, TEST_SECONDS
 from tests.support.examples import run as run_example
 from tests.support.processes import REPO, environment
 
@@ -129,7 +129,7 @@ def _text(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("way", ["torchrun", "accelerate"])
 def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str) -> None:
     example = EXAMPLES / "clm"
