@@ -18,7 +18,7 @@ from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
 from tests.support.processes import until
 
-WORLD, SIGNALS, LIMIT_SECONDS = 3, 50, 120.0
+WORLD, SIGNALS, LIMIT_SECONDS = 3, 50, 600.0
 
 
 def _enter(rank: int, store: str) -> None:

@@ -19,7 +19,7 @@ from tests.support.parity import Run, initialize
 from tests.support.processes import REPO, environment
 from tests.support.rows import thinned
 
-TIMEOUT = 3.0
+TIMEOUT = 12.0  # of a collective: no rank of a run that is well is that late, even on a busy machine
 # Where rank 1 stops: before a block's forward, in its backward, between backward and step.
 PLACES = ("forward", "backward", "step")
 WAYS = ("dies", "aborts", "hangs", "raises")
@@ -60,7 +60,7 @@ def _train_until(stage: int, place: str, way: str) -> None:
 @thinned(None, place=PLACES, way=WAYS)
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_the_other_rank_ends_with_the_unit_and_phase(stage: int, place: str, way: str) -> None:
-    grace = 1.0 if way == "hangs" else TIMEOUT + 8  # one that hangs never reports, the survivor comes first
+    grace = 1.0 if way == "hangs" else TIMEOUT + 60  # one that hangs never reports, the survivor comes first
     outcomes = ranks.observe_ranks(_train_until, 2, stage, place, way, timeout=TIMEOUT + 120, group_timeout=TIMEOUT, grace=grace)
     survivor, culprit = outcomes
     assert culprit.status == {"dies": "died", "aborts": "died", "hangs": "hung", "raises": "error"}[way], culprit.text

@@ -1,16 +1,19 @@
 """Say which files of tests take how long, from the report that pytest writes, for the table in CONTRIBUTING.md.
 
     make test TEST_ARGS="--junitxml=build/tests.xml"
-    python -m tools.test_times build/tests.xml               # the 25 longest files
-    python -m tools.test_times build/tests.xml --tests 40    # the 40 longest tests
-    python -m tools.test_times build/tests.xml --write       # the table of CONTRIBUTING.md
+    python -m tools.times_of_tests build/tests.xml               # the 25 longest files
+    python -m tools.times_of_tests build/tests.xml --tests 40    # the 40 longest tests
+    python -m tools.times_of_tests build/tests.xml --write       # the table of CONTRIBUTING.md, and tests/data/seconds.json
 
 Seconds are those of set-up, call and tear-down of each test on the wall, so that their sum is the length of the run times its processes.
+``tests/conftest.py`` sorts files by the data: several processes end together only if the longest files begin first. Write it on a quiet
+machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import sys
 from collections import Counter, defaultdict
@@ -19,7 +22,8 @@ from xml.etree import ElementTree
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PAGE = REPOSITORY / "CONTRIBUTING.md"
-START, STOP = "<!-- times: made by python -m tools.test_times -->", "<!-- end of times -->"
+DATA = REPOSITORY / "tests" / "data" / "seconds.json"
+START, STOP = "<!-- times: made by python -m tools.times_of_tests -->", "<!-- end of times -->"
 
 
 def seconds_by_file(report: Path) -> tuple[dict[str, float], Counter[str]]:
@@ -82,13 +86,14 @@ def main() -> int:
     parser.add_argument("report", type=Path, help="XML of pytest --junitxml")
     parser.add_argument("--length", type=int, default=25, help="number of files")
     parser.add_argument("--tests", type=int, default=0, help="print this many tests instead")
-    parser.add_argument("--write", action="store_true", help="write the table into CONTRIBUTING.md")
+    parser.add_argument("--write", action="store_true", help="write the table of CONTRIBUTING.md and the data that files are sorted by")
     arguments = parser.parse_args()
     if arguments.tests:
         for name, spent in _longest(seconds_by_test(arguments.report), arguments.tests):
             print(f"{spent:8.1f}  {name}")
         return 0
-    text = table(*seconds_by_file(arguments.report), arguments.length)
+    seconds, counts = seconds_by_file(arguments.report)
+    text = table(seconds, counts, arguments.length)
     if not arguments.write:
         print(text)
         return 0
@@ -97,6 +102,7 @@ def main() -> int:
         print(f"{PAGE} has no lines {START!r} and {STOP!r}: the table belongs between them", file=sys.stderr)
         return 1
     before, after = page.split(START)[0], page.split(STOP)[1]
+    DATA.write_text(json.dumps({name: round(spent, 1) for name, spent in sorted(seconds.items())}, indent=1) + "\n", encoding="utf-8")
     PAGE.write_text(f"{before}{START}\n\n{text}\n\n{STOP}{after}", encoding="utf-8")
     return 0
 

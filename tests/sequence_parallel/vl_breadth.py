@@ -1,7 +1,7 @@
 """Trains tiny vision-language models over slices of sequences, images on some ranks only, and compares them with whole sequences.
 
-python -m tests.support.vl_breadth                                  # over 2 ranks and over 4; writes the table of the page
-python -m tests.support.vl_breadth LlavaForConditionalGeneration    # prints its row
+python -m tests.sequence_parallel.vl_breadth                                  # over 2 ranks and over 4; writes the table of the page
+python -m tests.sequence_parallel.vl_breadth LlavaForConditionalGeneration    # prints its row
 
 Rank 0 loads rows with an image that lies across slices, and the last row padded; the others load text. Each group so trains on as many
 batches as it has ranks, one with an image.
@@ -20,13 +20,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from tests.sequence_parallel.breadth import GRAD, LOSS, PAGE, worst_gradient
 from tests.support import ranks, zoo
 from tests.support.sequences import loss_over_slices
-from tests.support.sp_breadth import GRAD, LOSS, PAGE, worst_gradient
-from tests.support.tp_breadth import perturb
+from tests.tensor_parallel.breadth import perturb
 
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "vl_breadth.json"
-START, STOP = "<!-- images: made by python -m tests.support.vl_breadth -->", "<!-- end of images -->"
+START, STOP = "<!-- images: made by python -m tests.sequence_parallel.vl_breadth -->", "<!-- end of images -->"
 WORLDS = (2, 4)
 AFTER = 12  # text tokens behind an image
 MULTIPLE = 8  # of the length of sequences
