@@ -47,6 +47,11 @@ def counted_by_adapter(positions: torch.Tensor) -> bool | None:
     return found
 
 
+def mark_slice(batch: Batch, counted: bool) -> None:
+    """Records that the tokens and positions of ``batch`` are a slice; ``counted`` says that no batch had the positions."""
+    _cut.update({batch[name]: counted for name in _MARKED if name in batch})
+
+
 @dataclass(frozen=True)
 class _Told:
     """Report of a rank to its group about the batch it has loaded.
@@ -177,7 +182,7 @@ class UlyssesSPDataLoaderAdapter:
         batches: deque[Batch] = deque()
         for row, each, told in zip(received, layouts, everyone, strict=True):
             found = _unpack(row, each)
-            _cut.update({found[name]: told.counted for name in _MARKED if name in found})
+            mark_slice(found, told.counted)
             batches.append({**found, **told.rest})
         return batches, any(told.last for told in everyone)
 
@@ -215,6 +220,19 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
     Raises:
         ConfigError: The batch is no dictionary, or something in it has no dimension of tokens.
     """
+    tensors, rest, _ = whole_batch(batch, ranks)
+    return {name: value.unflatten(1, (ranks, -1)).transpose(0, 1) for name, value in tensors.items()}, rest
+
+
+def whole_batch(batch: Any, multiple: int, shifts: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+    """Return a batch with the tensors that slices need, (batch, tokens, ...), still whole; the values that are no tensors; and the tokens
+    that were added at the end. Arguments and errors as ``prepare``.
+
+    Args:
+        batch: As for ``prepare``.
+        multiple: Number that the tokens become a multiple of.
+        shifts: ``labels`` become ``shift_labels``; False leaves them, for models whose loss shifts nothing.
+    """
     if not isinstance(batch, Mapping):
         raise ConfigError(f"sequence parallelism: a batch must be a dictionary with input_ids; the loader gives {type(batch).__name__}")
     batch = dict(batch)
@@ -231,17 +249,16 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         batch = {name: value for name, value in batch.items() if name not in _TOLD_BY_POSITIONS}
     else:
         batch["position_ids"] = torch.arange(length, device=first.device).expand(rows, -1)
-    labels = batch.pop("labels", None)
+    labels = batch.pop("labels", None) if shifts else None
     if labels is not None and batch.get("shift_labels") is None:
         _require_tokens("labels", labels, rows, length)
         batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    extra = -length % ranks
+    extra = -length % multiple
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():
         _require_tokens(name, value, rows, length)
-        padded = _padded(name, value.expand(rows, *value.shape[1:]), extra)
-        tensors[name] = padded.unflatten(1, (ranks, -1)).transpose(0, 1)
-    return tensors, {name: value for name, value in batch.items() if name not in tensors}
+        tensors[name] = _padded(name, value.expand(rows, *value.shape[1:]), extra)
+    return tensors, {name: value for name, value in batch.items() if name not in tensors}, extra
 
 
 def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> None:

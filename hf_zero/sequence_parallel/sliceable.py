@@ -21,13 +21,14 @@ _TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")
 
 
-def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) -> str:
+def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, causal: bool = True) -> str:
     """Return the attention implementation of a transformers model that can be trained over slices.
 
     Args:
         model: The model, or an adapter around it.
         ranks: Size of the sequence-parallel group.
         implementation: What the script asks for; None takes the model's.
+        causal: Refuse models that are not causal.
 
     Raises:
         ConfigError: The model has another implementation, or heads that do not divide.
@@ -56,7 +57,8 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
     _require_interface(model)
-    _require_causal(model)
+    if causal:
+        _require_causal(model)
     _require_alike(name, config)
     heads = getattr(config, "num_attention_heads", None)
     if isinstance(heads, int):
