@@ -28,6 +28,7 @@ from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.joined import join_loss, join_tokens
 from hf_zero.sequence_parallel.layout import Layout
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
+from hf_zero.sequence_parallel.ring import RingAttention, require_ring
 from hf_zero.sequence_parallel.row_masks import RowMasks
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
 
@@ -37,9 +38,9 @@ _divided: WeakKeyDictionary[nn.Module, DividedForwards] = WeakKeyDictionary()
 
 
 @contextmanager
-def sliced_step(tokens: int) -> Iterator[None]:
-    """Says for a while that batches of ``tokens`` tokens are this rank's parts of sequences."""
-    token = _cut_by_caller.set((*_cut_by_caller.get(), tokens))
+def sliced_step(*tokens: int) -> Iterator[None]:
+    """Says for a while that batches of so many tokens are this rank's parts of sequences."""
+    token = _cut_by_caller.set((*_cut_by_caller.get(), *tokens))
     try:
         yield
     finally:
@@ -73,6 +74,8 @@ class DividedForwards:
         self, model: nn.Module, layout: Layout, across: Collectives, inside: Collectives | None, settings: SliceSettings, strategy: str
     ) -> None:
         implementation = require_dividable(model, layout.inside, settings.implementation)
+        if strategy == "alltoall":
+            require_ring(model, implementation)
         for part in model.modules():  # prepared again, or inside an adapter since
             before = _divided.pop(part, None)
             if before is not None:
@@ -81,7 +84,8 @@ class DividedForwards:
         self.layout = layout
         self.settings = settings
         settings.prepare(implementation)
-        self.attention = ContextAttention(model, layout, across, inside)
+        kind = RingAttention if strategy == "alltoall" else ContextAttention
+        self.attention = kind(model, layout, across, inside)
         self._shifts, self._sees_later = shifts_labels(model), sees_later_tokens(model)
         self._names = _arguments_of(model)
         self._masks = RowMasks(model, layout)
@@ -112,7 +116,7 @@ class DividedForwards:
             return None
         _require_plain(model, given)
         try:
-            batch = self._completed(given) if by_caller else self._parts(given)
+            batch = self._completed(given) if by_caller else self.parts_of(given)
         except HfZeroError as error:
             raise said_of_context(error) from None
         self._length = 0 if by_caller else int(tokens or 0)
@@ -126,8 +130,16 @@ class DividedForwards:
         self._open = True
         return (), batch
 
-    def _parts(self, given: Batch) -> Batch:
-        """Return this rank's parts of a whole batch."""
+    def parts_of(self, given: Batch) -> Batch:
+        """Return this rank's parts of a whole batch; collective the first time.
+
+        Args:
+            given: Arguments of a forward, by name.
+
+        Raises:
+            ConfigError: Something in it has no dimension of tokens.
+            StateError: The ranks were given different batches.
+        """
         if is_slice((), given):
             raise StateError(
                 "context parallelism: the batch was cut by UlyssesSPDataLoaderAdapter, which cuts for sequence parallelism; give all ranks "
@@ -279,3 +291,8 @@ def said_of_context(error: HfZeroError) -> HfZeroError:
 def is_divided(model: nn.Module, settings: SliceSettings) -> bool:
     """Return whether the forwards of ``model`` are over parts of sequences already, as ``settings`` say."""
     return model in _divided and _divided[model].settings is settings
+
+
+def divided_forwards(model: nn.Module) -> DividedForwards | None:
+    """Return the hooks around the forwards of ``model``; None if it has none."""
+    return _divided.get(model)

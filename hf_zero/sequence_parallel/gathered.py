@@ -124,7 +124,7 @@ class ContextAttention(SlicedAttention):
         if is_causal is None:
             is_causal = getattr(module, "is_causal", True)
         if isinstance(mask, torch.Tensor):
-            _require_rows(mask, query.shape[2], length)
+            require_rows(mask, query.shape[2], length)
             causal = mask in causal_rows
         else:
             causal = bool(is_causal)
@@ -155,7 +155,7 @@ def _before(first: int, end: int, device: torch.device) -> torch.Tensor:
     return torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)[None, None]
 
 
-def _require_rows(mask: torch.Tensor, queries: int, keys: int) -> None:
+def require_rows(mask: torch.Tensor, queries: int, keys: int) -> None:
     """Refuse masks that are not of this place's rows."""
     if mask.dim() != 4 or mask.shape[-1] != keys or mask.shape[-2] not in (1, queries):
         raise UnsupportedError(

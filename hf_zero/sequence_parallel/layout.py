@@ -10,7 +10,6 @@ from __future__ import annotations
 import torch
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.comm.topology import Topology
 from hf_zero.sequence_parallel.exchange import join_slices
 
 
@@ -24,9 +23,9 @@ class Layout:
         place: This rank's place.
     """
 
-    def __init__(self, collectives: Collectives, inside: Topology | None) -> None:
+    def __init__(self, collectives: Collectives, inside: int = 1) -> None:
         self.collectives = collectives
-        self.inside = inside.world if inside is not None else 1
+        self.inside = inside
         self.places = collectives.world // self.inside
         self.place, self._turn = divmod(collectives.rank, self.inside)
 

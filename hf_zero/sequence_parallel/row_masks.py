@@ -37,6 +37,11 @@ class RowMasks(WholeMasks):
     def _join(self, value: torch.Tensor, key: str) -> torch.Tensor:
         return self.layout.join(value, -1, key)
 
+    def _argument(self, name: str, key: str, value: Any) -> Any:
+        if key == "attention_mask" and isinstance(value, torch.Tensor) and value.dim() == 4:
+            return value  # rows of this place already, which the library returns as they are
+        return super()._argument(name, key, value)
+
     def _whole(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         make, signature = super()._whole(name, function), inspect.signature(function)
 

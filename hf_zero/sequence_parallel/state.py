@@ -88,6 +88,7 @@ class ContextParallel(SequenceParallel):
         across: The ranks, one of each place, whose keys and values are gathered.
         inside: The ranks that trade heads; None without sequence parallelism.
         strategy: "allgather" or "alltoall".
+        layout: The division of sequences.
     """
 
     def __init__(
@@ -97,14 +98,14 @@ class ContextParallel(SequenceParallel):
         self.across = across
         self.inside = inside
         self.strategy = strategy
+        self.layout = Layout(open_collectives(self.axis), inside.world if inside is not None else 1)
 
     def bind(self, model: nn.Module) -> None:
         """Makes training forwards of ``model`` forwards over parts of sequences."""
         if self.settings is None or is_divided(model, self.settings):
             return
-        layout = Layout(open_collectives(self.axis), self.inside)
         inside = open_collectives(self.inside) if self.inside is not None else None
-        DividedForwards(model, layout, open_collectives(self.across), inside, self.settings, self.strategy)
+        DividedForwards(model, self.layout, open_collectives(self.across), inside, self.settings, self.strategy)
 
 
 def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:
