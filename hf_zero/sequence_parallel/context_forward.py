@@ -31,6 +31,7 @@ from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, requi
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
 from hf_zero.sequence_parallel.row_masks import RowMasks
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
+from hf_zero.system.planning import planning
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
 _cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())
@@ -145,7 +146,7 @@ class DividedForwards:
                 "context parallelism: the batch was cut by UlyssesSPDataLoaderAdapter, which cuts for sequence parallelism; give all ranks "
                 "of a group the same whole batch"
             )
-        if not self._compared:
+        if not self._compared and not planning():
             self._compare(given)
         small = {name: value for name, value in given.items() if _is_no_sequence(value)}
         rows = {name: value for name, value in given.items() if name == "attention_mask" and getattr(value, "dim", lambda: 0)() == 4}
