@@ -50,7 +50,7 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scores: 
         (batch, heads, queries, width of values) and (batch, heads, queries), both fp32 at least; 0 and -inf for queries that see no key.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    if _is_fused(query, value, scores):
+    if _is_plain(scores) and is_fused(query, value):
         if query.device.type == "cpu":
             out, lse = _ATEN._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, scores.causal, scale=scores.scale)
         else:
@@ -91,7 +91,7 @@ def gradients(
         above: The gradient of ``out``, in its dtype.
     """
     wide = torch.promote_types(query.dtype, torch.float32)
-    if _is_fused(query, value, scores):
+    if _is_plain(scores) and is_fused(query, value):
         return tuple(part.to(wide) for part in _fused_gradients(query, key, value, scores, out, lse, above))  # type: ignore[return-value]
     of_query = torch.empty_like(query, dtype=wide)
     of_key, of_value = torch.zeros_like(key, dtype=wide), torch.zeros_like(value, dtype=wide)
@@ -110,13 +110,18 @@ def gradients(
     return of_query, of_key, of_value
 
 
-def _is_fused(query: torch.Tensor, value: torch.Tensor, scores: Scores) -> bool:
-    if scores.mask is not None or scores.dropout or query.shape[-1] != value.shape[-1]:
+def is_fused(query: torch.Tensor, value: torch.Tensor) -> bool:
+    """Return whether torch has a kernel for blocks of these shapes and dtypes without a mask and without dropout."""
+    if query.shape[-1] != value.shape[-1]:
         return False
     if query.device.type == "cpu":
         return True
     half = query.dtype in (torch.float16, torch.bfloat16)
     return query.device.type == "cuda" and half and query.shape[-1] <= _GREATEST_WIDTH and query.shape[-1] % 8 == 0
+
+
+def _is_plain(scores: Scores) -> bool:
+    return scores.mask is None and not scores.dropout
 
 
 def _fused_gradients(

@@ -16,9 +16,11 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, _PER_HEAD, Core, SlicedAttention, _own_heads
+from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
 from hf_zero.sequence_parallel.exchange import heads_for_sequences, sequences_for_heads
 from hf_zero.sequence_parallel.layout import Layout
 
+SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
 causal_rows = WeakTensorKeyDictionary()  # masks of this rank's rows in which no token sees a later one
 
 
@@ -47,6 +49,53 @@ class _GatherKeys(torch.autograd.Function):
         summed = across.reduce_scatter(full, wide, "keys").received().to(full.dtype)
         parts = summed.split([row[0].numel() for row in rows])
         return None, None, *(part.view(row.shape[1:]) for part, row in zip(parts, rows, strict=True))
+
+
+class _Causal(torch.autograd.Function):
+    """Causal attention of the two runs of a place to whole keys and values without a mask: each run sees the keys before it and, up to
+    the query, its own ([Note: partial attention]).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: list[tuple[int, int]], scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        groups, found = query.shape[1] // key.shape[1], []
+        keys, values = _per_query_head(key, groups), _per_query_head(value, groups)
+        for part, (first, end) in zip(query.chunk(2, dim=2), runs, strict=True):
+            own = slice(first, end)
+            out, lse = attend(part, keys[:, :, own], values[:, :, own], Scores(scale, causal=True))
+            if first:
+                merge(out, lse, *attend(part, keys[:, :, :first], values[:, :, :first], Scores(scale)))
+            found.append((out.to(query.dtype), lse))
+        out, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+        ctx.runs, ctx.scale, ctx.groups = runs, scale, groups
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        keys, values = _per_query_head(key, ctx.groups), _per_query_head(value, ctx.groups)
+        of_query = torch.zeros_like(query, dtype=lse.dtype)
+        of_key, of_value = torch.zeros_like(keys, dtype=lse.dtype), torch.zeros_like(values, dtype=lse.dtype)
+        for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), ctx.runs, strict=True):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
+                if columns.stop == columns.start:
+                    continue
+                given = query[:, :, part], keys[:, :, columns], values[:, :, columns], Scores(ctx.scale, causal=causal)
+                found = gradients(*given, out[:, :, part], lse[:, :, part], above[:, :, part])
+                of_query[:, :, part] += found[0]
+                of_key[:, :, columns] += found[1]
+                of_value[:, :, columns] += found[2]
+        of_key, of_value = (part.unflatten(1, (-1, ctx.groups)).sum(2) for part in (of_key, of_value))
+        return None, None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _per_query_head(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
 
 
 def gather_keys(layout: Layout, across: Collectives, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +179,12 @@ class ContextAttention(SlicedAttention):
             causal = bool(is_causal)
         if not causal:
             return core(module, query, key, value, mask, is_causal=False, **kwargs)[0]
+        scale = kwargs.get("scaling")
+        plain = mask is None and not kwargs.get("dropout") and getattr(core, "__module__", None) == SDPA
+        if plain and is_fused(query, value):
+            scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
+            attended: torch.Tensor = _Causal.apply(self.layout.parts(length), scale, query, key, value)  # type: ignore[no-untyped-call]
+            return attended.transpose(1, 2)
         found, width = [], query.shape[2] // 2
         for turn, (first, end) in enumerate(self.layout.parts(length)):
             rows = slice(turn * width, (turn + 1) * width)

@@ -19,10 +19,8 @@ from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import Core
 from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, merge
-from hf_zero.sequence_parallel.gathered import ContextAttention, causal_rows, require_rows
+from hf_zero.sequence_parallel.gathered import SDPA, ContextAttention, causal_rows, require_rows
 from hf_zero.sequence_parallel.layout import Layout
-
-_SDPA = "transformers.integrations.sdpa_attention"
 
 
 @dataclass(frozen=True)
@@ -48,9 +46,9 @@ class RingAttention(ContextAttention):
     def _of_place(
         self, core: Core, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
     ) -> torch.Tensor:
-        if getattr(core, "__module__", None) != _SDPA:
+        if getattr(core, "__module__", None) != SDPA:
             raise UnsupportedError(
-                f"context parallelism: 'alltoall' computes attention as {_SDPA} does, and {core!r} stands in its place in the table of "
+                f"context parallelism: 'alltoall' computes attention as {SDPA} does, and {core!r} stands in its place in the table of "
                 "attention functions; choose 'allgather' (hf_zero.context_parallel_strategy, cp_comm_strategy)"
             )
         causal = kwargs.get("is_causal")
