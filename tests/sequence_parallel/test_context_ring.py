@@ -17,6 +17,7 @@ from hf_zero.comm.topology import axis_over
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel import blocks
 from hf_zero.sequence_parallel.blocks import Scores
+from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.layout import Layout
 from hf_zero.sequence_parallel.ring import _Ring, _Rules
 from tests.sequence_parallel.test_sequence_training import MASKS, mistral
@@ -26,6 +27,7 @@ from tests.support.parity import Run
 from tests.support.sequences import Data, build, llama
 
 pytest.importorskip("transformers", minversion="5.0")
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402 - where there is transformers
 
 
 def parts(queries: int, keys: int, width: int, of_value: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -124,6 +126,41 @@ def ring_of(dtype: torch.dtype) -> int:
 @pytest.mark.parametrize("world", [2, 3])
 def test_a_ring_is_the_whole_attention_and_sends_what_the_page_says(world: int) -> None:
     assert len(set(ranks.run_ranks(ring_of, world, torch.float64))) == 1
+
+
+def gathered(of_value: int) -> None:
+    """Gathered keys: attention of the two runs without a mask is torch's, with one message each way of the bytes that the page says."""
+    world, length, heads, shared, width = dist.get_world_size(), 12 * dist.get_world_size(), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((heads, width), (shared, width), (shared, of_value))
+    whole = [torch.randn(2, count, length, size, generator=generator).requires_grad_() for count, size in sizes]
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    above = torch.randn(expected.shape, generator=generator)
+    wanted = torch.autograd.grad((expected * above).sum(), whole)
+    collectives = open_collectives(axis_over(dist.group.WORLD))  # type: ignore[arg-type]
+    layout = Layout(collectives)
+    layer = torch.nn.Identity()
+    layer.num_key_value_groups = heads // shared  # type: ignore[assignment]
+    attention, masks = ContextAttention(layer, layout, collectives, None), []
+
+    def core(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        masks.append(mask)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    core.__module__ = sdpa_attention_forward.__module__
+    before, mine = collectives.sent_bytes, [layout.cut(part.detach(), 2).requires_grad_() for part in whole]
+    found, _ = attention.attend(core, layer, *mine, None)
+    torch.testing.assert_close(found.transpose(1, 2), layout.cut(expected, 2))
+    (found.transpose(1, 2) * layout.cut(above, 2)).sum().backward()
+    assert collectives.sent_bytes - before == 2 * (2 * shared * (length // world) * (width + of_value) * 4) * (world - 1)
+    for part, gradient in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(part.grad, layout.cut(gradient, 2))
+    assert len(masks) == (0 if of_value == width else 2)  # torch's kernel serves, or the model's function with two masks
+
+
+@pytest.mark.parametrize("of_value", [8, 5])
+def test_gathered_keys_are_the_whole_attention_and_send_what_the_page_says(of_value: int) -> None:
+    ranks.run_ranks(gathered, 2, of_value)
 
 
 def each(names: list[str]) -> None:

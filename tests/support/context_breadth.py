@@ -80,9 +80,9 @@ def table(rows: list[Row]) -> str:
     rest = [row for row in rows if not (row.exact or row.refused)]
     lines = [
         START,
-        f"Of {len(rows)} causal language models of transformers {transformers.__version__}, tiny, on 2 gloo ranks, fp32, against one rank, "
-        "one row padded",
-        f"on the left (loss and every gradient): **{len(exact)} exact**, {len(rows) - len(exact) - len(rest)} refused by name, none that "
+        f"Of {len(rows)} causal language models of transformers {transformers.__version__}, tiny, on 2 gloo ranks, fp32, against one rank,",
+        f"one row padded on the left (loss and every gradient): **{len(exact)} exact**, {len(rows) - len(exact) - len(rest)} refused by "
+        "name, none that",
         f"trains with other numbers ({', '.join(f'{row.name}: {row.error}' for row in rest)}).",
         "",
         "| refused because | models |",
