@@ -12,11 +12,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from tests.sequence_parallel.test_sequence_training import MASKS, adapted, gpt2, mistral
 from tests.support import parity, ranks, zoo
 from tests.support.context import check, config, divided, script_batch
 from tests.support.parity import Run
 from tests.support.rows import slow_but
+from tests.support.sequence_kinds import MASKS, adapted, gpt2, mistral
 from tests.support.sequences import LOSS, NORM, Data, build, llama, mixtral, whole
 
 pytest.importorskip("transformers", minversion="5.0")
