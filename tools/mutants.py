@@ -25,7 +25,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tables import ResultTable  # noqa: E402
+from benchmarks.common.tables import ResultTable  # noqa: E402
 from tools.mutant_faults import FAULTS, Fault  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -51,7 +51,7 @@ def found_by(fault: Fault, folder: Path, limit: float) -> str:
     path = folder / "hf_zero" / fault.file
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TEST_PATIENCE": "1"}
     try:
         for test in fault.tests:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", test]

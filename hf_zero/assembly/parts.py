@@ -36,21 +36,20 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedGradients
-from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
+from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
+from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.step.trained_units import TrainedUnits
-from hf_zero.core.units.grouping import modules_kept_unsharded
-from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
+from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
@@ -64,6 +63,7 @@ from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
 from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.pipeline.added_in_place import collector_of
 from hf_zero.pipeline.apply import pipeline_of, pipelined
 from hf_zero.pipeline.generation import WholeGeneration
 from hf_zero.profiling.recordings import RecordedStep
@@ -297,7 +297,7 @@ class PartsBuilder:
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        pipeline = pipeline_of(self.module)
+        pipeline, collector = pipeline_of(self.module), collector_of(self.module)
         tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
 
         def gradients_of(unit: Unit) -> UnitGradients:
@@ -307,9 +307,10 @@ class PartsBuilder:
                 own = copy.copy(own)
                 own.policy = replace(policy, accumulation_dtype=wide)
             others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
-            return (
-                UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
-            )
+            sums = GradientSum(unit, own.policy, place(unit))
+            if others is not None:
+                sums = ReplicatedSum(unit, own.policy, place(unit), others)
+            return UnitGradients(unit, own, collector(unit, own.policy, pool), sums)
 
         self._gradients_of = gradients_of
         entries = [gradients_of(unit) for unit in units]

@@ -94,6 +94,7 @@ class Engine(nn.Module):
             self.runtime.forget_broken()
             self.accumulation.require_window()
             self.runtime.forward.failed -= self._run_again.is_of(given)
+        self.runtime.follow_compile()
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self.autocast():
@@ -395,6 +396,7 @@ class Engine(nn.Module):
         targets = [block.module for block in self.runtime.blocks] or [self.module]
         for target in targets:
             target.compile(**options)
+        self.runtime.follow_compile(inside=True)
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
         """Return the engine if the arguments change nothing; units can be neither moved nor cast.

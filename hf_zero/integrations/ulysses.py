@@ -10,7 +10,7 @@ from hf_zero.comm.topology import sequence_topology
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.sequence_parallel.forward import SliceSettings
 from hf_zero.sequence_parallel.state import SequenceParallel
-from hf_zero.sequence_parallel.table import trade_in_attention
+from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 
 
 class UlyssesSPAttentionHF:
@@ -69,7 +69,7 @@ class UlyssesSPAttentionHF:
         if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
             raise ConfigError(f"seq_length is {length}, which {sequence_parallel_size} ranks (sequence_parallel_size) do not divide")
         fixed = None if seq_length_is_variable else length
-        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention)
+        settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention, standing_in)
         state = SequenceParallel(sequence_topology(sequence_parallel_size), settings)
         if isinstance(model_name_or_path, nn.Module):
             state.bind(model_name_or_path)

@@ -10,7 +10,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from hf_zero.core.step.clock import Clock
+from hf_zero.core.step.progress import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler

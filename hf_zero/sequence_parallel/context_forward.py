@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import HfZeroError, StateError, UnsupportedError
-from hf_zero.sequence_parallel.batches import IGNORED, Batch, is_slice, mark_slice, whole_batch
+from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
 from hf_zero.sequence_parallel.forward import Randomness, SliceSettings
 from hf_zero.sequence_parallel.gathered import ContextAttention
@@ -153,6 +153,7 @@ class DividedForwards:
         whole = {name: value for name, value in given.items() if name not in small and name not in rows}
         counted = whole.get("position_ids") is None
         tensors, rest, extra = whole_batch(whole, self.layout.multiple, self._shifts)
+        tensors.pop(LABELS, None)
         if extra and not rows and self._sees_later and "attention_mask" not in tensors:
             ones = torch.ones_like(tensors["position_ids"])
             ones[:, ones.shape[1] - extra :] = 0

@@ -8,7 +8,8 @@ from typing import Any
 from torch import nn
 
 from hf_zero.errors import HfZeroError, UnsupportedError
-from hf_zero.sequence_parallel.sliceable import require_sliceable
+from hf_zero.sequence_parallel.exchange import require_even_heads
+from hf_zero.sequence_parallel.sliceable import attention_of, reason_to_cut_layers
 
 _SERVED = ("sdpa", "eager")
 _TOKEN_TASKS = ("ForMaskedLM", "ForTokenClassification", "Model")  # endings of the names of models with one output per token
@@ -27,11 +28,17 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         UnsupportedError: It is of a kind that cannot be divided.
     """
     try:
-        found = require_sliceable(model, inside, implementation, causal=False)
+        found = attention_of(model, implementation)
+        if isinstance(getattr(model.config, "num_attention_heads", None), int):
+            require_even_heads(model.config.num_attention_heads, inside)
     except HfZeroError as error:
         raise type(error)(str(error).replace("sequence parallelism", "context parallelism")) from None
     base = _inside(model)
-    name = type(base).__name__
+    name, reason = type(base).__name__, reason_to_cut_layers(model)
+    if reason:
+        raise UnsupportedError(
+            f"context parallelism: {name} cannot be divided, because {reason}; sequence parallelism (sequence_parallel_size) may serve it"
+        )
     if found not in _SERVED:
         raise UnsupportedError(
             f"context parallelism: attention of {name} is computed by {found!r}; make the model with attn_implementation='sdpa' or 'eager'"

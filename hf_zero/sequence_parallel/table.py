@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
 
 from torch import nn
 
@@ -29,6 +32,22 @@ def trade_in_attention(implementation: str) -> None:
         raise UnsupportedError(f"sequence parallelism: transformers has no attention function {implementation!r}: {sorted(functions)}")
     own = dispatching((lambda module: present) if present is not None else eager_function)
     functions[implementation] = _replaced[implementation] = own
+
+
+@contextmanager
+def standing_in(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
+    """Lets ``attend`` stand in transformers' table for ``implementation``."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
+
+    before = functions.get(implementation)
+    functions[implementation] = attend
+    try:
+        yield
+    finally:
+        if before is not None:
+            functions[implementation] = before
+        else:
+            del functions[implementation]
 
 
 def eager_function(module: nn.Module) -> Core:

@@ -65,7 +65,7 @@ def _skipping() -> None:
 
 
 def test_ranks_that_run_other_blocks_in_another_order() -> None:
-    ranks.run_ranks(_skipping, 4, timeout=60, group_timeout=20)
+    ranks.run_ranks(_skipping, 4)
 
 
 def _overflow() -> None:
@@ -226,7 +226,7 @@ def _sent(accumulation: int, dtype: str) -> tuple[list[str], dict[str, int], int
         config[dtype] = {"enabled": True}
     model = TwoBlocks()
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    hops = engine.stepper.reducer.exchange.hops
+    hops = engine.stepper.reducer.exchange.nodes
     networks = {"all": engine.collectives, "node": engine.units[0].secondary._node, "inside": hops.inside, "across": hops.across}
     inputs = torch.ones(2, 8, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     for _step in range(3):

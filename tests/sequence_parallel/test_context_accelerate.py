@@ -11,8 +11,8 @@ import torch
 from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError
+from tests.sequence_parallel.loops import ROWS, close, config, samples
 from tests.support import parity, ranks
-from tests.support.sequence_loops import ROWS, close, config, samples
 from tests.support.sequences import LENGTH, Result, build, compare, llama
 from tests.support.trainers import clean_state, rows
 

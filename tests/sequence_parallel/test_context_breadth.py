@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from tests.sequence_parallel.breadth import causal, measure_all
+from tests.sequence_parallel.context_breadth import PAGE, START, STOP, measure_each, saved, table
 from tests.support import ranks
-from tests.support.context_breadth import PAGE, START, STOP, measure_each, saved, table
-from tests.support.sp_breadth import causal, measure_all
 
 pytest.importorskip("transformers", minversion="5.0")
 

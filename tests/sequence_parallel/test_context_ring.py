@@ -20,10 +20,10 @@ from hf_zero.sequence_parallel.blocks import Scores
 from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.layout import Layout
 from hf_zero.sequence_parallel.ring import _Ring, _Rules
+from tests.sequence_parallel.context import check, config, script_batch
+from tests.sequence_parallel.kinds import MASKS, mistral
 from tests.support import ranks, zoo
-from tests.support.context import check, config, script_batch
 from tests.support.parity import Run
-from tests.support.sequence_kinds import MASKS, mistral
 from tests.support.sequences import Data, build, llama
 
 pytest.importorskip("transformers", minversion="5.0")

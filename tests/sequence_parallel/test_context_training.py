@@ -12,11 +12,11 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from tests.sequence_parallel.context import check, config, divided, script_batch
+from tests.sequence_parallel.kinds import MASKS, adapted, gpt2, mistral
 from tests.support import parity, ranks, zoo
-from tests.support.context import check, config, divided, script_batch
 from tests.support.parity import Run
 from tests.support.rows import slow_but
-from tests.support.sequence_kinds import MASKS, adapted, gpt2, mistral
 from tests.support.sequences import LOSS, NORM, Data, build, llama, mixtral, whole
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -266,7 +266,7 @@ def test_what_cannot_be_divided_is_refused_by_name() -> None:
         "context parallelism: Own is no model of transformers",
         "loss of BertForSequenceClassification is not one of each token",
         "Mamba",
-        "context parallelism: GPTJForCausalLM does not call its attention",
+        "context parallelism: GPTJForCausalLM cannot be divided, because it does not call its attention",
         "T5ForConditionalGeneration is an encoder-decoder",
         "divides the 3 attention heads",
         "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",

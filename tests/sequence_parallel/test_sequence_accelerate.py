@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.sequence_parallel.loops import ROWS, close, config, samples
 from tests.support import parity, ranks
-from tests.support.sequence_loops import ROWS, close, config, samples
 from tests.support.sequences import LENGTH, Result, build, compare, llama, loss_over_slices, mixtral
 from tests.support.trainers import clean_state, rows
 

@@ -15,10 +15,10 @@ import hf_zero
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
+from tests.sequence_parallel.kinds import MASKS, adapted, gpt2
 from tests.support import parity, ranks, zoo
 from tests.support.parity import Run
 from tests.support.rows import slow_but
-from tests.support.sequence_kinds import MASKS, adapted, gpt2
 from tests.support.sequences import LOSS, NORM, Data, build, check, cut, llama, loss_over_slices, sliced, whole
 
 EAGER = hasattr(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "get_interface")  # with transformers 4 it is refused

@@ -21,9 +21,9 @@ from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import ranks
 from tests.support.models import CASES
-from tests.support.mpu import Mpu, made
 from tests.support.parity import micro_step
 from tests.support.rows import slow_but
+from tests.tensor_parallel.mpu import Mpu, made
 
 CASE = CASES["gpt2"]
 

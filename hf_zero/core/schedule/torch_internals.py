@@ -106,6 +106,17 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
     return call
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that ``module.compile()`` has put in the place of forward and hooks; None without."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Set the function that calls of ``module`` run instead of forward and hooks."""
+    module._compiled_call_impl = call
+
+
 # -- modules ------------------------------------------------------------------------------------------------------------
 
 

@@ -13,10 +13,9 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_groups import same_clipping, same_groups
-from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.step.written_gradients import have_written, note_added, refuse_added, take_written
 from hf_zero.core.step.written_values import WrittenValues
@@ -126,7 +125,7 @@ class Stepper:
         return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
 
     def _require_all(self) -> None:
-        unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
+        unused = [name for gradients in self.reducer.gradients for name in gradients.collected.unused()]
         by_rank = self.collectives.data.gather_objects(unused, "parameters without gradient")
         if self._model is not None:
             by_rank = [line for part in self._model.collectives.gather_objects(by_rank, "parameters without gradient") for line in part]

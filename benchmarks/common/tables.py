@@ -1,0 +1,107 @@
+"""Results that are one table: printed, kept as JSON in benchmarks/results/, rendered by ``python -m tools.render``."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import resource
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class ResultTable:
+    """One table of a benchmark.
+
+    Attributes:
+        title: Heading.
+        command: What reproduces it.
+        text: What was measured and how, in Markdown.
+        columns: Heads of the columns; the first names the contender.
+        rows: Cells, as they are to be printed.
+        figure: PNG file beside the page (in docs/), if there is one.
+        machine: Where it was measured.
+    """
+
+    title: str
+    command: str
+    text: str
+    columns: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    figure: str = ""
+    machine: dict[str, Any] = field(default_factory=lambda: machine())
+
+    def print(self) -> None:
+        """Prints the table to the terminal."""
+        from rich.console import Console
+        from rich.table import Table
+
+        table = Table(*self.columns, title=self.title)
+        for row in self.rows:
+            table.add_row(*row)
+        Console().print(table)
+
+    def save(self, path: Path) -> None:
+        """Writes the JSON file that the page is made of."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(asdict(self), indent=1) + "\n")
+
+
+def machine() -> dict[str, Any]:
+    """What the numbers depend on; since this program began: ``minutes``, and ``others``, the share of the CPUs of other programs."""
+    import torch
+
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
+    found = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "when": time.strftime("%Y-%m-%d")}
+    if _BEGAN is None:
+        return found
+    return {**found, "minutes": round((time.monotonic() - _BEGAN.wall) / 60, 1), "others": round(_others(_BEGAN), 2)}
+
+
+@dataclass(frozen=True)
+class _Clocks:
+    """Seconds: on the wall, those in which CPUs have worked, those of this process and of its children that have ended."""
+
+    wall: float
+    busy: float
+    own: float
+
+
+def _clocks() -> _Clocks | None:
+    """As they stand; None where the kernel does not say."""
+    if not _STAT.is_file():
+        return None
+    user, nice, system, _idle, _wait, *interrupts = map(int, _STAT.read_text().partition("\n")[0].split()[1:8])
+    used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
+    busy = (user + nice + system + sum(interrupts)) / os.sysconf("SC_CLK_TCK")
+    return _Clocks(time.monotonic(), busy, sum(usage.ru_utime + usage.ru_stime for usage in used))
+
+
+def _others(began: _Clocks) -> float:
+    now = _clocks()
+    assert now is not None
+    return max(0.0, now.busy - began.busy - now.own + began.own) / ((os.cpu_count() or 1) * max(now.wall - began.wall, 1e-3))
+
+
+_STAT = Path("/proc/stat")
+_BEGAN = _clocks()
+_QUIET = 0.1  # of the CPUs
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One result file as a section of the page."""
+    where = result["machine"]
+    lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
+    lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]
+    lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
+    beside = where.get("others", 0.0)
+    busy = f" Other programs had {100 * beside:.0f} % of the CPUs: seconds are larger for it." if beside > _QUIET else ""
+    took = f", in {where['minutes']:g} minutes" if "minutes" in where else ""
+    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}{took}.{busy}"]
+    if result["figure"]:
+        lines += ["", f"![{result['title']}]({result['figure']})"]
+    return "\n".join(lines) + "\n"
