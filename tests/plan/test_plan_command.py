@@ -63,6 +63,8 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
     lines = {
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
+        "moved": [str(folder), *RANKS, "--json", "--offload-activations", "--set", "num_hidden_layers=6"],
+        "kept": [str(folder), *RANKS, "--json", "--set", "num_hidden_layers=6"],
         "limits": [str(folder), *RANKS, "--memory", "1GiB", "--tflops", "1", "--micro-batch", "2", "--plot", str(folder / "plan.html")],
         "doubt": [str(folder), *RANKS, "--device", "cpu", "--memory", "160MiB"],
         "small": [str(folder), *RANKS, "--memory", "100kB"],
