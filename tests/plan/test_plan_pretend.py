@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from benchmarks.long_sequences.activations_on_host import rows_of
-from benchmarks.plan_accuracy import combinations, name_of
+from benchmarks.plan.plan_accuracy import combinations, name_of
 from tests import pretend
 from tests.support import planned
 
