@@ -139,6 +139,15 @@ def test_offload_is_on_other_tiers(answers: Any) -> None:
 
 
 @pytest.mark.quick
+def test_activations_on_the_host_are_on_another_tier(answers: Any) -> None:
+    moved, kept = (json.loads(answers[name][1]) for name in ("moved", "kept"))
+    layers = 6
+    saved = moved["peak_bytes_per_rank"]["host"] - kept["peak_bytes_per_rank"]["host"]
+    assert saved > kept["by_kind"]["activations"] * (layers - 2) / layers, "what all layers but the last save"
+    assert moved["by_kind"]["activations"] < kept["by_kind"]["activations"]
+    assert [moved["by_kind"][kind] for kind in ("parameters", "masters")] == [kept["by_kind"][kind] for kind in ("parameters", "masters")]
+
+
 def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing() -> None:
     assert settled({**ZERO, "scheduler": SCHEDULER}) == settled(ZERO)
 
