@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,6 +20,7 @@ from hf_zero.assembly.kept_types import explain_types
 from hf_zero.assembly.networks import Networks
 from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer
 from hf_zero.assembly.out_of_memory import OutOfMemory
+from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
@@ -30,7 +30,7 @@ from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.generation import Generation
-from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
+from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
@@ -43,9 +43,8 @@ from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.progress import Progress
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.step.trained_units import TrainedUnits
@@ -55,21 +54,14 @@ from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
-from hf_zero.expert_parallel.apply import shares_of
-from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.memory import heap
-from hf_zero.metrics import build_sinks
-from hf_zero.observe import global_rank
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
 from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
 from hf_zero.optim.onebit_adam import OneBitAdam
 from hf_zero.pipeline.apply import pipeline_of, pipelined
 from hf_zero.pipeline.generation import WholeGeneration
-from hf_zero.profiling.recordings import RecordedStep
-from hf_zero.profiling.step_metrics import StepMetrics
 
-Measure = Callable[[int], Mapping[str, float]]
 Explain = Callable[[Any, BaseException, str], None]
 
 
@@ -88,7 +80,6 @@ class PartsBuilder:
         precision: Element types.
         collectives: Network of the data-parallel axis.
         networks: Networks of all axes.
-        offload: The state that is kept off the device.
     """
 
     def __init__(
@@ -112,8 +103,7 @@ class PartsBuilder:
             self.config.zero_optimization.stage,
             self.config.hf_zero.param_shard_size is not None and self.networks.inside < self.topology.world,
         )
-        self.offload = policies.offload_settings(self.config)
-        self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
+        self.offloading = Offloading(self.config, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
 
@@ -220,10 +210,8 @@ class PartsBuilder:
         scheduler: Any,
     ) -> EngineParts:
         config, progress = self.config, Progress()
-        clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
-        measures = self._measures(runtime, units, optimizer, clock) if optimizer is not None else []
+        reports = reports_of(config, self.module, self.networks, runtime, units, optimizer, progress)
         held = chain(loose_tensors(self.module), holdings(units, optimizer))
-        sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
             units=units,
@@ -234,8 +222,8 @@ class PartsBuilder:
             accumulation=Accumulation(self.resolved.batch.accumulation, config.managed_gradient_accumulation),
             samples_per_step=self.resolved.batch.total,
             progress=progress,
-            clock=clock,
-            reports=Reports(clock, config.steps_per_print, sinks, measures),
+            clock=reports.clock,
+            reports=reports,
             checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
@@ -246,27 +234,10 @@ class PartsBuilder:
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )
 
-    def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:
-        own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
-        found: list[Measure] = []
-        if own.expert_load and layers:
-            networks = [self.collectives.data, *([self.networks.model] if self.networks.model is not None else [])]
-            found.append(ExpertLoad(layers, networks, own.expert_load, own.expert_load_each).measure)
-        if own.step_metrics:
-            settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
-            on_disk = partial(bytes_on_disk, units, optimizer)
-            metrics = StepMetrics(self.module, device, settings, self.collectives.blocks_host, on_disk)
-            clock.watchers.append(metrics.phase)
-            runtime.keep(metrics)
-            found.append(metrics.measure)
-        if own.trace_folder is not None:
-            clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), self.module, device).phase)
-        return found
-
     def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
         experts = self.topology.expert is not None  # no rank has all of it
         all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
-        split, device = self.topology.layers.model is not None, self.offload.optimizer.device
+        split, device = self.topology.layers.model is not None, self.config.zero_optimization.offload_optimizer.device
         if self.stage.stage > 0 and "zero_allow_untested_optimizer" in self.config.model_fields_set:
             require_tested(inner, self.config.zero_allow_untested_optimizer)
         whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
