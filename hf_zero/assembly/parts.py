@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from hf_zero.activation_checkpointing import configure
 from hf_zero.assembly import policies
+from hf_zero.assembly.attaching import attach_generation, attach_hooks, configure_checkpointing
 from hf_zero.assembly.axes import Axes
 from hf_zero.assembly.joining import Joiner
 from hf_zero.assembly.kept_types import explain_types
 from hf_zero.assembly.networks import Networks
-from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer
+from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer, steps_whole_tensors
 from hf_zero.assembly.out_of_memory import OutOfMemory
 from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
@@ -29,12 +29,10 @@ from hf_zero.comm.hang_watch import LongWaits
 from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
-from hf_zero.core.generation import Generation
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
-from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedGradients
 from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
@@ -54,13 +52,10 @@ from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import UnsupportedError
-from hf_zero.memory import heap
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
-from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
 from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.pipeline.apply import pipeline_of, pipelined
-from hf_zero.pipeline.generation import WholeGeneration
+from hf_zero.pipeline.apply import pipeline_of
 
 Explain = Callable[[Any, BaseException, str], None]
 
@@ -116,7 +111,7 @@ class PartsBuilder:
             trains_all: Whether ``inner`` trains every parameter that requires a gradient, because the caller has named none.
         """
         self._trains_all = trains_all
-        whole_tensors = inner is not None and self._needs_whole_tensors(inner)
+        whole_tensors = inner is not None and steps_whole_tensors(inner, self.config, self.topology, self.stage)
         if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
@@ -136,14 +131,14 @@ class PartsBuilder:
             joiner = self._joiner(builder, runtime, reducer, optimizer, units)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)
             stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units)
-        self._configure_checkpointing()
+        configure_checkpointing(self.networks, self.config)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
-        self._attach(runtime)
+        attach_hooks(self.module, runtime, self.topology)
         if schedule is not None or (self.topology.expert is not None and self.topology.pipe is None):
-            self._attach_generation(runtime, units)
+            attach_generation(self.module, runtime, units, self.networks, self.config)
         return parts
 
     def _unit_builder(self, kept: Iterable[str]) -> UnitBuilder:
@@ -169,36 +164,6 @@ class PartsBuilder:
         if isinstance(reducer.exchange, QuantizedExchange):
             optimizer.memory = reducer.exchange
         return optimizer
-
-    def _configure_checkpointing(self) -> None:
-        """Apply the settings of activation checkpointing, which belong to the process."""
-        if self.config.activation_checkpointing is None:
-            return
-        layers = self.topology.layers.model
-        together = self.networks.model if layers is self.topology.model or layers is None else open_collectives(layers)
-        configure(self.config.activation_checkpointing, together, by_script=False)
-
-    def _attach(self, runtime: Runtime) -> None:
-        """Put the hooks on the module: those of pipeline stages, and those of the schedule."""
-        stages = pipelined(self.module)
-        if stages is not None:
-            stages.attach()  # before a former engine of the module releases it
-        runtime.attach()
-        if stages is not None:
-            stages.begin_backward = partial(begin_inside, runtime.backward)
-            pipe = open_collectives(self.topology.pipe or self.topology)
-            generates = WholeGeneration(stages, self.module, pipe, self.topology.expert is not None)
-            generates.attach(self.module)
-            runtime.keep(generates)
-            runtime.keep(stages)
-        heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
-
-    def _attach_generation(self, runtime: Runtime, units: list[Unit]) -> None:
-        """Wrap `generate` for sharded parameters, or for experts that other ranks hold."""
-        synced = self.topology.expert is not None
-        generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
-        generation.attach(self.module)
-        runtime.keep(generation)
 
     def _parts(
         self,
@@ -233,17 +198,6 @@ class PartsBuilder:
             preemption=Preemption(policies.preemption_settings(config)),
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )
-
-    def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        experts = self.topology.expert is not None  # no rank has all of it
-        all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
-        split, device = self.topology.layers.model is not None, self.config.zero_optimization.offload_optimizer.device
-        if self.stage.stage > 0 and "zero_allow_untested_optimizer" in self.config.model_fields_set:
-            require_tested(inner, self.config.zero_allow_untested_optimizer)
-        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
-        if whole:
-            check_whole_tensors(inner, split, device)
-        return whole
 
     def _leaves(self, kept: Iterable[str]) -> set[str]:
         section = self.config.zero_optimization.leaf_module
