@@ -52,7 +52,7 @@ help:
 	@echo "make advisories  ask PyPI for known faults of the pinned dependencies; needs the network"
 	@echo "make bench     measure step times against DDP and FSDP2 (BENCH_ARGS)"
 	@echo "make gpu       tests and measurements that need a GPU, each under its own time limit (GPU_ARGS); taken as it is and without"
-	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu_bundle.sh: what it lacks)"
+	@echo "               network where $(PYTHON) has PyTorch and a GPU (GPU_PYTHON names another; benchmarks/gpu/gpu_bundle.sh: what it lacks)"
 	@echo "make docs      build the site of docs/ into build/site, strictly; needs no PyTorch ($(DOCS_VENV))"
 	@echo "make release   build all wheels and the sdist into dist, check and try them; says what is left for a person (RELEASE_ARGS)"
 	@echo "make kernels   build the native library again, after a change in kernels/"
@@ -109,7 +109,7 @@ advisories: $(READY_AUDIT)
 	$(BIN)/pip-audit --strict --disable-pip --no-deps -r constraints.txt
 
 bench: $(READY)
-	$(BIN)/python benchmarks/step_time.py $(BENCH_ARGS)
+	$(BIN)/python -m benchmarks.steps.step_time $(BENCH_ARGS)
 
 # A machine with a GPU has the PyTorch that fits its driver: that Python is used, and nothing is installed. Else the venv serves.
 gpu:

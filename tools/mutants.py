@@ -25,7 +25,7 @@ from rich.console import Console
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.tables import ResultTable  # noqa: E402
+from benchmarks.common.tables import ResultTable  # noqa: E402
 from tools.mutant_faults import FAULTS, Fault  # noqa: E402
 
 ROOT = Path(__file__).resolve().parent.parent

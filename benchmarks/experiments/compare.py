@@ -1,6 +1,6 @@
 """The same job under DDP and ZeRO stages 1, 2 and 3, one launch after the other; a table and a drawing of all four.
 
-    python benchmarks/experiments/compare.py examples/text_classification/run_cls_no_trainer.py --output_dir runs/cls_compare ...
+    python -m benchmarks.experiments.compare examples/text_classification/run_cls_no_trainer.py --output_dir runs/cls_compare ...
 
 What follows the script are its own flags; --output_dir is needed. All GPUs, or two CPU ranks; RANKS in the environment decides otherwise.
 """
@@ -22,10 +22,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
-
-from benchmarks.experiments.chart import Panel, draw_bars  # noqa: E402
+from benchmarks.common.processes import REPOSITORY
+from benchmarks.experiments.chart import Panel, draw_bars
 
 MIB = 2**20
 STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3}
@@ -91,7 +89,7 @@ def compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
         folder = args.output_dir / name
         print(f"\n=== {method_name(stage)}: {folder}", flush=True)
         config = write_launcher_files(folder, stage, ranks, args)
-        script = [str(ROOT / "benchmarks/experiments/measured.py"), str(args.script), *flags, "--output_dir", str(folder)]
+        script = [str(REPOSITORY / "benchmarks/experiments/measured.py"), str(args.script), *flags, "--output_dir", str(folder)]
         code = launch([*launch_command(config, ranks), *script], folder / "log.txt", whole_init=args.model_name_or_path is None)
         if code != 0 and not ran_out_of_memory(folder / "log.txt"):
             print(f"{method_name(stage)} failed with exit code {code}; all it printed stands in {folder / 'log.txt'}.", flush=True)

@@ -1,6 +1,6 @@
 """Fine-tune the same model in six ways on four ranks, and resume two of them: the loss curves must coincide; one PNG shows them.
 
-    python benchmarks/experiments/compare_sft.py --output_dir runs/sft_curves
+    python -m benchmarks.experiments.compare_sft --output_dir runs/sft_curves
 
 ZeRO-3, tensor parallelism alone, ZeRO-1, ZeRO-1 with it, ZeRO-2, ZeRO-2 with it, each with a global batch of 32 and from the same weights.
 """
@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[2]
-FOLDER = ROOT / "examples" / "clm"
-sys.path.insert(0, str(ROOT))
+from rich.console import Console
+from rich.table import Table
 
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
+from benchmarks.common.processes import REPOSITORY
+from benchmarks.experiments.chart import Curve, draw_curves
 
-from benchmarks.experiments.chart import Curve, draw_curves  # noqa: E402
+FOLDER = REPOSITORY / "examples" / "clm"
 
 GLOBAL_BATCH = 32
 BASE = "base"  # folder of the model that all start from

@@ -271,8 +271,8 @@ class AllToAllCollectives(GlooCollectives):
     """Direct exchange whose reductions send their parts in one call of gloo.
 
     [Note: many ranks on gloo] A reduction is as many messages either way, and as many bytes. But a send and a receive of our own for each
-    peer take time of the host, on 32 ranks twice what one all-to-all takes for small units (``benchmarks/gloo_ranks.py``). Parts are
-    summed here in rank order as before, so no bit depends on the number at which the one takes over from the other. gloo's own
+    peer take time of the host, on 32 ranks twice what one all-to-all takes for small units (``benchmarks/collectives/gloo_ranks.py``).
+    Parts are summed here in rank order as before, so no bit depends on the number at which the one takes over from the other. gloo's own
     reduce-scatter sums in another order, 16-bit parts in 16 bit, and takes longer than both; so does its all-gather.
     """
 

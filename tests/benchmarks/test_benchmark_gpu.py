@@ -16,7 +16,11 @@ import pytest
 import torch
 from torch import nn
 
-from benchmarks import device_processes, flops, gpu, gpu_results, processes, step_time_gpu
+from benchmarks.common import device_processes, flops, processes
+from benchmarks.common.training import build_model
+from benchmarks.gpu import parts as gpu
+from benchmarks.gpu import results as gpu_results
+from benchmarks.steps import step_time_gpu
 from tests.support.processes import REPO, run
 
 HERE = {"host": "here", "python": "3", "torch": "2", "gpus": []}
@@ -183,17 +187,17 @@ def test_a_rank_that_fails_ends_the_others_and_says_why(tmp_path: Path, monkeypa
 def test_make_takes_the_python_it_is_given() -> None:
     """No venv is made for it, and nothing installed."""
     listed = run(["make", "gpu", f"GPU_PYTHON={sys.executable}", "GPU_ARGS=--list"], cwd=REPO)
-    assert f"facts            90 s  {sys.executable} -m benchmarks.gpu_facts" in listed
+    assert f"facts            90 s  {sys.executable} -m benchmarks.gpu.facts" in listed
 
 
 # -- nothing but what the machine has ---------------------------------------------------------------------------------------
 
-# On the machine, or in what benchmarks/gpu_bundle.sh carries.
+# On the machine, or in what benchmarks/gpu/gpu_bundle.sh carries.
 THERE = {
     "torch", "transformers", "accelerate", "triton", "lightning", "peft", "pytest", "safetensors", "rich", "tqdm", "psutil", "numpy",
     "packaging", "pydantic", "hypothesis", "deepspeed", "_hf_zero_startup",
 }  # fmt: skip
-OWN = ("benchmarks", "tests", "hf_zero", "worker", "processes", "offline")  # offline: of the examples, beside their scripts
+OWN = ("benchmarks", "tests", "hf_zero", "offline")  # offline: of the examples, beside their scripts
 
 
 def _imports(path: Path) -> Iterator[str]:
@@ -206,7 +210,7 @@ def _imports(path: Path) -> Iterator[str]:
 
 
 def _file_of(module: str) -> Path | None:
-    path = REPO.joinpath(*(["benchmarks"] if module in ("worker", "processes") else []), *module.split("."))
+    path = REPO.joinpath(*module.split("."))
     return next((file for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()), None)
 
 
@@ -215,8 +219,10 @@ def test_no_part_needs_a_package_that_the_machine_lacks() -> None:
     commands = [word for part in gpu.parts("cuda", toy=False) for word in part.command]
     start = [word for word in commands if word.startswith(("benchmarks.", "tests."))]
     start += [word.split("::")[0].removesuffix(".py").replace("/", ".") for word in commands if word.startswith("tests/")]
-    assert {"benchmarks.gpu_facts", "tests.support.gpu", "tests.lightning.test_lightning", "benchmarks.mingpt_lightning"} <= set(start)
-    waiting, seen, foreign = [*start, "benchmarks.gpu", "benchmarks.device_worker", "tests.conftest"], set[str](), dict[str, str]()
+    assert {"benchmarks.gpu.facts", "tests.support.gpu", "tests.lightning.test_lightning"} <= set(start)
+    assert "benchmarks.steps.mingpt_lightning" in start
+    waiting = [*start, "benchmarks.gpu.parts", "benchmarks.common.device_worker", "tests.conftest"]
+    seen, foreign = set[str](), dict[str, str]()
     while waiting:
         module = waiting.pop()
         file = _file_of(module)
@@ -252,9 +258,6 @@ def test_flops_are_those_of_the_matrix_products(monkeypatch: pytest.MonkeyPatch)
     """Counted by torch in forward and backward; the loss, norms and rotations count nothing."""
     from torch.utils.flop_counter import FlopCounterMode
 
-    monkeypatch.syspath_prepend(str(REPO / "benchmarks"))  # where the worker's own process has it
-    from worker import build_model
-
     size = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "length": 16, "batch": 2}
     for shape in ("llama", "gpt2"):
         model: nn.Module = build_model(shape, size)
@@ -279,7 +282,7 @@ def test_contenders_train_alike_at_toy_size(tmp_path: Path) -> None:
     command = [
         sys.executable,
         "-m",
-        "benchmarks.step_time_gpu",
+        "benchmarks.steps.step_time_gpu",
         "--device",
         "cpu",
         "--toy",

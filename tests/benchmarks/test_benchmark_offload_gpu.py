@@ -12,14 +12,16 @@ from typing import Any
 
 import pytest
 
-from benchmarks import device_processes, gpu, offload_gpu
+from benchmarks.common import device_processes
+from benchmarks.gpu import parts as gpu
+from benchmarks.offload import offload_gpu
 from tests.support.processes import REPO
 
 
 @pytest.mark.slow
 def test_toy_run_on_the_cpu(tmp_path: Path) -> None:
     result, trace = tmp_path / "result.json", tmp_path / "trace.json"
-    command = [sys.executable, "-m", "benchmarks.offload_gpu", "--device", "cpu", "--toy", "--steps", "2", "--warmup", "2"]
+    command = [sys.executable, "-m", "benchmarks.offload.offload_gpu", "--device", "cpu", "--toy", "--steps", "2", "--warmup", "2"]
     command += ["--overlap", "full", "--dtypes", "bf16", "--contenders", "hf_zero", "fsdp2", "pytorch"]
     command += ["--json", str(result), "--trace", str(trace)]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import RankProcesses
+from benchmarks.common.processes import RankProcesses
 
 WORKER = """
 import json, os, sys, time
-from benchmarks.processes import open_answers
+from benchmarks.common.processes import open_answers
 answers = open_answers()
 print("a library prints")
 answers.write(json.dumps({"pid": os.getpid(), "threads": os.environ["OMP_NUM_THREADS"], "words": sys.argv[1:]}) + "\\n")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import compare, measured
-from tests.support.examples import EXAMPLES, REPOSITORY, RUN_SECONDS, run
+from tests.support.examples import EXAMPLES, RUN_SECONDS, run
 
 SCRIPT = EXAMPLES / "text_classification" / "run_cls_no_trainer.py"
 
@@ -107,7 +107,7 @@ def test_comparison_does_the_same_job_four_times(tmp_path: Path) -> None:
     (tmp_path / "pairs.csv").write_text("\n".join(["sentence1,sentence2,label", *lines]) + "\n")
     flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "1", "--train_file", str(tmp_path / "pairs.csv"), "--seed", "3"]
     flags += ["--num_hidden_layers", "1", "--hidden_size", "32", "--num_attention_heads", "2", "--vocab_size", "600"]
-    words = [str(REPOSITORY / "benchmarks/experiments/compare.py"), str(SCRIPT), *flags, "--learning_rate", "1e-2"]
+    words = ["-m", "benchmarks.experiments.compare", str(SCRIPT), *flags, "--learning_rate", "1e-2"]
     printed = run(words, cache=tmp_path / "cache", seconds=2 * RUN_SECONDS)
     found = [json.loads((tmp_path / name / "results.json").read_text()) for name in ("ddp", "zero1", "zero2", "zero3")]
     assert [run["measured"]["stage"] for run in found] == [None, 1, 2, 3]

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 import hf_zero
-from benchmarks.collective_counts import Collectives
-from benchmarks.wire_bytes import Layout, traffic
+from benchmarks.collectives.collective_counts import Collectives
+from benchmarks.collectives.wire_bytes import Layout, traffic
 from hf_zero.core.units.construct import NamedParam
 from hf_zero.core.units.grouping import build_blocks
 from tests.support import ranks

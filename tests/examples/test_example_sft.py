@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.experiments import compare_sft
-from tests.support.examples import REPOSITORY, RUN_SECONDS, library_part, modules, run, small_library
+from tests.support.examples import RUN_SECONDS, library_part, modules, run, small_library
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +98,7 @@ def test_curves_of_zero_and_tensor_parallelism_coincide(tmp_path: Path) -> None:
     (tmp_path / "samples.json").write_text(json.dumps(samples))
     flags = ["--output_dir", str(tmp_path / "curves"), "--train_file", str(tmp_path / "samples.json"), "--max_steps", "8"]
     printed = run(
-        [str(REPOSITORY / "benchmarks" / "experiments" / "compare_sft.py"), *flags], cache=tmp_path / "cache", seconds=2 * RUN_SECONDS
+        ["-m", "benchmarks.experiments.compare_sft", *flags], cache=tmp_path / "cache", seconds=2 * RUN_SECONDS
     )  # it fails where they do not
     assert "ZeRO-2 + TP 2, resumed" in printed
     assert (tmp_path / "curves" / "curves.png").stat().st_size > 10_000

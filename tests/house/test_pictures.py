@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks import figures
+from benchmarks.common import figures
 from tests.support import ranks
 from tests.support.processes import REPO
 from tools import pictures

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.slow_network import LINK, Namespaces, slow_network, why_not
+from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network, why_not
 from tests.support.processes import REPO, environment
 
 pytestmark = pytest.mark.slow

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from benchmarks.plan_accuracy import combinations, name_of
+from benchmarks.plan.plan_accuracy import combinations, name_of
 from tests import pretend
 from tests.support import planned
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.plan_resident import WORLD, combinations, measured, name_of
+from benchmarks.plan.plan_resident import WORLD, combinations, measured, name_of
 from tests.support import planned
 from tests.support.memory import heap_tells
 

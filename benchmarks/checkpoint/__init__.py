@@ -1,0 +1,1 @@
+"""Benchmarks of saving and loading checkpoints."""

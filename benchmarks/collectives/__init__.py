@@ -1,0 +1,1 @@
+"""Benchmarks of communication: bytes, messages, slow links, large worlds, compressed gradients."""

@@ -1,0 +1,1 @@
+"""The parts that several benchmarks share: rank processes, models and loops, tables, pictures."""

@@ -1,0 +1,134 @@
+"""Runs the ranks of one contender, processes of ``device_worker.py``, under a time limit; what rank 0 answered, or why none did."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+from benchmarks.common.processes import REPOSITORY, RUNNER, free_port, python_path
+
+WORKER = Path(__file__).with_name("device_worker.py")
+OURS = ("limit", "world", "peer_path")  # keys of a job that the worker does not see
+SECONDS_AFTER_FAILURE = 5.0  # what the other ranks get to say after one has failed
+TAIL = 2000  # characters
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a contender answered, or why it did not."""
+
+    answer: dict[str, Any] = field(default_factory=dict)
+    reason: str = ""
+
+
+def run(job: Mapping[str, Any], python: str) -> Outcome:
+    """Runs a contender.
+
+    Args:
+        job: The fields of ``device_worker.Job``, and ``limit`` (seconds, 0 for none), ``world`` (number of ranks, 1) and ``peer_path`` (a
+            folder with DeepSpeed).
+        python: The interpreter.
+    """
+    words = [python, str(RUNNER), str(WORKER), json.dumps({name: value for name, value in job.items() if name not in OURS})]
+    shared = _environment(job, python)
+    processes: list[subprocess.Popen[bytes]] = []
+    with tempfile.TemporaryDirectory(prefix="ranks_") as folder:
+        names = [os.path.join(folder, f"{kind}{rank}") for rank in range(job.get("world", 1)) for kind in ("out", "err")]
+        files: list[IO[bytes]] = [open(name, "w+b") for name in names]  # noqa: SIM115 - closed below
+        try:
+            for rank, (out, err) in enumerate(zip(files[::2], files[1::2], strict=True)):
+                env = {**shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(subprocess.Popen(words, env=env, stdout=out, stderr=err))
+            late = _wait(processes, job.get("limit") or float("inf"))
+        finally:
+            for process in processes:
+                process.kill()
+                process.wait()
+        texts = [_text(file) for file in files]
+        for file in files:
+            file.close()
+    return _outcome(job, [process.returncode for process in processes], texts[::2], texts[1::2], late)
+
+
+def add_peer(parser: argparse.ArgumentParser) -> None:
+    """The options that say where DeepSpeed is."""
+    parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed")
+    parser.add_argument("--peer-path", default="", help="folder with DeepSpeed for this Python")
+
+
+def peer_of(arguments: argparse.Namespace) -> str:
+    """The Python that runs DeepSpeed, "" where there is none."""
+    from hf_zero.deepspeed.alias.finder import real_deepspeed_importable
+
+    return arguments.peer_python or (sys.executable if arguments.peer_path or real_deepspeed_importable() else "")
+
+
+def _environment(job: Mapping[str, Any], python: str) -> dict[str, str]:
+    world = str(job.get("world", 1))
+    env = {**os.environ, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    env["TRANSFORMERS_VERBOSITY"] = "error"
+    env["PATH"] = os.pathsep.join((str(Path(python).parent), env["PATH"]))  # the peer compiles with the ninja of its venv
+    first = [job.get("peer_path", "")] if job["contender"] == "deepspeed" else [str(REPOSITORY)]
+    env["PYTHONPATH"] = python_path(python, *first)
+    if job["contender"] == "deepspeed":
+        env["TORCH_EXTENSIONS_DIR"] = str(_extensions())
+    if job["device"] == "cpu":
+        env |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
+    if job["device"] == "pretend":
+        env["PRETEND_MEMORY"] = str(int((job.get("cap_gib") or 24) * 2**30))
+    return env
+
+
+def _extensions() -> Path:
+    """Where the peer compiles what it needs: a process that was ended while it compiled has left a lock, for which the next would wait."""
+    folder = Path(tempfile.gettempdir(), "hf_zero_peer_extensions")
+    for lock in folder.rglob("lock"):
+        lock.unlink(missing_ok=True)
+    return folder
+
+
+def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> bool:
+    """Waits for all, or for the limit, or a little after the first failure; whether the limit ran out."""
+    end = deadline = time.monotonic() + limit
+    while None in (codes := [process.poll() for process in processes]):
+        if any(codes):
+            end = min(end, time.monotonic() + SECONDS_AFTER_FAILURE)
+        if time.monotonic() >= end:
+            return end == deadline
+        time.sleep(0.05)
+    return False
+
+
+def _outcome(job: Mapping[str, Any], codes: list[int], outs: list[str], errors: list[str], late: bool) -> Outcome:
+    lines = [line for line in outs[0].splitlines() if line.startswith("{")]
+    if lines:
+        return Outcome(json.loads(lines[-1]))
+    # One that was killed may have been so because another failed, which says why.
+    failed = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
+    print(errors[failed][-TAIL:], file=sys.stderr)
+    return Outcome(reason=f"not done after {job['limit']:g} s" if late else reason_of(codes[failed], errors[failed]))
+
+
+def _text(file: IO[bytes]) -> str:
+    file.seek(0)
+    return file.read().decode(errors="replace")  # a progress bar may have been cut
+
+
+def reason_of(status: int, errors: str) -> str:
+    """Why a process gave no answer, in a few words."""
+    if "OutOfMemoryError" in errors or "CUDA out of memory" in errors:
+        return "out of GPU memory"
+    if status == -9 or "HostMemoryError" in errors or "out of host memory" in errors:
+        return "out of host memory"
+    last = errors.strip().splitlines()[-1:] or [f"exit status {status}"]
+    return f"does not run: {last[0][:80]}"

@@ -1,0 +1,266 @@
+"""Everything that waits for a GPU, in turn, each part under its own time limit: exactness, step time, offload, the largest model.
+
+    make gpu                                                      # all parts, most telling first, into results-gpu/
+    make gpu GPU_ARGS="--out DIR --budget-s 560"                  # only what fits into this many seconds; the next call goes on
+    python -m benchmarks.gpu --only step-time xl-bf16
+    python -m benchmarks.gpu --toy --device pretend               # the same parts at toy size, on a pretend accelerator
+    python -m benchmarks.gpu --list
+
+One line per part. A part that fails, hangs or runs out of time does not stop the others. The output folder is written after each part
+(``benchmarks/gpu/results.py`` says what is in it). Parts that have ended are not run again (``--again`` does; parts that the budget cut
+short are), except those that belong to the machine where that is another one. Nothing is fetched from the network: packages that this
+Python lacks are taken from ``.gpu-bundle``, if ``benchmarks/gpu/gpu_bundle.sh`` has made it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common.processes import REPOSITORY, python_path
+from benchmarks.gpu.results import TABLE, TRACE, Results, now, said, tail_of
+
+TAIL = 2000  # characters of output that the summary keeps
+LEAST = 60.0  # seconds with which a part is begun
+BUNDLE = REPOSITORY / ".gpu-bundle"
+VERSION = f"cp{sys.version_info.major}{sys.version_info.minor}"  # the bundle has a folder for each Python
+LIBRARY = REPOSITORY / "hf_zero" / "native" / "libhf_zero_kernels.so"
+GPU_TESTS = (
+    "native/test_native_triton.py",
+    "offload/test_offload_budget.py",
+    "parity/test_parity_matrix.py",
+    "lightning/test_lightning.py",
+)
+NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy", "packaging", "pydantic", "rich", "tqdm")
+ELSEWHERE = (
+    "benchmarks/test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"  # the others there are parts of tests/support/gpu.py
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """One command.
+
+    Attributes:
+        name: Of the part and of its results.
+        command: Words; ``{scratch}`` is a folder of its own, where it leaves ``table.json`` and ``trace.json``.
+        seconds: Its time limit.
+        env: Variables.
+        needs_gpu: Means nothing on another device, where it runs only if it is named.
+        of_machine: Has to run again on another machine.
+    """
+
+    name: str
+    command: list[str]
+    seconds: int
+    env: dict[str, str] = field(default_factory=dict)
+    needs_gpu: bool = False
+    of_machine: bool = False
+
+
+# ------------------------------------------------------------------------------------------------ parts
+
+
+def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
+    """What is run, in this order: the first ten minutes tell most, ranks that share a GPU come last."""
+    python, small, json_file = sys.executable, ["--toy"] if toy else [], ["--json", "{scratch}/" + TABLE]
+    where = ["--device", device]
+    peer = ["--peer-path", str(BUNDLE / VERSION / "peer")] if (BUNDLE / VERSION / "peer").is_dir() else []
+    jobs = [python, "-m", "tests.support.gpu", *where]
+    steps = [python, "-m", "benchmarks.steps.step_time_gpu", *where, *small, "--limit", "90", *peer, *json_file]
+    offload = [python, "-m", "benchmarks.offload.offload_gpu", *where, *small, *json_file]
+    ours = [*offload, "--limit", "400", "--contenders", "hf_zero", "--dtypes"]
+    peers = [*offload, "--limit", "180", *peer, "--contenders", "pytorch", "fsdp2", "deepspeed", "--dtypes", "bf16"]
+    tests = [python, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu", *(f"tests/{name}" for name in (*GPU_TESTS, ELSEWHERE))]
+    several = Part("ranks", [*jobs, "--worlds", "2"], 560)
+    return [
+        Part("facts", [python, "-m", "benchmarks.gpu.facts", *where, *json_file], 90, of_machine=True),
+        Part("kernels", [python, "packaging/native_library.py"], 120, of_machine=True),
+        Part("parity", [*jobs, "--worlds", "1", "--jobs", "parity"], 240),
+        *([replace(several, command=[*jobs, "--worlds", *(str(world) for world in (2, 4) if world <= gpus)])] if gpus > 1 else []),
+        Part("step-time", steps, 400),
+        Part("xl-bf16", [*ours, "bf16", "--trace", "{scratch}/" + TRACE], 450),
+        Part("xl-peers", peers, 560),
+        Part("jobs", [*jobs, "--worlds", "1", "--skip", "parity"], 500),
+        Part("xl-fp16", [*ours, "fp16"], 450),
+        Part("tests", tests, 560, needs_gpu=True),
+        Part("triton", [*jobs, "--worlds", "1", "--jobs", "parity"], 300, {"HF_ZERO_TRITON": "1"}, needs_gpu=True),
+        Part("xl-no-overlap", [*ours, "bf16", "--overlap", "none"], 450),
+        Part("lightning", lightning(toy), 450, needs_gpu=True),
+        Part("largest", [*ours, "bf16", "--largest", "--host-gib", "100", "--steps", "1"], 580, needs_gpu=True),
+        *([several] if gpus < 2 else []),
+    ]
+
+
+def lightning(toy: bool) -> list[str]:
+    """minGPT under Lightning with the strategy of this package, a billion parameters."""
+    size = {"--n_layer": "4", "--n_head": "4", "--n_embd": "64"} if toy else {"--n_layer": "24", "--n_head": "16", "--n_embd": "2048"}
+    command = [sys.executable, "-m", "benchmarks.steps.mingpt_lightning", "--gpus", "1", "--strategy", "zero3", "--cpu_offload"]
+    return [*command, "--precision", "bf16", *(word for pair in size.items() for word in pair)]
+
+
+# ------------------------------------------------------------------------------------------------ machine
+
+PROBE = """
+import json, torch
+there = torch.cuda.is_available()
+properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count() if there else 0)]
+print(json.dumps({"torch": torch.__version__, "gpus": [[one.name, str(getattr(one, "uuid", ""))] for one in properties]}))
+"""
+
+
+def machine(env: Mapping[str, str]) -> dict[str, Any]:
+    """What results belong to: host, Python, PyTorch and GPUs; asked in a process of its own, which alone opens the GPUs."""
+    done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=dict(env), timeout=120)
+    if done.returncode:
+        raise SystemExit(f"{sys.executable} cannot import torch; say which Python can: make gpu GPU_PYTHON=...\n{done.stderr[-TAIL:]}")
+    return {"host": platform.node(), "python": f"{platform.python_version()} {sys.executable}", **json.loads(done.stdout.splitlines()[-1])}
+
+
+def carried(bundle: Path = BUNDLE / VERSION) -> list[str]:
+    """The folders of the bundle that hold a module which this Python lacks; the others stay out, whatever their version."""
+    folders = sorted(path for path in bundle.glob("*") if path.is_dir() and path.name != "peer")
+    return [str(path) for path in folders if any(importlib.util.find_spec(name) is None for name in _modules(path))]
+
+
+def _modules(folder: Path) -> Iterator[str]:
+    """Names that can be imported from a folder."""
+    for path in folder.iterdir():
+        if (path / "__init__.py").is_file():
+            yield path.name
+        elif path.suffix == ".py" or path.suffix == ".so":
+            yield path.name.split(".")[0]
+
+
+def environment() -> dict[str, str]:
+    """Variables of all parts: the repository and what is carried before what PYTHONPATH has, this Python's tools (cmake, ninja) in PATH.
+
+    Raises:
+        SystemExit: A package is missing that all parts need.
+    """
+    folders = carried()
+    there = {name for folder in folders for name in _modules(Path(folder))}
+    lacking = [name for name in NEEDED if name not in there and importlib.util.find_spec(name) is None]
+    if lacking:
+        raise SystemExit(
+            f"{sys.executable} lacks {', '.join(lacking)}, and so does {BUNDLE / VERSION}. Run benchmarks/gpu/gpu_bundle.sh "
+            f"(PYTHON_VERSION={sys.version_info.major}.{sys.version_info.minor}) where there is a network and carry that folder here"
+        )
+    path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)))
+    return {**os.environ, "PYTHONPATH": python_path(sys.executable, str(REPOSITORY), *folders), "PATH": path, "HF_HUB_OFFLINE": "1"}
+
+
+# ------------------------------------------------------------------------------------------------ running
+
+
+def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[str, Any]:
+    """Runs one part and ends all that it has started; what it did."""
+    words = [word.replace("{scratch}", str(scratch)) for word in part.command]
+    start = time.monotonic()
+    with log.open("ab") as text:
+        text.write(f"\n=== {part.name}, {now()}: {' '.join(part.command)}\n".encode())
+        text.flush()
+        begin = text.tell()
+        options: dict[str, Any] = {"cwd": REPOSITORY, "env": {**env, **part.env}, "stdin": subprocess.DEVNULL, "start_new_session": True}
+        process = subprocess.Popen(words, stdout=text, stderr=subprocess.STDOUT, **options)
+        try:
+            status: int | str = process.wait(part.seconds)
+        except subprocess.TimeoutExpired:
+            status = f"still running after {part.seconds} s"
+        finally:
+            with contextlib.suppress(ProcessLookupError):  # ranks of its own, too
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+    seconds = round(time.monotonic() - start, 1)
+    tail = tail_of(log, begin, TAIL)
+    return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
+
+
+def telling_line(text: str) -> str:
+    """The last line that says what failed, or the last one."""
+    lines = text.strip().splitlines() or [""]
+    return next((line for line in reversed(lines) if "FAILED" in line or "Error" in line), lines[-1])[:200]
+
+
+def due(part: Part, earlier: Mapping[str, Any] | None, here: Mapping[str, Any], again: list[str] | None) -> bool:
+    """Whether a part is to be run.
+
+    Args:
+        part: The part.
+        earlier: How it ended before; None if it never ran.
+        here: The machine.
+        again: ``--again``: names, or none for all that have failed; None without the option.
+    """
+    if earlier is None or (again is not None and (part.name in again if again else earlier["status"] != 0)):
+        return True
+    if part.of_machine and earlier["machine"] != here:
+        return True
+    if part.name == "kernels" and earlier["status"] == 0 and not LIBRARY.exists():
+        return True
+    return earlier["status"] != 0 and earlier["limit"] < part.seconds  # the budget has cut it short
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=Path("results-gpu"), help="folder of the results: at most 8 files of 16 MiB")
+    parser.add_argument("--only", nargs="+", default=[], help="names of parts")
+    parser.add_argument("--skip", nargs="+", default=[], help="names of parts")
+    parser.add_argument("--budget-s", type=float, default=0.0, help="seconds that the whole may take; 0 for no limit")
+    parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
+    parser.add_argument("--toy", action="store_true", help="small models")
+    parser.add_argument("--again", nargs="*", help="run these parts again; without names those that have failed")
+    parser.add_argument("--list", action="store_true", help="print the parts and run none")
+    return parser.parse_args()
+
+
+def choose(arguments: argparse.Namespace, everything: list[Part]) -> list[Part]:
+    """The parts that the command line asks for."""
+    names = {part.name for part in everything}
+    unknown = {*arguments.only, *arguments.skip, *(arguments.again or ())} - names
+    if unknown:
+        raise SystemExit(f"there is no part {', '.join(sorted(unknown))}; there are: {', '.join(part.name for part in everything)}")
+    return [part for part in everything if part.name not in arguments.skip and (not arguments.only or part.name in arguments.only)]
+
+
+def main() -> int:
+    arguments = parse()
+    start = time.monotonic()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what a part has started is ended
+    if arguments.list:
+        for part in choose(arguments, parts(arguments.device, arguments.toy)):
+            print(f"{part.name:14} {part.seconds:4} s  {' '.join(part.command)}")
+        return 0
+    env = environment()
+    here = machine(env)
+    chosen = choose(arguments, parts(arguments.device, arguments.toy, len(here["gpus"]) if arguments.device == "cuda" else 1))
+    results = Results(arguments.out.resolve())
+    print(f"{here['host']}, {here['gpus'] or 'no GPU'}, torch {here['torch']}, {here['python']}", flush=True)
+    for index, part in enumerate(chosen, 1):
+        left = arguments.budget_s - (time.monotonic() - start) if arguments.budget_s else float("inf")
+        print(f"[{index}/{len(chosen)}] {part.name}: ", end="", flush=True)
+        if part.needs_gpu and arguments.device != "cuda" and part.name not in arguments.only:
+            print("left out, needs a GPU", flush=True)
+        elif not due(part, results.parts.get(part.name), here, arguments.again):
+            print(f"{said(results.parts[part.name])} before", flush=True)
+        elif left < min(part.seconds, LEAST):
+            print("no time left", flush=True)
+        else:
+            with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
+                result = run(replace(part, seconds=int(min(part.seconds, left))), results.log, env, Path(scratch))
+                results.add(part.name, {**result, "machine": here}, Path(scratch))
+            reason = "" if result["status"] == 0 else f": {telling_line(result['tail'])}"
+            print(f"{said(result)} in {result['seconds']:g} s{reason}", flush=True)
+    return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))

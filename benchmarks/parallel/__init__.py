@@ -1,0 +1,1 @@
+"""Benchmarks of tensor, sequence, expert and pipeline parallelism."""

@@ -1,0 +1,136 @@
+"""Sequence parallelism on 2 CPU ranks: tokens per second and memory of a step at growing length, against whole sequences and DeepSpeed.
+
+    python -m benchmarks.parallel.sequence_parallel --json benchmarks/results/sequence_parallel.json
+    python -m benchmarks.parallel.sequence_parallel --peer-python /path/to/venv-with-deepspeed/bin/python
+    python -m benchmarks.parallel.sequence_parallel --rounds 1 --steps 1 --lengths 256 512        # does it run?
+
+Every contender keeps its processes; a round times each in turn, and ratios are taken within a round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from benchmarks.common.processes import RankProcesses
+from benchmarks.common.tables import ResultTable
+
+WORKER = Path(__file__).with_name("sequence_parallel_worker.py")
+WORLD = 2
+TITLES = {"hf_zero": "hf_zero, slices", "deepspeed": "DeepSpeed Ulysses, slices", "whole": "hf_zero, whole sequences"}
+TEXT = (
+    "A Llama ({layers} layers, {width} wide, {heads} heads, half as many key heads, vocabulary {vocab}, fp32) at ZeRO stage 1 on 2 gloo "
+    "ranks of one thread. Slices: both ranks train on one sequence; whole sequences: each rank on its own. Memory is what tensors of a "
+    "step add at their peak on a rank, by torch's own record. Medians of {rounds} interleaved rounds of {steps} steps."
+)
+
+
+@dataclass
+class Contender:
+    """One package; by length: seconds per step, one entry per round, and bytes."""
+
+    package: str
+    ranks: RankProcesses | None = None
+    seconds: dict[int, list[float]] = field(default_factory=dict)
+    peaks: dict[int, int] = field(default_factory=dict)
+    failed: str = ""
+
+    def start(self, python: str, size: dict[str, int]) -> None:
+        """Builds the model on both ranks; a peer that cannot is noted with what it said."""
+        try:
+            self.ranks = RankProcesses(TITLES[self.package], WORKER, [self.package, size], WORLD, python)
+        except RuntimeError as error:
+            if self.package != "deepspeed":
+                raise
+            self.failed = str(error).strip().splitlines()[-1][:120]
+
+    def time(self, length: int, steps: int) -> None:
+        """Adds the seconds per step of the slower rank."""
+        answers = self.ranks.ask(steps=steps, length=length)  # type: ignore[union-attr]
+        self.seconds.setdefault(length, []).append(max(answer["seconds"] for answer in answers))
+
+    def weigh(self, length: int) -> None:
+        """Notes the bytes of the rank with more."""
+        self.peaks[length] = max(answer["peak"] for answer in self.ranks.ask(peak=True, length=length))  # type: ignore[union-attr]
+
+    def tokens_per_second(self, length: int, place: int) -> float:
+        """Of all ranks, in one round."""
+        return length * (WORLD if self.package == "whole" else 1) / self.seconds[length][place]
+
+
+def measure(contenders: list[Contender], arguments: argparse.Namespace) -> None:
+    """Times the contenders in rotating order, length by length."""
+    running = [one for one in contenders if not one.failed]
+    for length in arguments.lengths:
+        for one in running:
+            one.ranks.ask(steps=1, length=length)  # type: ignore[union-attr]
+            one.weigh(length)
+        for index in range(arguments.rounds):
+            shift = index % len(running)
+            for one in running[shift:] + running[:shift]:
+                one.time(length, arguments.steps)
+        print(length, "  ".join(f"{one.package} {statistics.median(one.seconds[length]):.3f} s" for one in running), file=sys.stderr)
+
+
+def rows(contenders: list[Contender], lengths: list[int], rounds: int) -> list[list[str]]:
+    """Cells of the table."""
+    ours = contenders[0]
+    found = []
+    for length in lengths:
+        for one in contenders:
+            if one.failed:
+                found.append([f"{length} tokens: {TITLES[one.package]}", "does not run", one.failed, "", ""])
+                continue
+            rates = [one.tokens_per_second(length, place) for place in range(rounds)]
+            ratios = [mine / ours.tokens_per_second(length, place) for place, mine in enumerate(rates)]
+            spread = "" if one is ours else f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
+            memory = "" if one is ours else f"{one.peaks[length] / ours.peaks[length]:.2f}"
+            cells = [f"{statistics.median(rates):.0f}", spread, f"{one.peaks[length] / 2**20:.1f}", memory]
+            found.append([f"{length} tokens: {TITLES[one.package]}", *cells])
+    return found
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=2048)
+    parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed and transformers")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    size = {name: getattr(arguments, name) for name in ("layers", "width", "heads", "vocab")} | {"longest": max(arguments.lengths)}
+    contenders = [Contender(name) for name in ("hf_zero", "whole", *(["deepspeed"] if arguments.peer_python else []))]
+    try:
+        for one in contenders:
+            one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, size)
+        measure(contenders, arguments)
+    finally:
+        for one in contenders:
+            if one.ranks is not None:
+                one.ranks.stop()
+    table = ResultTable(
+        "Sequence parallelism",
+        "python -m benchmarks.parallel.sequence_parallel" + (" --peer-python PYTHON" if arguments.peer_python else ""),
+        TEXT.format(**size, rounds=arguments.rounds, steps=arguments.steps),
+        ["sequences", "tokens/s", "against slices of hf_zero", "peak of a step, MiB per rank", "against slices of hf_zero"],
+        rows(contenders, arguments.lengths, arguments.rounds),
+    )
+    table.print()
+    if arguments.json:
+        table.save(arguments.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

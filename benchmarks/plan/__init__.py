@@ -1,0 +1,1 @@
+"""Benchmarks that compare the predictions of `hf-zero plan` with runs."""

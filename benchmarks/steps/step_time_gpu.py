@@ -1,0 +1,154 @@
+"""Step time, tokens per second, MFU and peak memory of a 1.1 B Llama on all GPUs of a machine: hf_zero, DDP, FSDP2, DeepSpeed.
+
+    python -m benchmarks.steps.step_time_gpu --json benchmarks/results/step_time_gpu.json
+    python -m benchmarks.steps.step_time_gpu --peer-python /path/to/venv/bin/python          # adds DeepSpeed from that venv
+    python -m benchmarks.steps.step_time_gpu --device cpu --toy                              # the same code at toy size, without a GPU
+
+One rank per GPU. Contenders run one after the other in processes of their own, because their states do not fit side by side. All train
+in bf16 with fp32 masters, clip the norm at 1 and step with ``torch.optim.AdamW(fused=True)``: DDP keeps fp32 parameters and casts
+(autocast), FSDP2 takes ``MixedPrecisionPolicy``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import flops
+from benchmarks.common.device_processes import add_peer, peer_of, run
+from benchmarks.common.tables import ResultTable, machine
+
+LLAMA = {"layers": 22, "width": 2048, "heads": 32, "vocab": 32000, "length": 2048, "batch": 4}
+TOY = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "length": 16, "batch": 2}
+# The first is what the others are compared with; the order is that of what tells most, for a run that is cut short.
+CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "DDP": ("ddp", {}),
+    "hf_zero-3": ("hf_zero", {"stage": 3}),
+    "FSDP2": ("fsdp2", {"reshard": True}),
+    "hf_zero-2": ("hf_zero", {"stage": 2}),
+    "hf_zero-1": ("hf_zero", {"stage": 1}),
+    "hf_zero-0": ("hf_zero", {"stage": 0}),
+    "FSDP2, whole after forward": ("fsdp2", {"reshard": False}),
+    "DeepSpeed-3": ("deepspeed", {"stage": 3}),
+    "DeepSpeed-2": ("deepspeed", {"stage": 2}),
+    "DeepSpeed-1": ("deepspeed", {"stage": 1}),
+}
+
+
+def devices(device: str) -> tuple[int, str]:
+    """Number of ranks, and the name of what each has."""
+    import torch
+
+    if device == "cuda":
+        return torch.cuda.device_count(), torch.cuda.get_device_name()
+    return 1, device
+
+
+def row_of(name: str, answer: dict[str, Any], base: float, work: float, tokens: int, world: int, peak: float) -> list[str]:
+    """Cells of one contender.
+
+    Args:
+        name: Its name.
+        answer: What rank 0 measured.
+        base: Seconds per step of the first contender, 0 without it.
+        work: FLOPs of one rank's step.
+        tokens: Of one rank's step.
+        world: Number of ranks.
+        peak: FLOP/s of a device, 0 if not known.
+    """
+    seconds = answer["seconds"]
+    ratio = f"{seconds / base:.3f}" if base else ""
+    utilisation = f"{100 * work / seconds / peak:.1f} %" if peak else ""
+    return [
+        name,
+        f"{seconds:.4f}",
+        ratio,
+        f"{world * tokens / seconds:.0f}",
+        utilisation,
+        f"{answer['gpu'] / 2**30:.2f}",
+        f"{answer['loss']:.4f}",
+    ]
+
+
+def count(shape: str, size: dict[str, int]) -> int:
+    """Parameters that are multiplied, of a model that is not allocated."""
+    import torch
+
+    from benchmarks.common.training import build_model
+
+    with torch.device("meta"):
+        return flops.parameters_of(build_model(shape, size))
+
+
+def measure(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
+    """Runs all contenders; the file is written after each."""
+    world, device = devices(arguments.device)
+    peak, tokens = flops.peak_of(device), size["batch"] * size["length"]
+    parameters = count("llama", size)
+    work = flops.per_token(parameters, size) * tokens
+    base: dict[str, Any] = {name: getattr(arguments, name) for name in ("device", "steps", "together", "warmup", "limit", "peer_path")}
+    base |= {"size": size, "shape": "llama", "offload": False, "dtype": "bf16", "world": world}
+    rows: list[list[str]] = []
+    first = 0.0
+    for name in arguments.contenders:
+        contender, more = CONTENDERS[name]
+        python = peer_of(arguments) if contender == "deepspeed" else sys.executable
+        if not python:
+            continue
+        outcome = run({**base, **more, "contender": contender}, python)
+        if outcome.answer and name == next(iter(CONTENDERS)):
+            first = outcome.answer["seconds"]
+        row = row_of(name, outcome.answer, first, work, tokens, world, peak) if outcome.answer else [name, outcome.reason, *[""] * 5]
+        print("  ".join(row), flush=True)
+        rows.append(row)
+        if arguments.json:
+            table_of(arguments, size, rows, world, peak, parameters).save(arguments.json)
+    return table_of(arguments, size, rows, world, peak, parameters)
+
+
+def table_of(
+    arguments: argparse.Namespace, size: dict[str, int], rows: list[list[str]], world: int, peak: float, parameters: int
+) -> ResultTable:
+    """The result so far."""
+    said = f"{flops.HOW}, of {peak / 1e12:.0f} TFLOP/s per GPU (bf16, dense)." if peak else "MFU: this device's peak is not known."
+    return ResultTable(
+        title=f"Step time on {world} x {machine()['device']}",
+        command="python -m benchmarks.steps.step_time_gpu --json benchmarks/results/step_time_gpu.json",
+        text=f"Llama shape, {size['layers']} layers, width {size['width']}, vocabulary {size['vocab']}, {parameters / 1e9:.3f} G "
+        f"parameters without the input embeddings, random weights, {size['batch']} x {size['length']} tokens per rank, {world} rank(s), "
+        f"bf16; median of {arguments.steps // arguments.together} readings of {arguments.together} steps after {arguments.warmup}. "
+        f"**Ratio**: to DDP's time. {said}",
+        columns=["contender", "s/step", "ratio", "tokens/s", "MFU", "peak GPU GiB", "loss"],
+        rows=rows,
+    )
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=["cuda", "cpu", "pretend"], default="cuda")
+    parser.add_argument("--toy", action="store_true", help="a model of 0.1 M parameters")
+    parser.add_argument("--contenders", nargs="+", choices=list(CONTENDERS), default=list(CONTENDERS), metavar="NAME")
+    parser.add_argument("--layers", type=int, help="fewer, for a GPU of less than about 40 GiB")
+    parser.add_argument("--batch", type=int)
+    parser.add_argument("--length", type=int, help="tokens per sample")
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--together", type=int, default=5, help="steps between two waits for the device: one reading")
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--limit", type=float, default=0.0, help="seconds that each contender may take; 0 for no limit")
+    parser.add_argument("--json", type=Path)
+    add_peer(parser)
+    return parser.parse_args()
+
+
+def main() -> int:
+    arguments = parse()
+    size = dict(TOY if arguments.toy else LLAMA)
+    size |= {name: getattr(arguments, name) for name in ("layers", "batch", "length") if getattr(arguments, name)}
+    measure(arguments, size).print()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
