@@ -257,7 +257,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
         (
             "gaps keep what was there",
-            "        for start, stop in self.unit.layout.gaps:\n            flat[start:stop].zero_()\n",
+            "        for start, stop in self._unit.layout.gaps:\n            flat[start:stop].zero_()\n",
             "",
             (POLICY, TRACE, MATRIX),
         ),
@@ -267,18 +267,23 @@ FAULTS: tuple[Fault, ...] = (
             "(copied)",
             (ACCUMULATION, POLICY, "tests/parity/test_parity_tied.py"),
         ),
-        ("no division behind the sum", "received.mul_(self._policy.post_scale)", "received.mul_(1.0)", (POLICY, MATRIX)),
-        ("a reduction is not waited for", "        pending.wait()\n        received", "        received", (TRACE, MATRIX)),
+        ("no division behind the sum", "received.mul_(self.policy.post_scale)", "received.mul_(1.0)", (POLICY, MATRIX)),
+        (
+            "a reduction is not waited for",
+            "reduction.message, reduction.under_way.received()",
+            "reduction.message, reduction.message[: self.unit.layout.shard_numel].clone()",
+            (TRACE, MATRIX),
+        ),
         (
             "accumulated in the message's type",
-            "dtype = self._policy.accumulation_dtype if keep_wide else",
+            "dtype = policy.accumulation_dtype if keep_wide else",
             "dtype = layout.dtype if keep_wide else",
             (ACCUMULATION, POLICY),
         ),
         (
             "kept gradients of an incomplete unit are lost",
-            "        self._write_kept()\n        self.in_place.end()\n        self._zero_unwritten(flat)\n        # Sums",
-            "        self.in_place.end()\n        self._zero_unwritten(flat)\n        # Sums",
+            "        self._write_kept()\n        # Elements",
+            "        # Elements",
             (SKIPPED, POLICY, "tests/core/test_unused_parameters.py"),
         ),
     ),
@@ -304,7 +309,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/unshard_pass.py",
+        "core/schedule/block.py",
         (
             "nothing is prefetched",
             "                if first and self._under_way:\n                    return\n",
@@ -313,7 +318,7 @@ FAULTS: tuple[Fault, ...] = (
         ),
     ),
     *_in(
-        "core/schedule/unshard_pass.py",
+        "core/schedule/block.py",
         (
             "prefetch ignores what is live",
             " or self.live + block.numel > self._limits.max_live_parameters:",

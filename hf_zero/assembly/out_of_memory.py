@@ -13,7 +13,6 @@ import torch
 from hf_zero import observe
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.holdings import KINDS, Holding, alive, bytes_by_kind, taken
-from hf_zero.core.schedule.gradients import tensors_of
 from hf_zero.system.sizes import gib
 
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
@@ -200,7 +199,7 @@ def _summed_gradients(engine: Any, failure: Failure) -> int:
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     held = [entry.shard for entry in entries if entry.shard is not None]
     if not engine.stage_policy.optimizer_sharded:
-        held = [tensor for entry in entries for tensor in tensors_of(entry)]
+        held = [tensor for entry in entries for tensor in entry.tensors()]
     seen = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in held if _tier(tensor) == failure.tier}
     return sum(seen.values())
 

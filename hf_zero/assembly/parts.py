@@ -34,8 +34,9 @@ from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedGradients
-from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
+from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
+from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
@@ -55,6 +56,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import Offloading
 from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
 from hf_zero.optim.onebit_adam import OneBitAdam
+from hf_zero.pipeline.added_in_place import collector_of
 from hf_zero.pipeline.apply import pipeline_of
 
 Explain = Callable[[Any, BaseException, str], None]
@@ -222,7 +224,7 @@ class PartsBuilder:
         overlap = self.config.zero_optimization.overlap_comm is not False
         pool, place = BufferPool(), self.offloading.gradient_place
         of_experts = self._expert_exchange(policy)
-        pipeline = pipeline_of(self.module)
+        pipeline, collector = pipeline_of(self.module), collector_of(self.module)
         tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
 
         def gradients_of(unit: Unit) -> UnitGradients:
@@ -232,9 +234,10 @@ class PartsBuilder:
                 own = copy.copy(own)
                 own.policy = replace(policy, accumulation_dtype=wide)
             others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
-            return (
-                UnitGradients(unit, own, pool, place(unit)) if others is None else ReplicatedGradients(unit, own, pool, place(unit), others)
-            )
+            sums = GradientSum(unit, own.policy, place(unit))
+            if others is not None:
+                sums = ReplicatedSum(unit, own.policy, place(unit), others)
+            return UnitGradients(unit, own, collector(unit, own.policy, pool), sums)
 
         self._gradients_of = gradients_of
         entries = [gradients_of(unit) for unit in units]

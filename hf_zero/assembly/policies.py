@@ -12,9 +12,9 @@ import torch
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.preemption import PreemptionSettings
+from hf_zero.core.schedule.block import UnshardLimits
 from hf_zero.core.schedule.gradient_exchanges import ErrorFeedback
-from hf_zero.core.schedule.gradients import GradientPolicy
-from hf_zero.core.schedule.unshard_pass import UnshardLimits
+from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
@@ -70,7 +70,7 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
     """Return the scaling and the element types of the reduction.
 
     [Note: divisors of a gradient] ``Engine.backward`` divides the loss by ``gradient_accumulation_steps`` and multiplies it by the loss
-    scale. The mean over N ranks is ``pre_scale * post_scale = 1 / N``: ``UnitGradients`` multiplies by ``pre_scale`` as it copies a
+    scale. The mean over N ranks is ``pre_scale * post_scale = 1 / N``: ``Collector`` multiplies by ``pre_scale`` as it copies a
     gradient into the flat buffer and by ``post_scale`` when the sum has arrived. ``Stepper.take`` divides by the loss scale, together
     with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert (``assembly/parts.py``).
 

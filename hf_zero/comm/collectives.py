@@ -64,6 +64,12 @@ class Pending:
         self.before_finish = None
         self.works, self.finish, self.keep = [], None, ()
 
+    def then(self, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
+        """Call ``work`` on the result when the collective has ended; what ``work`` returns is the new result. Return this object."""
+        finish = self.finish
+        self.finish = lambda: work(finish() if finish is not None else None)
+        return self
+
     def received(self) -> torch.Tensor:
         """Wait for the collective and return its result.
 

@@ -6,8 +6,6 @@ carries them as bytes. One rank sends nothing, so nothing is coded there.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
@@ -30,7 +28,7 @@ def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.
     own = messages[collectives.rank]
     quantize(shard, own, WEIGHT_BITS, threads=_threads())
     pending = collectives.all_gather(messages.view(-1), own.view(-1), unit)
-    return finished_by(pending, lambda _: dequantize(messages, full, WEIGHT_BITS, _threads()))
+    return pending.then(lambda _: dequantize(messages, full, WEIGHT_BITS, _threads()))
 
 
 def message_of(shard: torch.Tensor) -> torch.Tensor:
@@ -75,14 +73,7 @@ def reduce_scatter_codes(
         dequantize(of_rank.transpose(0, 1).contiguous(), total, GRADIENT_BITS, _threads())
         return total
 
-    return finished_by(collectives.exchange(by_rank, unit), sums)
-
-
-def finished_by(pending: Pending, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
-    """Return ``pending``, extended to call ``work`` on the data that it has received."""
-    finish = pending.finish
-    pending.finish = lambda: work(finish() if finish is not None else None)
-    return pending
+    return collectives.exchange(by_rank, unit).then(sums)
 
 
 def _threads() -> int:

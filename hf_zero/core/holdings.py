@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.schedule.gradients import UnitGradients, tensors_of
+from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.units.shard import has_memory
 from hf_zero.core.units.unit import Unit
 
@@ -75,8 +75,8 @@ def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iter
     """Yield the gradients that are being collected, are on their way, or are reduced, and those that autograd still keeps in
     ``param.grad``.
     """
-    pools = {id(entry.pool): entry.pool for entry in entries}
-    for tensors in (*map(tensors_of, entries), *(pool.tensors() for pool in pools.values())):
+    pools = {id(entry.collected.pool): entry.collected.pool for entry in entries}
+    for tensors in (*(entry.tensors() for entry in entries), *(pool.tensors() for pool in pools.values())):
         yield from (Holding("gradients", tensor) for tensor in tensors)
     yield from (Holding("gradients", param.grad) for param in module.parameters() if param.grad is not None)
 

@@ -116,7 +116,7 @@ class OffloadedStates:
         moved = Storages(tensors, self._pool)
         if "contiguous_grad_buffer" in kinds:
             for gradients in self._gradients:
-                gradients.pool.clear()
+                gradients.collected.pool.clear()
         self._moved.append(moved)
         for unit in self._units:
             unit.set_offloaded(True)
@@ -133,8 +133,8 @@ class OffloadedStates:
 
     def devices(self, kind: str) -> set[torch.device]:
         """Return the devices that hold the state of ``kind`` now; local."""
-        buffers = kind == "contiguous_grad_buffer"
-        tensors = (tensor for gradients in self._gradients for tensor in gradients.pool.tensors()) if buffers else self._tensors(kind)
+        pooled = (tensor for gradients in self._gradients for tensor in gradients.collected.pool.tensors())
+        tensors = pooled if kind == "contiguous_grad_buffer" else self._tensors(kind)
         return {tensor.device if has_memory(tensor) else torch.device("cpu") for tensor in tensors if tensor.numel()}
 
     def require_none(self, what: str) -> None:

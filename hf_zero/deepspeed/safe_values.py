@@ -114,7 +114,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
     """Return the whole gradient of a parameter that backwards have left, averaged over ranks, with the loss scale; collective."""
     gradients = training.gradients
-    if gradients.exchange.keeps_whole and gradients.has_local:
+    if not gradients.exchange.reduces and gradients.has_local:
         return _mean_over_ranks(gradients, index)
     held = gradients.held()
     grad = gather_param(unit, index, held, "gradient") if held is not None else None
@@ -147,9 +147,9 @@ def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
     result is a copy.
     """
     slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
-    own = gradients.own_whole()[slot.range.start : slot.range.stop].clone()
+    own = gradients.collected.whole()[slot.range.start : slot.range.stop].clone()
     network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()
-    own = own.div_(network.world) if gradients.exchange.keeps_whole else own.mul_(gradients.exchange.policy.post_scale)
+    own = own.mul_(gradients.exchange.policy.post_scale) if gradients.exchange.reduces else own.div_(network.world)
     return own.view(slot.shape)
 
 

@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.topology import Topology
-from hf_zero.core.schedule.gradients import GradientExchange, GradientPolicy
+from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import first_non_finite, global_norm
 from hf_zero.core.step.step import Stepper
@@ -29,7 +29,8 @@ class OneBitStepper(Stepper):
     def prepare(self, boundary: bool) -> None:
         """Decide before a backward whether its gradients stay on each rank without reduction."""
         super().prepare(boundary)
-        self.reducer.exchange.keeps_whole = self._compresses
+        if isinstance(self.reducer.exchange, OneBitExchange):
+            self.reducer.exchange.keep_whole(self._compresses)
 
     @property
     def _compresses(self) -> bool:
@@ -84,8 +85,7 @@ def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -
 
 
 class OneBitExchange(GradientExchange):
-    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase (``keeps_whole``, which the step sets): no
-    reduction.
+    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase: no reduction.
 
     Args:
         collectives: Network of the reductions.
@@ -98,11 +98,13 @@ class OneBitExchange(GradientExchange):
         super().__init__(collectives, policy)
         self._own_scale = 1.0 if averages else float(collectives.world)
 
-    @property
-    def scale(self) -> float:
-        return self._own_scale if self.keeps_whole else super().scale
+    def keep_whole(self, compressed: bool) -> None:
+        """Keep the gradients of the next backwards on their ranks if the phase is ``compressed``, else reduce them."""
+        self.reduces = not compressed
+        self.scale = self._own_scale if compressed else self.policy.pre_scale
 
-    def start(self, message: torch.Tensor, unit: str) -> Pending:
-        if self.policy.sharded:
-            return super().start(message, unit)
-        return self.collectives.all_reduce_in_order(message, unit)
+    def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
+        return super().hops(dtype) if self.policy.sharded else (self._sum_in_order,)
+
+    def _sum_in_order(self, message: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        return self.collectives.all_reduce_in_order(message, unit).then(lambda _: message)

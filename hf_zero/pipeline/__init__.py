@@ -17,10 +17,10 @@ with. The experts of a stage are divided between dividing its layers and putting
 number of parts, and on when a kind of batch is new. A parameter of another stage is empty here and marked as a tensor-parallel shard that
 is elsewhere (``core/units/tp_shard.py``, ``is_elsewhere``), so norm, overflow and checkpoints know it as a part of the whole that others
 hold; it is in no unit. A weight that several stages hold is a unit of its own, whose gradients take one more sum over these stages and
-the replicas of its shards (``schedule/replicas.py``), and counts once in the norm. Blocks have no hooks in a pipeline: nothing is
-resharded.
+the replicas of its shards (``ReplicatedSum``), and counts once in the norm. Blocks have no hooks in a pipeline: nothing is resharded.
 
-The engine knows of pipelines in two places: parameters get several gradients in one backward (``Reducer.pieces``), and under a schedule
-forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``comm/link.py`` sends between two ranks. Under accelerate
-the stages of a pipeline are given the same samples by ``integrations/pipelines.py``. Users' page: docs/pipeline-parallel.md.
+The engine knows of pipelines in two places: parameters get several gradients in one backward (``Reducer.piecemeal``), and under a schedule
+forwards and backwards take turns in one micro-step (``BackwardPhase.mixed``). ``added_in_place.py`` collects such gradients.
+``comm/link.py`` sends between two ranks. Under accelerate the stages of a pipeline are given the same samples by
+``integrations/pipelines.py``. Users' page: docs/pipeline-parallel.md.
 """

@@ -316,7 +316,7 @@ class _Run:
 
     def _book(self, engine: Any) -> None:
         """Lets the buffers of gradients say what they allocate."""
-        for pool in {id(entry.pool): entry.pool for entry in engine.stepper.reducer.gradients}.values():
+        for pool in {id(entry.collected.pool): entry.collected.pool for entry in engine.stepper.reducer.gradients}.values():
             setattr(pool, "take", self.books.booked("gradients", pool.take))  # noqa: B010
         self._mark_owned(engine)
 

@@ -10,10 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.block import Block, UnshardLimits
 from hf_zero.core.schedule.reducer import BackwardOrder, Reducer
 from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.unshard_pass import UnshardLimits
 from hf_zero.core.units.layout import UnitState
 
 pytestmark = pytest.mark.quick
@@ -61,8 +60,11 @@ class _Gradients:
     late: bool = False
     left: bool = False  # a sum that goes to the replicas next
     shard: Any = None  # no reduced gradients to show
-    exchange: Any = field(default_factory=lambda: SimpleNamespace(completes=True))
     pool: Any = field(default_factory=lambda: SimpleNamespace(clear=lambda: None))
+
+    @property
+    def collected(self) -> _Gradients:
+        return self
 
     @property
     def done(self) -> bool:
@@ -72,20 +74,17 @@ class _Gradients:
         self.complete = True
         self.has_local = True
 
-    def start_reduce(self) -> None:
+    def start_reduce(self, completes: bool, late: bool = False) -> None:
         self.unit.log.append(f"reduce {self.unit.name}")
         self.has_local, self.left = False, True
+        self.late = self.late and not late
 
     def set_aside(self) -> None:
         self.late, self.has_local = self.late or self.has_local, False
 
-    def start_reduce_late(self) -> None:
-        self.late = False
-        self.start_reduce()
+    def finish_hop(self) -> None: ...
 
-    def finish_reduce(self) -> None: ...
-
-    def start_next_part(self) -> bool:
+    def start_hop(self) -> bool:
         sent, self.left = self.left, False
         if sent:
             self.unit.log.append(f"cross {self.unit.name}")
@@ -131,7 +130,7 @@ def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[l
     for block in (root, *blocks):
         block.gradients = [entries[block.name]]
     schedule = UnshardSchedule(root, blocks, model.limits, SimpleNamespace())  # type: ignore[arg-type]
-    exchange: Any = SimpleNamespace(keeps_whole=False)
+    exchange: Any = SimpleNamespace(reduces=True)
     reducer = Reducer(list(entries.values()), exchange, True, agree, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for index in ran:
@@ -165,8 +164,8 @@ def test_ranks_that_run_other_blocks_issue_the_same_sequence(model: _Model, data
     late = [any(flags) for flags in zip(*told, strict=True)]
     logs = [_backward(model, ran, late)[0] for ran in ranks]
     assert logs[1:] == logs[:1] * 3
-    for part in ("reduce", "cross"):  # the two parts of a reduction where shards have replicas
-        assert sum(line.startswith(part) for line in logs[0]) == len(model.sizes) + 1 + sum(late)
+    for hop in ("reduce", "cross"):  # the two hops of a reduction where shards have replicas
+        assert sum(line.startswith(hop) for line in logs[0]) == len(model.sizes) + 1 + sum(late)
 
 
 @given(_MODELS)
@@ -205,6 +204,7 @@ def _forward(sizes: list[int], limits: UnshardLimits, ran: list[int]) -> tuple[l
     collectives = SimpleNamespace(any_of=lambda flags, what: flags, broadcast_object=lambda value, source, what: list(value))
     schedule = UnshardSchedule(root, blocks, limits, collectives)  # type: ignore[arg-type]
     schedule.begin_forward(training=True)
+    root.entered(recomputed_later=False)
     for index in ran:
         schedule.forward(blocks[index])
         schedule.after_forward(blocks[index])
@@ -239,6 +239,7 @@ def test_a_block_whose_module_still_runs_stays_unsharded() -> None:
     root = Block("root", None, [_Unit("root", 1, [], UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
     schedule = UnshardSchedule(root, blocks, UnshardLimits(0, 100, 0), SimpleNamespace())  # type: ignore[arg-type]
     schedule.begin_forward(training=True)
+    root.entered(recomputed_later=False)
     for _ in range(2):  # its forward calls itself
         blocks[0].entered(recomputed_later=False)
         schedule.forward(blocks[0])
@@ -254,8 +255,8 @@ def test_two_reductions_are_under_way_at_most() -> None:
     log: list[str] = []
     entries: Any = [_Gradients(_Unit(f"b{index}", 1, log)) for index in range(4)]
     for entry in entries:
-        entry.finish_reduce = lambda entry=entry: log.append(f"finish {entry.unit.name}")
-    reducer = Reducer(entries, SimpleNamespace(keeps_whole=False), True, lambda flags: flags, lambda text: [text])  # type: ignore[arg-type]
+        entry.finish_hop = lambda entry=entry: log.append(f"finish {entry.unit.name}")
+    reducer = Reducer(entries, SimpleNamespace(reduces=True), True, lambda flags: flags, lambda text: [text])  # type: ignore[arg-type]
     reducer.begin(reduces=True)
     for entry in reversed(entries):
         entry.arrive()

@@ -14,7 +14,7 @@ _COUNTS = {"open", "pending", "checkpointed", "read_elsewhere", "read_by_root"}
 
 def _block(name: str = "block") -> Block:
     block: Any = Block(name, None, [])  # type: ignore[arg-type]
-    block.gradients = [SimpleNamespace(piecemeal=False)]
+    block.gradients = [SimpleNamespace(collected=SimpleNamespace(piecemeal=False))]
     return block  # type: ignore[no-any-return]
 
 
@@ -44,9 +44,9 @@ def test_forwards_of_one_module_inside_each_other_are_counted() -> None:
 def test_a_block_that_is_recomputed_twice_gets_its_gradients_in_pieces() -> None:
     block = _block()
     block.entered(recomputed_later=True)
-    assert not block.gradients[0].piecemeal
+    assert not block.gradients[0].collected.piecemeal
     block.entered(recomputed_later=True)
-    assert block.gradients[0].piecemeal and block.checkpointed == 2
+    assert block.gradients[0].collected.piecemeal and block.checkpointed == 2
     block.recomputed()
     block.recomputed()
     block.recomputed()

@@ -37,7 +37,7 @@ def _one_step(stage: int, accumulation: int, dtype: str) -> tuple[list[list[str]
     networks = {
         "gathers": engine.collectives,
         "reductions": exchange.collectives,
-        "replicas": entries[0]._replicas,
+        "replicas": entries[0].total.replicas,
         "votes": engine.collectives.data,
     }
     before: dict[str, int] = {}

@@ -226,7 +226,7 @@ def _sent(accumulation: int, dtype: str) -> tuple[list[str], dict[str, int], int
         config[dtype] = {"enabled": True}
     model = TwoBlocks()
     engine, *_ = hf_zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    hops = engine.stepper.reducer.exchange.hops
+    hops = engine.stepper.reducer.exchange.nodes
     networks = {"all": engine.collectives, "node": engine.units[0].secondary._node, "inside": hops.inside, "across": hops.across}
     inputs = torch.ones(2, 8, dtype=torch.bfloat16 if dtype == "bf16" else torch.float32)
     for _step in range(3):

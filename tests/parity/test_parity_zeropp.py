@@ -306,7 +306,7 @@ def _bytes_per_step(keys: dict[str, Any], hops: bool = False) -> dict[str, float
     engine = initialize(model, zeropp(3, **keys))
     networks = {"gathers": engine.collectives, "reductions": engine.stepper.reducer.exchange.collectives}
     if hops:
-        networks |= {name: getattr(engine.stepper.reducer.exchange.hops, name) for name in ("inside", "across")}
+        networks |= {name: getattr(engine.stepper.reducer.exchange.nodes, name) for name in ("inside", "across")}
     numel = sum(unit.layout.numel for unit in engine.units)
     for _step in range(2):
         before = {name: network.sent_bytes for name, network in networks.items()}

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hf_zero.core.units.memory_uses import InPlace
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from hf_zero.pipeline.added_in_place import InPlaceCollector
 from hf_zero.pipeline.train import backward_of
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
@@ -33,18 +33,18 @@ def check_single(zero: int) -> None:
 
 def check_in_place(case: ModelCase, run: Run) -> None:
     """What autograd adds to the flat buffer by itself is what hooks would add, bit for bit; nothing of it stays in ``param.grad``."""
-    begin, begun = InPlace.begin, []
+    begin, begun = InPlaceCollector._begin_in_place, []
 
-    def counting(places: InPlace, found: Mapping[int, Tensor]) -> None:
+    def counting(places: InPlaceCollector, found: Mapping[int, Tensor]) -> None:
         begun.extend(found)
         begin(places, found)
 
-    with patch.object(InPlace, "begin", counting):
+    with patch.object(InPlaceCollector, "_begin_in_place", counting):
         losses, norms, weights, engine = train_by_schedule(case, run, 2)
     held = [param for entry in engine.stepper.reducer.gradients for param in entry.unit.params]
     assert len(begun) >= run.steps * len(held) and all(param.grad is None for param in held)
     engine.destroy()
-    with patch.object(InPlace, "begin", lambda places, found: None):
+    with patch.object(InPlaceCollector, "_begin_in_place", lambda places, found: None):
         *others, engine = train_by_schedule(case, run, 2)
     engine.destroy()
     assert others[:2] == [losses, norms]

@@ -2,7 +2,7 @@
 
 When a unit is unsharded (stage 3)
 
-``core/schedule/schedule.py``, [Note: unshard passes]. A pass (``unshard_pass.py``) has a position in the unshard order. Asking for block
+``core/schedule/schedule.py``, [Note: unshard passes]. A pass (``UnshardPass``) has a position in the unshard order. Asking for block
 *j* issues the all-gathers of all sharded blocks up to *j*, the skipped ones included, and the end of forward and backward joins the rest.
 So ranks that run different experts, layers or towers issue the same sequence. Whether one is issued depends only on what was whole when
 the pass began, which is the same on all ranks. The order is the model's until the first whole forward; then rank 0's observed order is
@@ -28,7 +28,7 @@ gathers of a frozen backbone.
 - After a step whose updates may still go on (``hf_zero.offload_overlap``), what is prefetched in the first forward is asked for when the
 block before it has run: an all-gather waits for its unit's update. Nothing here looks at a clock or asks whether something has ended.
 
-``runtime.py`` puts the hooks on a module; ``forward_phase.py`` and ``backward_phase.py`` say what each of them does. What they need of
+``runtime.py`` puts the hooks on a module; ``ForwardPhase`` (``schedule.py``) and ``BackwardPhase`` say what each does. What they need of
 torch that has no public name is in ``torch_internals.py``, and ``tests/core/test_torch_internals.py`` looks at each.
 
 The order of collectives
@@ -59,24 +59,25 @@ Gradients
 Whether a backward reduces is decided once, when its micro-step begins (``Stepper.begin_micro_step``, by ``StagePolicy.reduces``); the
 reducer is told.
 
-``core/schedule/gradients.py``. A post-accumulate hook takes ``param.grad`` (autograd moved it there without a copy); it is scaled into
-the unit's flat buffer as it is copied there, large ones at once, small ones of a unit together ([Note: kept gradients]). Of several in
-one backward (micro-batches of a pipeline) autograd adds the later ones there itself ([Note: added in place]).
-``core/schedule/reducer.py`` sends units off last to first: a unit goes when it and all behind it are complete; what is incomplete at the
-end of backward goes then, with zeros in the holes. Where backward unshards too, a unit's position in [Note: one order] may come before it
-is complete, or hold it back. How a unit's gradients become one over ranks is a ``GradientExchange``; an optimizer that communicates
-itself brings its own. On a device all of this happens on the stream that the backward began on (``core/schedule/reducer.py``, [Note: one
-stream for gradients]).
+The way of a gradient: a post-accumulate hook (``backward_phase.py``) → ``Reducer.collect`` takes ``param.grad`` (autograd moved it there
+without a copy) → ``Collector.add`` scales it into the unit's flat buffer as it is copied there, large ones at once, small ones of a unit
+together ([Note: kept gradients]). ``Reducer.proceed`` sends units off last to first: a unit goes when it and all behind it are complete;
+what is incomplete at the end of backward goes then, with zeros in the holes. Where backward unshards too, a unit's position in [Note: one
+order] may come before it is complete, or hold it back. ``UnitGradients.start_reduce`` asks the ``GradientExchange`` (``hops.py``) for the
+hops of the reduction: usually one, the sum over all ranks to the owner. ``Reducer._finish`` waits for each hop and starts the next one, and
+``GradientSum.add`` adds the result of the last one to the unit's sum. A feature brings a class of its own and nothing on this way knows
+it: other hops (``gradient_exchanges.py``, ``onebit/step.py``), another sum (``ReplicatedSum``), another collector (of a pipeline, where
+autograd adds up gradients in the buffer: ``pipeline/added_in_place.py``). On a device all of this happens on the stream that the backward
+began on ([Note: one stream for gradients]).
 
 At stage 0 ``param.grad`` shows what is reduced (``core/schedule/shown_gradients.py``, [Note: shown gradients]). What a script assigns to
 it is found at the boundary (``core/step/written_gradients.py``) and takes their place, the mean over ranks.
 
-Where shard groups have replicas, ``core/schedule/gradient_exchanges.py`` adds the second part ([Note: two sums]): micro-steps are added
-up inside the group, and the backward of a boundary sends each unit's sum to its replicas as the reducer takes it from its queue. All else
-works inside the group: unshards, updates and their all-gathers, norms (the groups hold the same bits). ``zero.Init`` shards over the
-group too. What crosses between replicas is one part of a reduction, the sum over a node that goes on to other nodes (``comm/nodes.py``,
-[Note: swizzled parts]) another: the reducer takes an entry from the queue of each part in order and starts the next ([Note: parts of a
-reduction]).
+Where shard groups have replicas, ``ReplicatedSum`` (``core/schedule/gradient_exchanges.py``) adds the last hop ([Note: two sums]):
+micro-steps are added up inside the group, and the backward of a boundary sends each unit's sum to its replicas as the reducer takes it from
+its queue. All else works inside the group: unshards, updates and their all-gathers, norms (the groups hold the same bits). ``zero.Init``
+shards over the group too. The sum over a node that goes on to other nodes (``comm/nodes.py``, [Note: swizzled parts]) is another hop: the
+reducer takes an entry from the queue of each hop in order and starts the next ([Note: hops of a reduction]).
 
 On gloo, ``comm/direct_exchange.py`` exchanges parts directly and sums in rank order ([Note: direct exchange on gloo]): deterministic, and
 16-bit parts are summed in fp32. Gathered shards come to each node once and are handed on there, by a thread (``comm/direct_exchange.py``,

@@ -88,7 +88,7 @@ class BackwardPhase:
         reference to its engine, and so to the parameter that it is on, would keep a model alive forever after its last user has dropped
         it.
         """
-        added, weak_self, weak_entry = entry.in_place.indices, ref(self), ref(entry)
+        added, weak_self, weak_entry = entry.collected.in_place, ref(self), ref(entry)
 
         def collect(param: torch.Tensor) -> None:
             phase, entry = weak_self(), weak_entry()
@@ -187,7 +187,7 @@ class BackwardPhase:
             self._begin()
         self.mixed = mixed
         if mixed and self.reducer is not None:
-            self.reducer.pieces = True
+            self.reducer.piecemeal = True
 
     def _notice(self) -> None:
         """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
@@ -354,7 +354,7 @@ def begin_inside(phase: BackwardPhase, parts: int) -> None:
         phase._begin()
         call_after_backward(phase.end)
     if parts > 1 and phase.reducer is not None:
-        phase.reducer.pieces = True
+        phase.reducer.piecemeal = True
 
 
 class SharedBackward:

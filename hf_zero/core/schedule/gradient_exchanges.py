@@ -1,4 +1,4 @@
-"""Exchange gradients in other ways than one sum over all ranks.
+"""Define exchanges of gradients with other hops than one sum over all ranks.
 
 Sum inside each node before anything crosses to other nodes; sum codes of 8 or 4 bits (ZeRO++); sum inside a shard group, and once per
 optimizer step over its replicas.
@@ -7,13 +7,15 @@ optimizer step over its replicas.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.nodes import TwoHops
 from hf_zero.comm.quantized import reduce_scatter_codes
-from hf_zero.core.schedule.gradients import BufferPool, GradientExchange, GradientPlace, GradientPolicy, UnitGradients
+from hf_zero.core.schedule.gradients import GradientPlace, GradientSum
+from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 from hf_zero.native.block_codes import KeptError, message_bytes, scales_of
@@ -51,35 +53,35 @@ class QuantizedExchange(GradientExchange):
         collectives: Network of the reductions.
         policy: Element types and factors.
         feedback: Settings of kept errors; None keeps no errors.
-        hops: Networks of the two hops over the ranks of ``collectives``; None is one hop.
+        nodes: Networks of the two hops over the ranks of ``collectives``; None is one hop.
     """
 
     def __init__(
-        self, collectives: Collectives, policy: GradientPolicy, feedback: ErrorFeedback | None = None, hops: TwoHops | None = None
+        self, collectives: Collectives, policy: GradientPolicy, feedback: ErrorFeedback | None = None, nodes: TwoHops | None = None
     ) -> None:
         super().__init__(collectives, policy)
         self.feedback = feedback
-        self.hops = hops
+        self.nodes = nodes
         self._errors: dict[str, tuple[KeptError, int]] = {}  # by unit and hop, with the number of elements of a part
         self._loaded: dict[str, torch.Tensor] = {}  # errors from a checkpoint, until they are needed
         self._steps = 0
 
-    def start(self, message: torch.Tensor, unit: str) -> Pending:
-        if self.collectives.world == 1 or not can_quantize(message.dtype):
-            return super().start(message, unit)
+    def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
+        if self.collectives.world == 1 or not can_quantize(dtype):
+            return super().hops(dtype)
+        return (self._sum_codes,) if self.nodes is None else (partial(self._inside, self.nodes), partial(self._across, self.nodes))
+
+    def _sum_codes(self, message: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
         error = self._error(message, unit, self.collectives.world)
-        if self.hops is None:
-            return reduce_scatter_codes(self.collectives, message, self.policy.accumulation_dtype, unit, error)
-        return reduce_scatter_codes(self.hops.inside, message, torch.float32, unit, error, each=self.hops.across.world)
+        return reduce_scatter_codes(self.collectives, message, self.policy.accumulation_dtype, unit, error)
 
-    def crosses(self, dtype: torch.dtype) -> bool:
-        return self.hops is not None and can_quantize(dtype)
+    def _inside(self, nodes: TwoHops, message: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        error = self._error(message, unit, self.collectives.world)
+        return reduce_scatter_codes(nodes.inside, message, torch.float32, unit, error, each=nodes.across.world)
 
-    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
-        if self.hops is None:
-            return super().cross(partial, travelled, unit)
-        error = self._error(partial, unit + _SECOND_HOP, self.hops.across.world)
-        return reduce_scatter_codes(self.hops.across, partial, self.policy.accumulation_dtype, unit, error)
+    def _across(self, nodes: TwoHops, of_node: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        error = self._error(of_node, unit + _SECOND_HOP, nodes.across.world)
+        return reduce_scatter_codes(nodes.across, of_node, self.policy.accumulation_dtype, unit, error)
 
     def _error(self, message: torch.Tensor, name: str, parts: int) -> KeptError | None:
         """Return the error that the codes of one hop have left for a unit, for a message in this number of parts; None if errors are not
@@ -120,7 +122,7 @@ class QuantizedExchange(GradientExchange):
 
     def _parts(self) -> torch.Tensor:
         """Return the number of parts into which the messages of each hop are divided."""
-        return torch.tensor([self.collectives.world, self.hops.across.world if self.hops is not None else 1])
+        return torch.tensor([self.collectives.world, self.nodes.across.world if self.nodes is not None else 1])
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
         """Restore what ``rank_states`` returned for this rank; errors that are missing or have another number of parts start from zero."""
@@ -139,113 +141,98 @@ class NodeExchange(GradientExchange):
     Args:
         collectives: Network of all ranks of the axis.
         policy: Element types and factors.
-        hops: The same ranks as nodes.
+        nodes: The same ranks as nodes.
     """
 
-    def __init__(self, collectives: Collectives, policy: GradientPolicy, hops: TwoHops) -> None:
+    def __init__(self, collectives: Collectives, policy: GradientPolicy, nodes: TwoHops) -> None:
         super().__init__(collectives, policy)
-        self.hops = hops
+        self.nodes = nodes
 
-    def start(self, message: torch.Tensor, unit: str) -> Pending:
-        return self.hops.inside.reduce_scatter(self.hops.swizzled(message), self.policy.accumulation_dtype, unit)
+    def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
+        return self._inside, self._across
 
-    def crosses(self, dtype: torch.dtype) -> bool:
-        return True
+    def _inside(self, message: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        return self.nodes.inside.reduce_scatter(self.nodes.swizzled(message), self.policy.accumulation_dtype, unit)
 
-    def cross(self, partial: torch.Tensor, travelled: torch.dtype, unit: str) -> Pending:
-        return self.hops.across.reduce_scatter(partial.to(travelled), self.policy.accumulation_dtype, unit)
+    def _across(self, of_node: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
+        return self.nodes.across.reduce_scatter(of_node.to(sent), self.policy.accumulation_dtype, unit)
 
 
-class ReplicatedGradients(UnitGradients):
-    """The flat gradient of one trainable unit, whose shard other groups hold too.
+class ReplicatedSum(GradientSum):
+    """Sum of one unit's reduced gradients, whose shard other groups hold too.
 
     [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward
-    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, as a further part of it
-    ([Note: parts of a reduction]). What is late comes through both parts once more. One
+    that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, as a further hop of it
+    ([Note: hops of a reduction]). What is late comes through all hops once more. One
     micro-step's sum travels in the type that its reduction had, that of several in the accumulation type. ``post_scale`` comes last:
     until then fp16 has the headroom that ``pre_scale`` gave it.
 
+    Attributes:
+        replicas: The network of the ranks that hold this shard.
+
     Args:
         unit: The unit.
-        exchange: Sums gradients inside the shard group.
-        pool: Pool of flat buffers.
-        place: Store of the sums.
-        replicas: The network of the ranks that hold this shard.
+        policy: Element types and factors.
+        place: Where the sum is kept.
+        replicas: See the attribute.
     """
 
-    def __init__(
-        self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None, replicas: Collectives
-    ) -> None:
-        super().__init__(unit, exchange, pool, place)
-        self._replicas = replicas
+    def __init__(self, unit: Unit, policy: GradientPolicy, place: GradientPlace | None, replicas: Collectives) -> None:
+        super().__init__(unit, policy, place)
+        self.replicas = replicas
         self._partial = False  # ``shard`` is a sum over the shard group alone, without ``post_scale``
-        self._waiting: torch.Tensor | None = None  # the message to the replicas, in the dtype in which it is sent
-        self._replicating: Pending | None = None
 
-    def _take(self, received: torch.Tensor, travelled: torch.dtype) -> None:
-        wide = self._policy.accumulation_dtype
-        if not self.exchange.completes:
-            self._make_partial()
-            self.shard = self.place.add(self.unit, self.shard, received, wide)
-            self._partial = True
-            return
+    def hops(self, completes: bool) -> tuple[Hop, ...]:
+        return (self._over_replicas,) if completes else ()
+
+    def _over_replicas(self, of_group: torch.Tensor, sent: torch.dtype, unit: str) -> Pending:
         if self._partial:
-            received, travelled = self._fetch_partial(wide).add_(received), wide
-        self._waiting = received.to(self._policy.message_dtype or travelled)
+            of_group, sent = self._fetch_partial().add_(of_group), self.policy.accumulation_dtype
+        message = of_group.to(self.policy.message_dtype or sent)
+        return self.replicas.all_reduce(message, unit).then(lambda _: message)
 
-    def _fetch_partial(self, dtype: torch.dtype) -> torch.Tensor:
-        """Return the sum over the shard group so far, and drop it from this object."""
+    def add(self, received: torch.Tensor, completes: bool) -> None:
+        if completes:
+            super().add(received, completes)
+            return
+        self._make_partial()
+        self.shard = self.place.add(self.unit, self.shard, received, self.policy.accumulation_dtype)
+        self._partial = True
+
+    def _fetch_partial(self) -> torch.Tensor:
+        """Return the sum over the shard group so far, in the accumulation type, and drop it from this object."""
         if self.shard is None:
             raise StateError(f"unit {self.unit.name}: no sum to send to the replicas")
-        total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, dtype), None, False
+        total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, self.policy.accumulation_dtype), None, False
         return total
 
     def _make_partial(self) -> None:
         """Turn a sum over all ranks into one to which micro-steps can be added: one replica keeps it, the others start from none."""
         if self.shard is None or self._partial:
             return
-        if self._replicas.rank > 0:
+        if self.replicas.rank > 0:
             self.shard = None
-        elif self._policy.post_scale != 1.0:
-            self.shard.div_(self._policy.post_scale)
-
-    def start_next_part(self) -> bool:
-        if super().start_next_part():
-            return True
-        if self._waiting is None or self._replicating is not None:
-            return False
-        self._replicating = self._replicas.all_reduce(self._waiting, self.unit.name)
-        return True
-
-    def finish_reduce(self) -> None:
-        """Finish the part of the reduction that is in flight; see ``UnitGradients.finish_reduce``."""
-        super().finish_reduce()
-        if self._replicating is not None and self._waiting is not None:
-            self._replicating.wait()
-            received, self._replicating, self._waiting = self._waiting, None, None
-            super()._take(received, received.dtype)
+        elif self.policy.post_scale != 1.0:
+            self.shard.div_(self.policy.post_scale)
 
     def reduced(self) -> torch.Tensor:
-        """Return the reduced gradient; see ``UnitGradients.reduced``. Collective if no boundary has sent the sum to the replicas."""
-        self.finish_reduce()
+        """Return the sum; see ``GradientSum.reduced``. Collective if no boundary has sent it to the replicas."""
         if self._partial:
-            wide = self._policy.accumulation_dtype
-            self._waiting = self._fetch_partial(wide).to(self._policy.message_dtype or wide)
-            self.start_next_part()
+            wide = self.policy.accumulation_dtype
+            message = self._fetch_partial().to(self.policy.message_dtype or wide)
+            self.replicas.all_reduce(message, self.unit.name).wait()
+            super().add(message, completes=True)
         return super().reduced()
 
     def held(self) -> torch.Tensor | None:
-        """Return the reduced gradient or None; see ``UnitGradients.held``. Collective in the middle of an accumulation, where the sum is a
-        copy.
-        """
+        """Return the sum or None; see ``GradientSum.held``. Collective in the middle of an accumulation, where the sum is a copy."""
         held = super().held()
         if held is None or not self._partial:
             return held
-        total = self.place.fetch(self.unit, held, self._policy.accumulation_dtype).clone()
-        self._replicas.all_reduce(total, f"{self.unit.name}: gradient so far").wait()
-        return total.mul_(self._policy.post_scale)
+        total = self.place.fetch(self.unit, held, self.policy.accumulation_dtype).clone()
+        self.replicas.all_reduce(total, f"{self.unit.name}: gradient so far").wait()
+        return total.mul_(self.policy.post_scale)
 
-    def clear(self) -> None:
-        self.finish_reduce()
-        self._partial, self._waiting = False, None
-        super().clear()
+    def clear(self) -> torch.Tensor | None:
+        self._partial = False
+        return super().clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
@@ -15,47 +14,16 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
-from hf_zero.core.schedule.forward_phase import ForwardPhase
 from hf_zero.core.schedule.late_values import lend
-from hf_zero.core.schedule.torch_internals import in_backward, outside_compile, outside_transforms, replace_parameters
+from hf_zero.core.schedule.schedule import ForwardPhase
+from hf_zero.core.schedule.torch_internals import RAISED, hook_forward, in_backward, outside_transforms, replace_parameters
 from hf_zero.core.units.empty_values import guard_state_dict
 from hf_zero.core.units.grouping import enclosing
-from hf_zero.core.units.guards import refuse_sharded
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
 from hf_zero.core.units.unit import find_unit, is_sharded
 from hf_zero.observe import note
-
-RAISED = object()  # takes the place of the output of a forward that raised
-
-
-def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
-    """Call ``before`` and ``after`` around forwards of ``module``; ``after`` gets the output, or ``RAISED``.
-
-    A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
-    """
-    around: BaseException | None = None  # the exception that the caller of the forward is handling
-
-    def pre(called: nn.Module, *_: Any) -> None:
-        nonlocal around
-        if called is module:
-            around = sys.exc_info()[1]
-            before()
-        else:
-            refuse_sharded(called)
-
-    def post(called: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal around
-        if called is module:  # torch passes None for a forward that raised, and for one that returned None
-            raised = output is None and sys.exc_info()[1] is not around
-            around = None
-            after(RAISED if raised else output)
-
-    return [
-        module.register_forward_pre_hook(outside_compile(pre, module), prepend=True),
-        module.register_forward_hook(outside_compile(post, module), always_call=True),
-    ]
 
 
 class GuardedParameters(dict[str, Any]):

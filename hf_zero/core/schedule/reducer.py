@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 
-from hf_zero.core.schedule.gradients import GradientExchange, UnitGradients
+from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.hops import GradientExchange
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 
 _STAYS = nullcontext()
@@ -122,14 +123,14 @@ class Reducer:
     zeros filling the holes. So every rank sends the same sequence whatever its data. Where backward unshards too, the two have one order
     ([Note: one order]): it may hold a unit back, and may send it off before it is complete.
 
-    At most ``_IN_FLIGHT`` reductions are in flight in each part ([Note: parts of a reduction]); beyond that the oldest is waited for.
+    At most ``_IN_FLIGHT`` reductions are in flight in each hop ([Note: hops of a reduction]); beyond that the oldest is waited for.
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
-        exchange: Sums gradients over ranks.
+        exchange: Gives the hops of a reduction, but for units with an exchange of their own.
         shown: Gradients that scripts see in ``param.grad``.
         layouts: Number of times that the set of units has changed.
-        pieces: Each parameter gets several gradients in the running backward: they are summed up, and units are sent when it ends.
+        piecemeal: Each parameter gets several gradients in the running backward: they are summed up, and units are sent when it ends.
         added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
 
     Args:
@@ -154,9 +155,10 @@ class Reducer:
         self.exchange = exchange
         self.shown = ShownGradients(self.gradients)
         self._reduces = True  # whether the running backward reduces anything
+        self._completes = True  # whether its gradients complete an optimizer step
         self._factor = 1.0
         self.layouts = 0
-        self.pieces = False
+        self.piecemeal = False
         self.added_to: dict[str, None] = {}
         self._home = HomeStream(device)
         self._overlap = overlap
@@ -166,8 +168,7 @@ class Reducer:
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # order of this backward's reductions and unshards; None if it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
-        # Units by the part of their reduction that is in flight: over the axis or a node, over nodes, over replicas of the shards.
-        self._flying: tuple[deque[UnitGradients], ...] = (deque(), deque(), deque())
+        self._flying: list[deque[UnitGradients]] = [deque()]  # units by the hop that is in flight, of those that there have been
         self._sort()
 
     def _sort(self) -> None:
@@ -188,8 +189,7 @@ class Reducer:
             completes: The gradients complete an optimizer step.
         """
         self._home.begin()
-        self._reduces, self._factor = reduces and not self.exchange.keeps_whole, factor
-        _tell([self.exchange, *(entry.exchange for entry in self.gradients)], completes)
+        self._reduces, self._factor, self._completes = reduces and self.exchange.reduces, factor, completes
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
         """Give the unshards and reductions of a backward that unshards one order, the same on every rank.
@@ -208,12 +208,16 @@ class Reducer:
 
     def collect(self, entry: UnitGradients, index: int) -> None:
         """Take the gradient of parameter ``index`` of a unit, and send units that have become complete."""
-        entry.piecemeal |= self.pieces
-        param = entry.unit.params[index]
-        with self._home.entered(None if param is None else param.grad):
-            # The gradient of a unit that has rested until now stays on this rank until the step.
-            entry.collect(index, not self._reduces or self.pieces or entry.unit.rests, self._factor, several=self.pieces)
-        if self._reduces and entry.complete:
+        collected, param = entry.collected, entry.unit.params[index]
+        if param is None or param.grad is None or index in collected.in_place:
+            return
+        grad, param.grad = param.grad, None
+        collected.piecemeal |= self.piecemeal
+        # The gradient of a unit that has rested until now stays on this rank until the step.
+        wide = not self._reduces or self.piecemeal or entry.unit.rests
+        with self._home.entered(grad):
+            collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        if self._reduces and collected.complete:
             self.proceed()
 
     def close(self, passed: Sequence[UnitGradients]) -> None:
@@ -256,23 +260,23 @@ class Reducer:
         with self._home.entered():
             while self._sent < count:
                 self._sent += 1
-                self._send(self._queue[self._sent - 1])
+                self._send(self._queue[self._sent - 1], self._completes)
 
-    def _send(self, entry: UnitGradients, late: bool = False) -> None:
-        if late:
-            entry.start_reduce_late()
-        else:
-            entry.start_reduce()
+    def _send(self, entry: UnitGradients, completes: bool, late: bool = False) -> None:
+        entry.start_reduce(completes, late)
         self._flying[0].append(entry)
         self._finish(_IN_FLIGHT if self._overlap else 0)
 
     def _finish(self, leave: int = 0) -> None:
-        for part, flying in enumerate(self._flying):
+        """Wait for all reductions in flight but the ``leave`` newest ones of each hop, and start their next hops."""
+        for hop, flying in enumerate(self._flying):
             while len(flying) > leave:
                 entry = flying.popleft()
-                entry.finish_reduce()
-                if entry.start_next_part():
-                    self._flying[part + 1].append(entry)
+                entry.finish_hop()
+                if entry.start_hop():
+                    if len(self._flying) == hop + 1:
+                        self._flying.append(deque())
+                    self._flying[hop + 1].append(entry)
 
     def flush(self, error: str = "") -> str:
         """End a backward: send the units that are left, in order; collective if it reduces.
@@ -289,9 +293,9 @@ class Reducer:
             self._finish()
             for entry in self.gradients:
                 entry.begin_backward()
-                entry.pool.clear()
+                entry.collected.pool.clear()
         self._home.end()
-        if self._reduces and self.exchange.completes:
+        if self._reduces and self._completes:
             self.shown.begin()
         self._reset()
         return errors
@@ -304,9 +308,8 @@ class Reducer:
         """
         if not defers:
             self.reduce_late()
-        elif not self.exchange.keeps_whole:
-            self._reduces = True
-            _tell([self.exchange, *(entry.exchange for entry in self.gradients)], True)
+        elif self.exchange.reduces:
+            self._reduces = self._completes = True
             self.flush()
 
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
@@ -328,10 +331,9 @@ class Reducer:
         for entry in entries:
             for index, param in enumerate(entry.unit.params):
                 if id(param) in waiting:
-                    entry.accept(index, waiting[id(param)], deferred=True, factor=self._factor)
+                    entry.collected.add(index, waiting[id(param)], entry.exchange.scale * self._factor, wide=True)
         for entry in entries:
-            entry.exchange.completes = True
-            self._send(entry)
+            self._send(entry, completes=True)
         self._finish()
 
     def _send_late(self, error: str) -> str:
@@ -345,12 +347,12 @@ class Reducer:
             The errors with which the backward failed on other ranks.
         """
         for entry in self._queue:
-            entry.set_aside()
-        return self.reduce_late(error) if self._order is not None or self.exchange.completes else ""
+            entry.collected.set_aside()
+        return self.reduce_late(error) if self._order is not None or self._completes else ""
 
     def reduce_late(self, error: str = "") -> str:
         """Reduce gradients that were set aside on any rank; collective. The argument and the result are those of ``flush``."""
-        broken, *answers = self._agree([bool(error), *(entry.late for entry in self._queue)])
+        broken, *answers = self._agree([bool(error), *(entry.collected.late for entry in self._queue)])
         if broken:
             return "; ".join(text for text in self._tell(error) if text)
         late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
@@ -359,7 +361,7 @@ class Reducer:
         self._finish()  # a unit has one reduction at a time
         for entry in late:
             entry.was_late = True
-            self._send(entry, late=True)
+            self._send(entry, self._completes, late=True)
         self._finish()
         self._sort()
         return ""
@@ -378,10 +380,4 @@ class Reducer:
     def _reset(self) -> None:
         self._sent = 0
         self._order = None
-        self.pieces = False
-
-
-def _tell(exchanges: Iterable[GradientExchange], completes: bool) -> None:
-    """Tell the exchanges whether the running backward completes an optimizer step; gradients of experts have an exchange of their own."""
-    for exchange in exchanges:
-        exchange.completes = completes
+        self.piecemeal = False

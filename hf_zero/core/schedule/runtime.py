@@ -11,11 +11,10 @@ from torch import nn
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.forward_phase import ForwardPhase
-from hf_zero.core.schedule.outside_reads import RAISED, OutsideReads, hook_forward
+from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.schedule import UnshardSchedule
-from hf_zero.core.schedule.torch_internals import in_backward
+from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
+from hf_zero.core.schedule.torch_internals import RAISED, hook_forward, in_backward
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError

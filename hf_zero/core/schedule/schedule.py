@@ -1,4 +1,4 @@
-"""Unshard and reshard blocks at stage 3: unshard passes have one fixed order, the same on every rank whatever its data."""
+"""Unshard and reshard blocks in forward and backward: unshard passes have one fixed order, the same on every rank whatever its data."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
 
+import torch
+
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.block import Block, UnshardLimits, UnshardPass
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.schedule.unshard_pass import UnshardLimits, UnshardPass
+from hf_zero.core.schedule.torch_internals import next_node
 from hf_zero.core.schedule.watched_outputs import Foretold
 from hf_zero.errors import StateError
+from hf_zero.observe import span
 
 _INSIDE = 2  # position of a flag in the vote at the end of a pass: the rank's forward has not raised
 
@@ -83,20 +86,20 @@ class UnshardSchedule:
             self._pass.prefetch()
 
     def forward(self, block: Block) -> None:
-        """Unshard ``block`` and the parameters of other blocks that it reads inside a forward of the complete model; collective."""
-        self._forward(block)
-        for external in block.externals:
-            self._forward(external)
-
-    def _forward(self, block: Block) -> None:
-        if not self._learned:
-            self._observed.setdefault(block.name)
-        self._request(block)
-        skipped = [other for other in self._pass.passed(block) if not (other.ran or other.open or other.kept or other.read_elsewhere)]
-        # Blocks that this rank skipped may still run (another order): they stay unsharded until the end of forward while the limits allow.
-        if skipped and self._learned and self._pass.live > self.limits.max_live_parameters:
-            for other in skipped:
-                self._pass.reshard(other)
+        """Unshard ``block`` and the parameters of other blocks that it reads, which a forward runs now; collective."""
+        for wanted in (block, *block.externals):
+            if not self.root.open:  # a part of the model called by itself: there is no pass, the caller decides which modules run
+                wanted.unshard()
+                continue
+            if not self._learned:
+                self._observed.setdefault(wanted.name)
+            self.request(wanted)
+            skipped = [other for other in self._pass.passed(wanted) if not (other.ran or other.open or other.kept or other.read_elsewhere)]
+            # Blocks that this rank skipped may still run (another order): they stay unsharded until the end of forward while the limits
+            # allow.
+            if skipped and self._learned and self._pass.live > self.limits.max_live_parameters:
+                for other in skipped:
+                    self._pass.reshard(other)
 
     def after_forward(self, block: Block) -> None:
         """Reshard ``block`` after its forward unless it is needed again soon."""
@@ -204,7 +207,7 @@ class UnshardSchedule:
         self._pass.unshard(self.root)
         for block in takewhile(lambda block: block.saved_outside, order):
             block.forget_left()
-            self._request(block)
+            self.request(block)
         for external in self.root.externals:
             external.show_placeholders()
 
@@ -226,7 +229,7 @@ class UnshardSchedule:
         for block in self._pass.order[start:] if self._foretold else ():
             entry = self._foretold.pop(id(block), None)
             if entry is not None:
-                self._request(block)
+                self.request(block)
                 if not entry.comes:
                     block.never_comes()
             if block.pending or block.checkpointed:  # this block's outputs announce it
@@ -234,9 +237,8 @@ class UnshardSchedule:
 
     def backward(self, block: Block) -> list[Block]:
         """Unshard ``block`` and what it reads elsewhere inside backward, reshard blocks that are done, and return these; collective."""
-        self._request(block)
-        for external in block.externals:
-            self._request(external)
+        for wanted in (block, *block.externals):
+            self.request(wanted)
         index = self._pass.index_of(block)
         if index is not None:
             self._request_silent(index + 1)
@@ -284,13 +286,15 @@ class UnshardSchedule:
         trains = max((index for index, block in enumerate(order) if block.gradients), default=-1)
         return next((index for index in range(trains + 1, len(order)) if order[index].sharded), None)
 
-    def _request(self, block: Block) -> None:
-        if self._pass.index_of(block) is None:  # the root, or an embedding in backward: a recomputation reads it after all
+    def request(self, block: Block) -> None:
+        """Unshard ``block``, which runs now, and all blocks before it in the order of the pass, and prefetch; collective."""
+        index = self._pass.index_of(block)
+        if index is None:  # the root, or an embedding in backward: a recomputation reads it after all
             self._pass.unshard(block)
             return
-        if self._pass.has_lost(block):
+        if block.sharded and self._pass.has_passed(index):
             self._again()
-        self._pass.advance(block)
+        self._pass.advance(index)
         block.ran = True
         self._pass.unshard(block)
         if not self._updating:
@@ -305,7 +309,7 @@ class UnshardSchedule:
             self._reshard_between_passes()
         self._begin(self._pass.order)
         for block in running:
-            self._pass.advance(block)
+            self._pass.advance(self._pass.order.index(block))
             self._pass.unshard(block)
 
     def _reshard_between_passes(self) -> None:
@@ -364,3 +368,96 @@ class UnshardSchedule:
         block = self._all[number - 1]
         block.read_by(self.root, self.root)
         block.unshard()
+
+
+class ForwardPhase:
+    """Actions of the forward hooks outside backward.
+
+    Attributes:
+        count: Forwards begun so far: of the complete module, or of a block by itself.
+        failed: Training forwards of the complete module that raised, without those that were run again.
+        stack: Blocks whose forward runs now, outermost first.
+
+    Args:
+        root: Block of the modules that belong to no other block.
+        schedule: Unshards and reshards; None when nothing is ever resharded.
+    """
+
+    def __init__(self, root: Block, schedule: UnshardSchedule | None) -> None:
+        self.count = 0
+        self.failed = 0
+        self.stack: list[Block] = []
+        self._root = root
+        self._schedule = schedule
+        self._raised = False  # the last forward of the complete module, recorded by its own hook
+        self._training = False  # whether the forward of the complete module began with gradients on
+
+    def enter(self, block: Block) -> None:
+        """Handle a forward of ``block``'s module that begins; collective if parameters are sharded."""
+        root = self._root
+        with span("pre_forward", block.name):
+            if not root.open:
+                self.count += 1
+            if block is root and not root.open:
+                self._training, self._raised = torch.is_grad_enabled(), False
+                self.stack.clear()
+                if self._schedule is not None:
+                    self._schedule.begin_forward(self._training)
+            elif self._schedule is not None:
+                self._schedule.forward(block)
+            recomputed_later = self._training and block is not root and not torch.is_grad_enabled()
+            block.entered(recomputed_later, first_node=next_node())
+            self.stack.append(block)
+
+    def unshard(self, block: Block) -> None:
+        """Unshard ``block`` and the parameters of other blocks that it reads; collective."""
+        if self._schedule is not None:
+            self._schedule.forward(block)
+
+    def leave(self, block: Block, raised: bool) -> None:
+        """Handle a forward of ``block``'s module that ends, perhaps with an error; collective at the end of the complete module."""
+        if self.stack and self.stack[-1] is block:
+            self.stack.pop()
+        block.left()
+        if raised:
+            if block is self._root and not block.open:
+                self._break_off(self._training, inside=True)
+        elif self._schedule is not None:
+            with span("post_forward", block.name):
+                if block is not self._root:
+                    self._schedule.after_forward(block)
+                elif not block.open:
+                    self._schedule.end_forward()
+
+    def read_behind(self, block: Block) -> None:
+        """Unshard ``block`` for code that reads it between forward and backward; collective."""
+        if self._schedule is not None:
+            self._schedule.read_behind(block)
+
+    def _break_off(self, trains: bool, inside: bool) -> None:
+        self._raised = inside
+        self.failed += trains
+        if self._schedule is not None:
+            self._schedule.break_off(inside)
+
+    def raised(self, trains: bool) -> None:
+        """Record that a call of the complete module raised, perhaps after its forward was over: in a later hook than this one; local.
+
+        Args:
+            trains: The call was for training.
+        """
+        if not self._raised:
+            self._break_off(trains, inside=False)
+        self._raised = False
+
+    def settle(self) -> None:
+        """Let other ranks end a forward that raised on this rank and is not run again; collective in this case."""
+        if self._schedule is not None:
+            self._schedule.settle()
+
+    def join(self) -> None:
+        """Take part in a forward that other ranks run and this one does not: its unshards, without computation; collective."""
+        self.settle()
+        if self._schedule is not None:
+            self._schedule.begin_forward(training=False)
+            self._schedule.end_forward()

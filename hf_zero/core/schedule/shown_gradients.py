@@ -33,19 +33,18 @@ class ShownGradients:
         """Show the reduced gradients; local."""
         for entry in self._gradients:
             total = entry.shard
-            if total is not None and not entry.exchange.policy.sharded and entry.place.listener is None:
+            if total is not None and not entry.exchange.policy.sharded and entry.total.place.listener is None:
                 self._show(entry, total)
 
     def _show(self, entry: UnitGradients, total: torch.Tensor) -> None:
-        start = total.storage_offset()
-        for param, (shape, stride, offset) in zip(entry.unit.params, entry.places, strict=True):
+        for index, param in enumerate(entry.unit.params):
             if param is None or param.grad is not None or param.device != total.device:  # a gradient that a script has assigned stays
                 continue
             if param.dtype != total.dtype:
                 if not _HAS_GRAD_DTYPE:
                     continue
                 param.grad_dtype = None
-            view = param.grad = total.as_strided(shape, stride, start + offset)
+            view = param.grad = entry.collected.place(total, index)
             self._views[id(param)] = param, view
 
     def end(self) -> None:

@@ -126,7 +126,7 @@ class Stepper:
         return first_non_finite(trained_of(self.optimizer.units), shards, self.collectives, self._model)
 
     def _require_all(self) -> None:
-        unused = [name for gradients in self.reducer.gradients for name in gradients.unused()]
+        unused = [name for gradients in self.reducer.gradients for name in gradients.collected.unused()]
         by_rank = self.collectives.data.gather_objects(unused, "parameters without gradient")
         if self._model is not None:
             by_rank = [line for part in self._model.collectives.gather_objects(by_rank, "parameters without gradient") for line in part]

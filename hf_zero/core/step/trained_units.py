@@ -63,7 +63,7 @@ class TrainedUnits:
 
     def waits(self) -> bool:
         """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
-        rested = (entry.used(index) for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
+        rested = (entry.collected.used[index] for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
         return any(rested) or bool(self._trained.waiting())
 
     def follow(self, waits: bool) -> bool:
@@ -84,7 +84,7 @@ class TrainedUnits:
         entries = list(self._reducer.gradients)
         joining = self._trained.agree_on_joining(self._everyone) if waits else []
         idle = [(entry, self._trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [entry.used(index) for entry, indices in idle for index in indices]
+        used = [entry.collected.used[index] for entry, indices in idle for index in indices]
         anywhere = iter(self._data.any_of(used, "frozen parameters") if used else ())
         resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
         for entry in entries:

@@ -45,7 +45,7 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
         if param is None or grad is None:
             continue
         param.grad = None
-        write_gradient(entry, index, _mean(entry, grad, None if entry.exchange.keeps_whole else collectives))
+        write_gradient(entry, index, _mean(entry, grad, collectives if entry.exchange.reduces else None))
 
 
 def _mean(entry: UnitGradients, grad: torch.Tensor, collectives: Collectives | None) -> torch.Tensor:
@@ -94,7 +94,7 @@ def note_added(reducer: Reducer, factor: float) -> None:
         factor: Factor of the backward's gradients.
     """
     for entry, index in _written(reducer):
-        if factor != 1.0 or entry.used(index):
+        if factor != 1.0 or entry.collected.used[index]:
             reducer.added_to[entry.unit.layout.slots[index].name] = None
 
 
@@ -121,7 +121,7 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
         value: Gradient of the parameter's full shape, times the loss scale; the same on all ranks, or this rank's own if nothing is
             reduced.
     """
-    if gradients.exchange.keeps_whole:
+    if not gradients.exchange.reduces:
         slot = gradients.unit.layout.slots[index]
         gradients.reduced()[slot.range.start : slot.range.stop].copy_(value.reshape(-1))
         return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.quantized import finished_by, message_of, values_of
+from hf_zero.comm.quantized import message_of, values_of
 from hf_zero.errors import StateError
 
 
@@ -81,7 +81,7 @@ class SecondaryCopy:
             values = rows.view(-1)
             self._part = values_of(rows, shard.new_empty(nodes * shard.numel())) if quantized else values
 
-        return finished_by(axis.exchange_parts(outgoing, incoming, f"{unit}: update"), keep)
+        return axis.exchange_parts(outgoing, incoming, f"{unit}: update").then(keep)
 
     def forget(self) -> None:
         """Drop the copy, because the unit's values have changed."""

@@ -126,6 +126,7 @@ class Unit:
 
     Attributes:
         layout: Offsets and division over ranks.
+        name: Name of the unit, as in labels and messages.
         params: The parameters, in the order of ``layout.slots``; None where one has moved to another unit.
         whole: The whole buffer and the parameters' views of it; without memory while SHARDED.
         own: This rank's shard and master. The shard is a view of the buffer unless ``reshards``.
@@ -152,6 +153,7 @@ class Unit:
 
     def __init__(self, layout: UnitLayout, params: Sequence[nn.Parameter | None], spec: UnitSpec, buffer: torch.Tensor) -> None:
         self.layout = layout
+        self.name = layout.name
         self.params: list[nn.Parameter | None] = list(params)
         self.collectives = spec.collectives
         self.rank = spec.collectives.rank if spec.shards else 0
@@ -178,11 +180,6 @@ class Unit:
         self.quantized = spec.quantized
         self.built: Built | None = None
         self._pending: Pending | None = None
-
-    @property
-    def name(self) -> str:
-        """Return the name of the unit, as in labels and messages."""
-        return self.layout.name
 
     @property
     def full(self) -> torch.Tensor:
