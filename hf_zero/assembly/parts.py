@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterable
-from dataclasses import replace
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -15,6 +12,7 @@ from torch import nn
 from hf_zero.assembly import policies
 from hf_zero.assembly.attaching import attach_generation, attach_hooks, configure_checkpointing
 from hf_zero.assembly.axes import Axes
+from hf_zero.assembly.gradients import GradientsBuilder
 from hf_zero.assembly.joining import Joiner
 from hf_zero.assembly.kept_types import explain_types
 from hf_zero.assembly.networks import Networks
@@ -24,9 +22,7 @@ from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
-from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hang_watch import LongWaits
-from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
 from hf_zero.core.holdings import holdings, loose_tensors
@@ -34,9 +30,6 @@ from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
-from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
@@ -44,20 +37,15 @@ from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.progress import Progress
-from hf_zero.core.step.step import Stepper
+from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.units.grouping import modules_kept_unsharded
 from hf_zero.core.units.leaf_modules import leaf_module_names, mark_configured
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import UnsupportedError
 from hf_zero.offload.policy import Offloading
-from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
-from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.pipeline.added_in_place import collector_of
-from hf_zero.pipeline.apply import pipeline_of
+from hf_zero.onebit.step import step_kind
 
 Explain = Callable[[Any, BaseException, str], None]
 
@@ -122,17 +110,20 @@ class PartsBuilder:
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
-        reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
+        kind = step_kind(inner, averages=self.config.gradient_allreduce_op != "sum")
+        gradients = self._gradients(kind) if inner is not None else None
+        reducer = gradients.reducer(trained) if gradients is not None else None
         # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients do not cross stage
         # borders.
         runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
-        if inner is not None and reducer is not None:
-            optimizer = self._optimizer(inner, trained, reducer, whole_tensors)
-            joiner = self._joiner(builder, runtime, reducer, optimizer, units)
+        if inner is not None and gradients is not None and reducer is not None:
+            optimizer = self._optimizer(inner, trained, whole_tensors)
+            gradients.remember_with(optimizer)
+            joiner = self._joiner(builder, runtime, reducer, optimizer, units, gradients)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)
-            stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units)
+            stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units, kind)
         configure_checkpointing(self.networks, self.config)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
@@ -159,13 +150,13 @@ class PartsBuilder:
             policies.kept_patterns(self.config),
         )
 
-    def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:
+    def _gradients(self, kind: StepKind) -> GradientsBuilder:
+        return GradientsBuilder(self.module, self.config, self.axes, self.networks, self.precision, self.stage, self.offloading, kind)
+
+    def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], whole_tensors: bool) -> ShardedOptimizer:
         together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
         store = self.offloading.state_store
-        optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
-        if isinstance(reducer.exchange, QuantizedExchange):
-            optimizer.memory = reducer.exchange
-        return optimizer
+        return sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
 
     def _parts(
         self,
@@ -212,79 +203,26 @@ class PartsBuilder:
         limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
         return UnshardSchedule(root, blocks, limits, self.collectives.data)
 
-    def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
-        self._check_quantized(one_bit)
-        collectives, topology, hops = self.collectives, self.topology, self.networks.hops(in_node=self.stage.parameters_in_node)
-        if self.stage.parameters_sharded and topology.world > 1 and hops is None:
-            collectives = self.networks.borrow(topology)
-        replicas = self.networks.borrow(topology.replicate) if topology.replicate is not None else None
-        sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
-        policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
-        exchange = self._exchange(collectives, policy, one_bit, hops)
-        overlap = self.config.zero_optimization.overlap_comm is not False
-        pool, place = BufferPool(), self.offloading.gradient_place
-        of_experts = self._expert_exchange(policy)
-        pipeline, collector = pipeline_of(self.module), collector_of(self.module)
-        tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
-
-        def gradients_of(unit: Unit) -> UnitGradients:
-            own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
-            wide = torch.promote_types(policy.accumulation_dtype, unit.layout.dtype)
-            if wide != policy.accumulation_dtype:  # float64
-                own = copy.copy(own)
-                own.policy = replace(policy, accumulation_dtype=wide)
-            others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
-            sums = GradientSum(unit, own.policy, place(unit))
-            if others is not None:
-                sums = ReplicatedSum(unit, own.policy, place(unit), others)
-            return UnitGradients(unit, own, collector(unit, own.policy, pool), sums)
-
-        self._gradients_of = gradients_of
-        entries = [gradients_of(unit) for unit in units]
-        data = self.collectives.data
-        tell = partial(data.gather_objects, unit="a backward that broke off")
-        return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell, self.topology.device)
-
-    def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
-        """Return the exchange of expert gradients: they contain tokens of all ranks, so the mean is over all ranks and the sum over the
-        holders.
-        """
-        collectives, axis = self.networks.experts, self.topology.expert_data
-        if collectives is None or axis is None:
-            return None
-        if self.stage.parameters_sharded and axis.world > 1:
-            collectives = self.networks.borrow(axis)
-        return GradientExchange(collectives, policy)
-
-    def _check_quantized(self, one_bit: bool) -> None:
-        """Raise if a setting cannot be combined with quantized gradients; before any process group is made."""
-        if self.config.zero_optimization.zero_quantized_gradients and one_bit:
-            raise UnsupportedError(
-                "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
-                "the key to false"
-            )
-
-    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool, hops: TwoHops | None) -> GradientExchange:
-        if self.config.zero_optimization.zero_quantized_gradients:
-            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config), hops)
-        if hops is not None:
-            return NodeExchange(collectives, policy, hops)
-        if one_bit:
-            return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
-        return GradientExchange(collectives, policy)
-
     def _trained_units(self, optimizer: ShardedOptimizer, builder: UnitBuilder, reducer: Reducer, joiner: Joiner) -> TrainedUnits:
         trains_all = self._trains_all and len(optimizer.param_groups) == 1
         trained = TrainedSet(self.module, optimizer, builder.groups, 0 if trains_all else None)
         return TrainedUnits(trained, reducer, optimizer, joiner.join, self.collectives.data, self.networks.everyone)
 
-    def _joiner(self, builder: UnitBuilder, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, units: list[Unit]) -> Joiner:
+    def _joiner(
+        self,
+        builder: UnitBuilder,
+        runtime: Runtime,
+        reducer: Reducer,
+        optimizer: ShardedOptimizer,
+        units: list[Unit],
+        gradients: GradientsBuilder,
+    ) -> Joiner:
         stays = self.config.zero_optimization.stage3_param_persistence_threshold
         whole = self.topology.model is None
         # Gradients of a pipeline are in a plan that was made for the parameters trained at the time.
         known = () if self.topology.pipe is not None else self.module.parameters()
         undivided = None if whole else frozenset(id(param) for param in known)
-        return Joiner(builder, runtime, reducer, optimizer, units, self._gradients_of, stays, undivided)
+        return Joiner(builder, runtime, reducer, optimizer, units, gradients.gradients_of, stays, undivided)
 
     def _stepper(
         self,
@@ -293,15 +231,15 @@ class PartsBuilder:
         optimizer: ShardedOptimizer,
         scaler: LossScaler,
         trained: TrainedUnits,
+        kind: StepKind,
     ) -> Stepper:
-        max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
-        settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
-        kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
+        settings = policies.step_settings(self.config, self.precision, self.stage, kind.max_norm(self.config.gradient_clipping))
         # If every rank has all of a unit, no rank has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         everyone = self.networks.everyone
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, trained, everyone, self.networks.model, experts)
+        model = self.networks.model
+        return kind.stepper(runtime, reducer, optimizer, scaler, self.collectives, settings, trained, everyone, model, experts)
 
 
 def _all_of(*explain: Explain) -> Explain:
@@ -312,7 +250,3 @@ def _all_of(*explain: Explain) -> Explain:
             one(engine, error, phase)
 
     return explain_all
-
-
-def _stages_of(unit: Unit) -> tuple[int, ...]:
-    return next((stages_of(param) for param in unit.params if param is not None), ())

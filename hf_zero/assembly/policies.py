@@ -72,7 +72,8 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
     [Note: divisors of a gradient] ``Engine.backward`` divides the loss by ``gradient_accumulation_steps`` and multiplies it by the loss
     scale. The mean over N ranks is ``pre_scale * post_scale = 1 / N``: ``Collector`` multiplies by ``pre_scale`` as it copies a
     gradient into the flat buffer and by ``post_scale`` when the sum has arrived. ``Stepper.take`` divides by the loss scale, together
-    with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert (``assembly/parts.py``).
+    with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert
+    (``assembly/gradients.py``).
 
     In fp32 the mean is taken before the sum, where it costs nothing. In bf16 it is taken after the sum, because a division by a number of
     ranks that is no power of two would round every element of the message. A sum in fp16 soon exceeds 65504, so about the square root of
