@@ -6,7 +6,9 @@
 ``deepspeed/getters.py``, those that do something from ``deepspeed/requests.py``. Libraries attach to ``core/engine.py``.
 
 ``assembly/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: who shards, splits the model, shares sequences and experts;
-``policies.py``: the configuration as policies and settings, the only form in which the layers below see it; ``networks.py``: the
-collectives of all axes; ``units.py``, ``optimizers.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines.
+``policies.py``: policies that are computed from several keys (``core/`` sees the configuration in this form alone; a feature above it,
+such as ``offload/`` or ``profiling/``, is given its own section); ``networks.py``: the collectives of all axes; ``units.py``,
+``gradients.py``, ``optimizers.py``, ``reports.py``, ``attaching.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines. An
+optimizer that steps in its own way adds its step, its exchange of gradients and its clipping by one record (``StepKind``).
 ``deepspeed/initialize.py`` calls them in order.
 """

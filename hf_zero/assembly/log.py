@@ -15,7 +15,6 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.units.unit import Unit
 from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.offload.policy import describe_offload
-from hf_zero.offload.settings import OffloadSettings
 from hf_zero.system.sizes import size_text
 
 
@@ -40,7 +39,6 @@ def describe(
     units: Sequence[Unit],
     stage: StagePolicy,
     topology: Topology,
-    offload: OffloadSettings,
     optimizer: torch.optim.Optimizer | None,
     answers: str,
 ) -> str:
@@ -51,7 +49,6 @@ def describe(
         units: Units of the engine.
         stage: The stage.
         topology: Axes of the ranks.
-        offload: Description of the offloaded state.
         optimizer: The inner optimizer; None for an engine that only runs forward.
         answers: The package that ``import deepspeed`` finds.
     """
@@ -65,7 +62,7 @@ def describe(
             f"DeepSpeed info: ZeRO stage {stage.stage} of hf_zero {__version__} ({answers}) on {topology.data.world} rank(s){groups}",
             *(training or ["no optimizer"]),
             *dtypes,
-            describe_offload(offload, stage).removeprefix(", ") or "no offload",
+            describe_offload(resolved.config.zero_optimization, stage).removeprefix(", ") or "no offload",
             f"{len(units)} units",
             f"{sum(unit.layout.numel for unit in units):,} parameters",
             f"{size_text(states + masters, '.1f', 'MiB')} of shards and masters on this rank",

@@ -11,6 +11,7 @@ from torch import nn
 
 from hf_zero.assembly.policies import moment_type
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.topology import Topology
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.optimizer.clones import state_types
@@ -23,6 +24,7 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.onebit.sharded import OneBitSharded
 from hf_zero.onebit.step import check_topology
 from hf_zero.ops.host_optimizer import HostOptimizer
+from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
 from hf_zero.optim.factory import build_optimizer
 from hf_zero.optim.muon import muon_parameters
 from hf_zero.optim.onebit_adam import OneBitAdam
@@ -136,6 +138,24 @@ def sharded_optimizer(
     if state_store is not None:
         raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
     return OneBitSharded(inner, units, collectives)
+
+
+def steps_whole_tensors(inner: torch.optim.Optimizer, config: ZeroConfig, topology: Topology, stage: StagePolicy) -> bool:
+    """Return whether ``inner`` is to be given whole tensors in place of segments ([Note: whole tensors]).
+
+    Raises:
+        ConfigError: The configuration wants tested optimizers only, and ``inner`` is none.
+        UnsupportedError: It needs whole tensors, and these ranks cannot give it some.
+    """
+    experts = topology.expert is not None  # no rank has all of it
+    all_here = not experts and (not stage.optimizer_sharded or topology.world == 1)
+    split, device = topology.layers.model is not None, config.zero_optimization.offload_optimizer.device
+    if stage.stage > 0 and "zero_allow_untested_optimizer" in config.model_fields_set:
+        require_tested(inner, config.zero_allow_untested_optimizer)
+    whole = needs_whole_tensors(inner, config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
+    if whole:
+        check_whole_tensors(inner, split, device)
+    return whole
 
 
 def scheduler_of(resolved: ResolvedConfig, client: Any, optimizer: ShardedOptimizer | None) -> Any:

@@ -13,7 +13,6 @@ import torch
 from hf_zero import observe
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.holdings import KINDS, Holding, alive, bytes_by_kind, taken
-from hf_zero.system.planning import planning
 from hf_zero.system.sizes import gib
 
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
@@ -81,7 +80,7 @@ class OutOfMemory:
 
     def __init__(self, resolved: ResolvedConfig, held: Iterable[Holding], device: torch.device) -> None:
         self._resolved = resolved
-        self._others = {} if planning() else _beyond(bytes_by_kind(held), device)
+        self._others = _beyond(bytes_by_kind(held), device)
 
     def explain(self, engine: Any, error: BaseException, phase: str) -> None:
         """Add the explanation to the message of ``error``, if it is an out-of-memory error without one; never raises.

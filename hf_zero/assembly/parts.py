@@ -2,74 +2,50 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable
 from itertools import chain
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from hf_zero.activation_checkpointing import configure
 from hf_zero.assembly import policies
+from hf_zero.assembly.attaching import attach_generation, attach_hooks, configure_checkpointing
 from hf_zero.assembly.axes import Axes
+from hf_zero.assembly.gradients import GradientsBuilder
 from hf_zero.assembly.joining import Joiner
 from hf_zero.assembly.kept_types import explain_types
 from hf_zero.assembly.networks import Networks
-from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer
+from hf_zero.assembly.optimizers import scheduler_of, sharded_optimizer, steps_whole_tensors
 from hf_zero.assembly.out_of_memory import OutOfMemory
+from hf_zero.assembly.reports import reports_of
 from hf_zero.assembly.units import UnitBuilder, persist_and_reshard
 from hf_zero.checkpoint.engine_checkpoints import EngineCheckpoints
 from hf_zero.comm.back_end import open_collectives
-from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.hang_watch import LongWaits
-from hf_zero.comm.nodes import TwoHops
 from hf_zero.config.resolve import ResolvedConfig
 from hf_zero.core.engine_parts import EngineParts
-from hf_zero.core.generation import Generation
-from hf_zero.core.holdings import bytes_on_disk, holdings, loose_tensors
+from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.model_init import warn_if_built_whole
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.preemption import Preemption
-from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.block import Block
-from hf_zero.core.schedule.gradient_exchanges import NodeExchange, QuantizedExchange, ReplicatedSum
-from hf_zero.core.schedule.gradients import BufferPool, GradientSum, UnitGradients
-from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.schedule.schedule import UnshardSchedule
 from hf_zero.core.stages import stage_policy
 from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.progress import Clock, Progress, Reports
-from hf_zero.core.step.step import Stepper
+from hf_zero.core.step.progress import Progress
+from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.core.step.trained_set import TrainedSet
 from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.units.grouping import leaf_module_names, mark_configured, modules_kept_unsharded
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.tp_shard import stages_of
 from hf_zero.core.units.unit import Unit
-from hf_zero.errors import UnsupportedError
-from hf_zero.expert_parallel.apply import shares_of
-from hf_zero.expert_parallel.load import ExpertLoad
-from hf_zero.memory import heap
-from hf_zero.metrics import build_sinks
-from hf_zero.observe import global_rank
 from hf_zero.offload.policy import Offloading
-from hf_zero.onebit.step import OneBitExchange, OneBitStepper, max_norm_of
-from hf_zero.optim.elementwise import check_whole_tensors, needs_whole_tensors, require_tested
-from hf_zero.optim.onebit_adam import OneBitAdam
-from hf_zero.pipeline.added_in_place import collector_of
-from hf_zero.pipeline.apply import pipeline_of, pipelined
-from hf_zero.pipeline.generation import WholeGeneration
-from hf_zero.profiling.recordings import RecordedStep
-from hf_zero.profiling.step_metrics import StepMetrics
+from hf_zero.onebit.step import step_kind
 
-Measure = Callable[[int], Mapping[str, float]]
 Explain = Callable[[Any, BaseException, str], None]
 
 
@@ -88,7 +64,6 @@ class PartsBuilder:
         precision: Element types.
         collectives: Network of the data-parallel axis.
         networks: Networks of all axes.
-        offload: The state that is kept off the device.
     """
 
     def __init__(
@@ -112,8 +87,7 @@ class PartsBuilder:
             self.config.zero_optimization.stage,
             self.config.hf_zero.param_shard_size is not None and self.networks.inside < self.topology.world,
         )
-        self.offload = policies.offload_settings(self.config)
-        self.offloading = Offloading(self.offload, self.precision, self.collectives, self.stage)
+        self.offloading = Offloading(self.config, self.precision, self.collectives, self.stage)
         self._scaler_kind = scaler_kind
         self._listener = listener or ParamListener()
 
@@ -126,7 +100,7 @@ class PartsBuilder:
             trains_all: Whether ``inner`` trains every parameter that requires a gradient, because the caller has named none.
         """
         self._trains_all = trains_all
-        whole_tensors = inner is not None and self._needs_whole_tensors(inner)
+        whole_tensors = inner is not None and steps_whole_tensors(inner, self.config, self.topology, self.stage)
         if self.stage.parameters_sharded and self.topology.world > 1:
             warn_if_built_whole(self.module)
         kept = modules_kept_unsharded(self.module)
@@ -135,25 +109,28 @@ class PartsBuilder:
         units = [unit for block in (root, *blocks) for unit in block.units]
         trained = [unit for unit in units if unit.trainable]
         schedule = self._schedule(root, blocks)
-        reducer = self._reducer(trained, isinstance(inner, OneBitAdam)) if inner is not None else None
+        kind = step_kind(inner, averages=self.config.gradient_allreduce_op != "sum")
+        gradients = self._gradients(kind) if inner is not None else None
+        reducer = gradients.reducer(trained) if gradients is not None else None
         # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients do not cross stage
         # borders.
         runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
-        if inner is not None and reducer is not None:
-            optimizer = self._optimizer(inner, trained, reducer, whole_tensors)
-            joiner = self._joiner(builder, runtime, reducer, optimizer, units)
+        if inner is not None and gradients is not None and reducer is not None:
+            optimizer = self._optimizer(inner, trained, whole_tensors)
+            gradients.remember_with(optimizer)
+            joiner = self._joiner(builder, runtime, reducer, optimizer, units, gradients)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)
-            stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units)
-        self._configure_checkpointing()
+            stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units, kind)
+        configure_checkpointing(self.networks, self.config)
         parts = self._parts(runtime, units, scaler, optimizer, stepper, scheduler_of(self.resolved, lr_scheduler, optimizer))
         zero = self.config.zero_optimization
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
-        self._attach(runtime)
+        attach_hooks(self.module, runtime, self.topology)
         if schedule is not None or (self.topology.expert is not None and self.topology.pipe is None):
-            self._attach_generation(runtime, units)
+            attach_generation(self.module, runtime, units, self.networks, self.config)
         return parts
 
     def _unit_builder(self, kept: Iterable[str]) -> UnitBuilder:
@@ -172,43 +149,13 @@ class PartsBuilder:
             policies.kept_patterns(self.config),
         )
 
-    def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], reducer: Reducer, whole_tensors: bool) -> ShardedOptimizer:
+    def _gradients(self, kind: StepKind) -> GradientsBuilder:
+        return GradientsBuilder(self.module, self.config, self.axes, self.networks, self.precision, self.stage, self.offloading, kind)
+
+    def _optimizer(self, inner: torch.optim.Optimizer, trained: list[Unit], whole_tensors: bool) -> ShardedOptimizer:
         together = open_collectives(self.topology.expert) if self.topology.expert is not None else None
         store = self.offloading.state_store
-        optimizer = sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
-        if isinstance(reducer.exchange, QuantizedExchange):
-            optimizer.memory = reducer.exchange
-        return optimizer
-
-    def _configure_checkpointing(self) -> None:
-        """Apply the settings of activation checkpointing, which belong to the process."""
-        if self.config.activation_checkpointing is None:
-            return
-        layers = self.topology.layers.model
-        together = self.networks.model if layers is self.topology.model or layers is None else open_collectives(layers)
-        configure(self.config.activation_checkpointing, together, by_script=False)
-
-    def _attach(self, runtime: Runtime) -> None:
-        """Put the hooks on the module: those of pipeline stages, and those of the schedule."""
-        stages = pipelined(self.module)
-        if stages is not None:
-            stages.attach()  # before a former engine of the module releases it
-        runtime.attach()
-        if stages is not None:
-            stages.begin_backward = partial(begin_inside, runtime.backward)
-            pipe = open_collectives(self.topology.pipe or self.topology)
-            generates = WholeGeneration(stages, self.module, pipe, self.topology.expert is not None)
-            generates.attach(self.module)
-            runtime.keep(generates)
-            runtime.keep(stages)
-        heap.keep_large_blocks(on_host=self.topology.device.type == "cpu")
-
-    def _attach_generation(self, runtime: Runtime, units: list[Unit]) -> None:
-        """Wrap `generate` for sharded parameters, or for experts that other ranks hold."""
-        synced = self.topology.expert is not None
-        generation = Generation(runtime, units, self.collectives.data, self.config.hf_zero.gather_for_generation, synced)
-        generation.attach(self.module)
-        runtime.keep(generation)
+        return sharded_optimizer(inner, trained, self.stage, self.collectives, store, whole_tensors, together)
 
     def _parts(
         self,
@@ -220,10 +167,8 @@ class PartsBuilder:
         scheduler: Any,
     ) -> EngineParts:
         config, progress = self.config, Progress()
-        clock = policies.clock_of(config, self.topology.device, self.topology.data.world, self.module, progress)
-        measures = self._measures(runtime, units, optimizer, clock) if optimizer is not None else []
+        reports = reports_of(config, self.module, self.networks, runtime, units, optimizer, progress)
         held = chain(loose_tensors(self.module), holdings(units, optimizer))
-        sinks = build_sinks(config) if self.topology.data.rank == 0 and optimizer is not None else []
         return EngineParts(
             runtime=runtime,
             units=units,
@@ -234,8 +179,8 @@ class PartsBuilder:
             accumulation=Accumulation(self.resolved.batch.accumulation, config.managed_gradient_accumulation),
             samples_per_step=self.resolved.batch.total,
             progress=progress,
-            clock=clock,
-            reports=Reports(clock, config.steps_per_print, sinks, measures),
+            clock=reports.clock,
+            reports=reports,
             checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
@@ -245,34 +190,6 @@ class PartsBuilder:
             preemption=Preemption(policies.preemption_settings(config)),
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )
-
-    def _measures(self, runtime: Runtime, units: list[Unit], optimizer: ShardedOptimizer, clock: Clock) -> list[Measure]:
-        own, layers, device = self.config.hf_zero, shares_of(self.module), self.topology.device
-        found: list[Measure] = []
-        if own.expert_load and layers:
-            networks = [self.collectives.data, *([self.networks.model] if self.networks.model is not None else [])]
-            found.append(ExpertLoad(layers, networks, own.expert_load, own.expert_load_each).measure)
-        if own.step_metrics:
-            settings = policies.metrics_settings(self.config, self.topology.model.world if self.topology.model is not None else 1)
-            on_disk = partial(bytes_on_disk, units, optimizer)
-            metrics = StepMetrics(self.module, device, settings, self.collectives.blocks_host, on_disk)
-            clock.watchers.append(metrics.phase)
-            runtime.keep(metrics)
-            found.append(metrics.measure)
-        if own.trace_folder is not None:
-            clock.watchers.append(RecordedStep(Path(own.trace_folder), own.trace_step, global_rank(), self.module, device).phase)
-        return found
-
-    def _needs_whole_tensors(self, inner: torch.optim.Optimizer) -> bool:
-        experts = self.topology.expert is not None  # no rank has all of it
-        all_here = not experts and (not self.stage.optimizer_sharded or self.topology.world == 1)
-        split, device = self.topology.layers.model is not None, self.offload.optimizer.device
-        if self.stage.stage > 0 and "zero_allow_untested_optimizer" in self.config.model_fields_set:
-            require_tested(inner, self.config.zero_allow_untested_optimizer)
-        whole = needs_whole_tensors(inner, self.config.zero_allow_untested_optimizer, all_here, split or device == "nvme")
-        if whole:
-            check_whole_tensors(inner, split, device)
-        return whole
 
     def _leaves(self, kept: Iterable[str]) -> set[str]:
         section = self.config.zero_optimization.leaf_module
@@ -285,79 +202,26 @@ class PartsBuilder:
         limits = policies.unshard_limits(self.config, self.offloading.updates_overlap)
         return UnshardSchedule(root, blocks, limits, self.collectives.data)
 
-    def _reducer(self, units: list[Unit], one_bit: bool) -> Reducer:
-        self._check_quantized(one_bit)
-        collectives, topology, hops = self.collectives, self.topology, self.networks.hops(in_node=self.stage.parameters_in_node)
-        if self.stage.parameters_sharded and topology.world > 1 and hops is None:
-            collectives = self.networks.borrow(topology)
-        replicas = self.networks.borrow(topology.replicate) if topology.replicate is not None else None
-        sharers = self.axes.sequence.axis.world if self.axes.sequence is not None else 1
-        policy = policies.gradient_policy(self.config, self.precision, self.stage, topology.data.world, sharers)
-        exchange = self._exchange(collectives, policy, one_bit, hops)
-        overlap = self.config.zero_optimization.overlap_comm is not False
-        pool, place = BufferPool(), self.offloading.gradient_place
-        of_experts = self._expert_exchange(policy)
-        pipeline, collector = pipeline_of(self.module), collector_of(self.module)
-        tied = self.networks.stages(pipeline.tied if pipeline is not None else [])
-
-        def gradients_of(unit: Unit) -> UnitGradients:
-            own = of_experts if of_experts is not None and unit.collectives.topology.of_experts else exchange
-            wide = torch.promote_types(policy.accumulation_dtype, unit.layout.dtype)
-            if wide != policy.accumulation_dtype:  # float64
-                own = copy.copy(own)
-                own.policy = replace(policy, accumulation_dtype=wide)
-            others = tied.get(_stages_of(unit)) or replicas  # replicas are among those of several stages
-            sums = GradientSum(unit, own.policy, place(unit))
-            if others is not None:
-                sums = ReplicatedSum(unit, own.policy, place(unit), others)
-            return UnitGradients(unit, own, collector(unit, own.policy, pool), sums)
-
-        self._gradients_of = gradients_of
-        entries = [gradients_of(unit) for unit in units]
-        data = self.collectives.data
-        tell = partial(data.gather_objects, unit="a backward that broke off")
-        return Reducer(entries, exchange, overlap, partial(data.any_of, unit="late gradients"), tell, self.topology.device)
-
-    def _expert_exchange(self, policy: GradientPolicy) -> GradientExchange | None:
-        """Return the exchange of expert gradients: they contain tokens of all ranks, so the mean is over all ranks and the sum over the
-        holders.
-        """
-        collectives, axis = self.networks.experts, self.topology.expert_data
-        if collectives is None or axis is None:
-            return None
-        if self.stage.parameters_sharded and axis.world > 1:
-            collectives = self.networks.borrow(axis)
-        return GradientExchange(collectives, policy)
-
-    def _check_quantized(self, one_bit: bool) -> None:
-        """Raise if a setting cannot be combined with quantized gradients; before any process group is made."""
-        if self.config.zero_optimization.zero_quantized_gradients and one_bit:
-            raise UnsupportedError(
-                "zero_optimization.zero_quantized_gradients and OneBitAdam, which sends signs itself, exclude each other: use Adam, or set "
-                "the key to false"
-            )
-
-    def _exchange(self, collectives: Collectives, policy: GradientPolicy, one_bit: bool, hops: TwoHops | None) -> GradientExchange:
-        if self.config.zero_optimization.zero_quantized_gradients:
-            return QuantizedExchange(collectives, policy, policies.error_feedback(self.config), hops)
-        if hops is not None:
-            return NodeExchange(collectives, policy, hops)
-        if one_bit:
-            return OneBitExchange(collectives, policy, averages=self.config.gradient_allreduce_op != "sum")
-        return GradientExchange(collectives, policy)
-
     def _trained_units(self, optimizer: ShardedOptimizer, builder: UnitBuilder, reducer: Reducer, joiner: Joiner) -> TrainedUnits:
         trains_all = self._trains_all and len(optimizer.param_groups) == 1
         trained = TrainedSet(self.module, optimizer, builder.groups, 0 if trains_all else None)
         return TrainedUnits(trained, reducer, optimizer, joiner.join, self.collectives.data, self.networks.everyone)
 
-    def _joiner(self, builder: UnitBuilder, runtime: Runtime, reducer: Reducer, optimizer: ShardedOptimizer, units: list[Unit]) -> Joiner:
+    def _joiner(
+        self,
+        builder: UnitBuilder,
+        runtime: Runtime,
+        reducer: Reducer,
+        optimizer: ShardedOptimizer,
+        units: list[Unit],
+        gradients: GradientsBuilder,
+    ) -> Joiner:
         stays = self.config.zero_optimization.stage3_param_persistence_threshold
         whole = self.topology.model is None
         # Gradients of a pipeline are in a plan that was made for the parameters trained at the time.
         known = () if self.topology.pipe is not None else self.module.parameters()
         undivided = None if whole else frozenset(id(param) for param in known)
-        return Joiner(builder, runtime, reducer, optimizer, units, self._gradients_of, stays, undivided)
+        return Joiner(builder, runtime, reducer, optimizer, units, gradients.gradients_of, stays, undivided)
 
     def _stepper(
         self,
@@ -366,15 +230,15 @@ class PartsBuilder:
         optimizer: ShardedOptimizer,
         scaler: LossScaler,
         trained: TrainedUnits,
+        kind: StepKind,
     ) -> Stepper:
-        max_norm = max_norm_of(optimizer.inner, self.config.gradient_clipping)
-        settings = policies.step_settings(self.config, self.precision, self.stage, max_norm)
-        kind = OneBitStepper if isinstance(optimizer.inner, OneBitAdam) else Stepper
+        settings = policies.step_settings(self.config, self.precision, self.stage, kind.max_norm(self.config.gradient_clipping))
         # If every rank has all of a unit, no rank has the squares of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         everyone = self.networks.everyone
-        return kind(runtime, reducer, optimizer, scaler, self.collectives, settings, trained, everyone, self.networks.model, experts)
+        model = self.networks.model
+        return kind.stepper(runtime, reducer, optimizer, scaler, self.collectives, settings, trained, everyone, model, experts)
 
 
 def _all_of(*explain: Explain) -> Explain:
@@ -385,7 +249,3 @@ def _all_of(*explain: Explain) -> Explain:
             one(engine, error, phase)
 
     return explain_all
-
-
-def _stages_of(unit: Unit) -> tuple[int, ...]:
-    return next((stages_of(param) for param in unit.params if param is not None), ())

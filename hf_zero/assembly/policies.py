@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from hf_zero.checkpoint.engine_checkpoints import CheckpointSettings
 from hf_zero.config.schema.root import ZeroConfig
@@ -19,13 +18,7 @@ from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.step.progress import Clock, Progress
 from hf_zero.core.step.step import StepSettings
-from hf_zero.offload.files import IoSettings
-from hf_zero.offload.settings import OffloadSettings, OptimizerOffload, ParamOffload
-from hf_zero.profiling.report import ReportOptions
-from hf_zero.profiling.step_metrics import MetricsSettings
-from hf_zero.profiling.step_profile import ProfileSettings, ProfilingClock
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 
@@ -79,7 +72,8 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
     [Note: divisors of a gradient] ``Engine.backward`` divides the loss by ``gradient_accumulation_steps`` and multiplies it by the loss
     scale. The mean over N ranks is ``pre_scale * post_scale = 1 / N``: ``Collector`` multiplies by ``pre_scale`` as it copies a
     gradient into the flat buffer and by ``post_scale`` when the sum has arrived. ``Stepper.take`` divides by the loss scale, together
-    with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert (``assembly/parts.py``).
+    with the factor of clipping. Experts divide by all data-parallel ranks although fewer of them share the expert
+    (``assembly/gradients.py``).
 
     In fp32 the mean is taken before the sum, where it costs nothing. In bf16 it is taken after the sum, because a division by a number of
     ranks that is no power of two would round every element of the message. A sum in fp16 soon exceeds 65504, so about the square root of
@@ -175,34 +169,6 @@ def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
     )
 
 
-def offload_settings(config: ZeroConfig) -> OffloadSettings:
-    """Return the settings of the state that is kept off the device."""
-    zero = config.zero_optimization
-    optimizer, param = zero.offload_optimizer, zero.offload_param
-    return OffloadSettings(
-        OptimizerOffload(
-            device=optimizer.device,
-            folder=optimizer.nvme_path,
-            ratio=optimizer.ratio,
-            pin_memory=optimizer.pin_memory,
-            buffer_count=optimizer.buffer_count,
-            pipeline_read=optimizer.pipeline_read,
-            pipeline_write=optimizer.pipeline_write,
-            cores=optimizer.cpuadam_cores_perc,
-            sub_group_size=zero.sub_group_size,
-        ),
-        ParamOffload(
-            device=param.device,
-            folder=param.nvme_path,
-            pin_memory=param.pin_memory,
-            buffer_count=param.buffer_count,
-            max_in_cpu=param.max_in_cpu,
-        ),
-        overlap=config.hf_zero.offload_overlap,
-        io=IoSettings(config.aio.block_size, config.aio.queue_depth),
-    )
-
-
 def saved_how(config: ZeroConfig) -> CheckpointSettings:
     """Return the settings for writing and reading checkpoints."""
     writer, cache = config.checkpoint.writer, config.datastates_ckpt
@@ -223,29 +189,6 @@ def preemption_settings(config: ZeroConfig) -> PreemptionSettings:
     own = config.hf_zero
     number = 0 if own.preemption_signal == "none" else int(signal.Signals[own.preemption_signal])
     return PreemptionSettings(number, "preemption_signal" in own.model_fields_set, own.preemption_save_dir or "")
-
-
-def clock_of(config: ZeroConfig, device: torch.device, ranks: int, module: nn.Module, progress: Progress) -> Clock:
-    """Return the clock that ``wall_clock_breakdown``, ``memory_breakdown`` and ``flops_profiler`` request.
-
-    Args:
-        config: The configuration.
-        device: Device of the engine.
-        ranks: Number of ranks of the data-parallel axis.
-        module: The user's module.
-        progress: Counts the engine's optimizer steps.
-    """
-    section = config.flops_profiler
-    if section is None or not section.enabled:
-        return Clock(device, config.wall_clock_breakdown, config.memory_breakdown)
-    options = ReportOptions(section.module_depth, section.top_modules, section.detailed, section.output_file)
-    settings = ProfileSettings(section.profile_step, section.recompute_fwd_factor, options)
-    return ProfilingClock(device, config.memory_breakdown, settings, module, progress, ranks)
-
-
-def metrics_settings(config: ZeroConfig, sharers: int) -> MetricsSettings:
-    """Return the settings of ``hf_zero.step_metrics``; ``sharers`` ranks compute on the same tokens."""
-    return MetricsSettings(config.hf_zero.step_metrics, config.hf_zero.peak_tflops, sharers)
 
 
 def compile_options(config: ZeroConfig) -> dict[str, Any] | None:

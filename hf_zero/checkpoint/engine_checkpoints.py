@@ -48,13 +48,13 @@ class CheckpointSettings:
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
     """
 
-    direct: bool = True
-    node_local: bool = False
-    in_background: bool = False
-    copy_bytes: int | None = None
-    masters_from_fp32: bool = True
-    tag_validation: str = "warn"
-    pickle_client_state: bool = False
+    direct: bool
+    node_local: bool
+    in_background: bool
+    copy_bytes: int | None
+    masters_from_fp32: bool
+    tag_validation: str
+    pickle_client_state: bool
 
 
 class EngineCheckpoints:

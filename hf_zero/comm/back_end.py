@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,11 +12,12 @@ import torch.distributed as dist
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending, copy_unless_same
 from hf_zero.comm.comms_log import current_log
-from hf_zero.comm.direct_exchange import AllToAllCollectives, GlooCollectives
-from hf_zero.comm.process_groups import MOST_CONNECTED, all_gather_single, serving_backend
+from hf_zero.comm.direct_exchange import AllToAllCollectives, Forwarded, GlooCollectives
+from hf_zero.comm.process_groups import MOST_CONNECTED, all_gather_single, is_pretended, serving_backend
 from hf_zero.comm.recorded import RecordedCollectives
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
+from hf_zero.system.planning import told_by
 
 # torch 2.13 renamed it; both names are the same function.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -76,11 +79,49 @@ class NativeCollectives(Collectives):
         return Pending(label, [work], finish, group=self.topology.group, keep=(message, received))
 
 
+class _Pretended(Collectives):
+    """Collectives of a plan: tensors of the right sizes travel to no rank, and this rank answers for all ranks."""
+
+    pretended = True
+
+    def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
+        observe.note("broadcast_object", unit)
+        return value if self.world == 1 else told_by(self.rank == source, value, unit)
+
+    def gather_objects(self, value: Any, unit: str) -> list[Any]:
+        observe.note("gather_objects", unit)
+        return [value] * self.world
+
+    def _read(self, votes: torch.Tensor, own: Sequence[float]) -> list[float]:
+        return list(own)
+
+
+class _PretendedNative(_Pretended, NativeCollectives):
+    pass
+
+
+class _PretendedGloo(_Pretended, GlooCollectives):
+    def _hand_on(self, task: Callable[[], None]) -> Forwarded:
+        task()  # here, because a plan counts the work of one thread
+        done: Future[None] = Future()
+        done.set_result(None)
+        return Forwarded(done)
+
+
+class _PretendedAllToAll(AllToAllCollectives, _PretendedGloo):
+    pass
+
+
 def build_collectives(topology: Topology) -> Collectives:
-    """Return direct exchange if gloo serves the device, with all-to-alls for many ranks; otherwise the native collectives."""
+    """Return direct exchange if gloo serves the device, with all-to-alls for many ranks; otherwise the native collectives. In a plan the
+    same kind answers for ranks that do not exist.
+    """
+    pretended = is_pretended(topology.group)
     if serving_backend(topology.group, topology.device) != "gloo":
-        return NativeCollectives(topology)
-    return GlooCollectives(topology) if topology.world <= MOST_CONNECTED else AllToAllCollectives(topology)
+        return (_PretendedNative if pretended else NativeCollectives)(topology)
+    if topology.world <= MOST_CONNECTED:
+        return (_PretendedGloo if pretended else GlooCollectives)(topology)
+    return (_PretendedAllToAll if pretended else AllToAllCollectives)(topology)
 
 
 def open_collectives(topology: Topology) -> Collectives:

@@ -16,7 +16,6 @@ from hf_zero.comm.process_groups import host_device, serving_backend
 from hf_zero.comm.roll_call import call_roll
 from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError
-from hf_zero.system.planning import planning, told_by
 
 TAGS = 1 << 16  # back ends number their own messages below
 _VOTE = TAGS + 1  # tag of votes
@@ -124,9 +123,11 @@ class Collectives(ABC):
         sent_bytes: Number of bytes that this rank has sent so far.
         blocks_host: Whether a wait blocks this process, not only a device stream.
         joint: The network of all data-parallel ranks, if the axis has only some of them.
+        pretended: Whether the other ranks do not exist (in a plan); they count as ranks with the same values as this one.
     """
 
     blocks_host = False
+    pretended = False
     joint: Collectives | None = None
 
     def __init__(self, topology: Topology) -> None:
@@ -210,8 +211,6 @@ class Collectives(ABC):
         label = observe.note("broadcast_object", unit)
         if self.world == 1:
             return value
-        if planning():
-            return told_by(self.rank == source, value, unit)
         box = [value]
         self.launch(label, lambda: dist.broadcast_object_list(box, group=self.topology.group, group_src=source))
         return box[0]
@@ -219,8 +218,8 @@ class Collectives(ABC):
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         """Return every rank's ``value`` in rank order, on every rank."""
         label = observe.note("gather_objects", unit)
-        if self.world == 1 or planning():  # the ranks of a plan have the same value
-            return [value] * self.world
+        if self.world == 1:
+            return [value]
         values: list[Any] = [None] * self.world
         self.launch(label, lambda: dist.all_gather_object(values, value, group=self.topology.group))
         return values
@@ -246,7 +245,11 @@ class Collectives(ABC):
                 self._disseminate(votes, observe.note("all_reduce", unit))
             else:
                 self.all_reduce(votes, unit, dist.ReduceOp.MAX).wait()
-            return list(values) if planning() else list(votes.tolist())
+            return self._read(votes, values)
+
+    def _read(self, votes: torch.Tensor, own: Sequence[float]) -> list[float]:
+        """Return the elements of ``votes``, to which this rank has contributed ``own``."""
+        return list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
         """Compute the maximum of ``votes`` over ranks: in round k each rank sends the maximum so far to the rank 2^k further on. gloo's

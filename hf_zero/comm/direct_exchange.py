@@ -20,7 +20,6 @@ from hf_zero import observe
 from hf_zero.comm.collectives import TAGS, Collectives, Pending, as_sent, copy_unless_same
 from hf_zero.comm.topology import Topology
 from hf_zero.memory import host_memory
-from hf_zero.system.planning import planning
 
 _Task = tuple[Callable[[], None], "Future[None]"]
 
@@ -50,13 +49,9 @@ class Relay:
         weakref.finalize(self, self._tasks.put, None)
 
     def start(self, task: Callable[[], None]) -> Forwarded:
-        """Run ``task`` after all earlier ones; in a plan, which counts the work of one thread, run it at once."""
+        """Run ``task`` after all earlier ones."""
         future: Future[None] = Future()
-        if planning():
-            task()
-            future.set_result(None)
-        else:
-            self._tasks.put((task, future))
+        self._tasks.put((task, future))
         return Forwarded(future)
 
 
@@ -147,8 +142,12 @@ class GlooCollectives(Collectives):
 
         self.launch(label, receive)
         self.sent_bytes += len(away) * len(mates) * own.nbytes
+        return [self._hand_on(forward), *works]
+
+    def _hand_on(self, task: Callable[[], None]) -> Forwarded:
+        """Run ``task``, which passes shards of other nodes on to the ranks of this node, beside the computation."""
         self._relay = self._relay or Relay()
-        return [self._relay.start(forward), *works]
+        return self._relay.start(task)
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
         label = observe.note("reduce_scatter", unit)

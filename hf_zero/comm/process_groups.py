@@ -42,7 +42,7 @@ def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> 
 
     Ranks at equal distances are sent as three numbers: a line itself is as long as the world is large, and each rank would get them all.
     """
-    if planning():
+    if is_pretended(group):
         return _lines_like(own, dist.get_process_group_ranks(group))
     step = own[1] - own[0] if len(own) > 1 else 1
     regular = step > 0 and list(own) == list(range(own[0], own[-1] + 1, step))
@@ -200,7 +200,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
     """Return the name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
-    if planning() and FAKE in served.values():
+    if is_pretended(group):
         return "gloo" if device.type == "cpu" else FAKE
     # A host back end serves a device that has none of its own.
     return served.get(device.type) or served.get("cpu") or str(dist.get_backend(group))
@@ -214,6 +214,11 @@ def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
         return str(dist.get_backend_config(group))
     backend = serving_backend(group, device)
     return str(dist.get_backend(group)) if device.type == "cpu" or backend == "gloo" else f"cpu:gloo,{device.type}:{backend}"
+
+
+def is_pretended(group: dist.ProcessGroup | None) -> bool:
+    """Return whether the other ranks of ``group`` (default: all ranks) are those of a plan, which do not exist."""
+    return planning() and FAKE in _served(group or dist.distributed_c10d._get_default_group()).values()
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:

@@ -36,7 +36,7 @@ class RecordedCollectives(Collectives):
         self.inner = inner
         self.topology = inner.topology
         self.log = log
-        self.blocks_host = inner.blocks_host
+        self.blocks_host, self.pretended = inner.blocks_host, inner.pretended
         self._watch: Watch = HostWatch() if inner.blocks_host or inner.topology.device.type == "cpu" else DeviceWatch(inner.topology.device)
 
     @property

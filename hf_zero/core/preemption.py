@@ -20,7 +20,7 @@ class PreemptionSettings:
         folder: Folder for the checkpoint of the step after which the ranks end; "" if the script or a library saves.
     """
 
-    number: int = int(signal.SIGTERM)
+    number: int
     chosen: bool = False
     folder: str = ""
 

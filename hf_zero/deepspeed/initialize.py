@@ -104,9 +104,7 @@ def initialize(
         gc.disable()
     for hook in on_build:
         hook(engine)
-    announce_line(
-        describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, builder.offload, inner, answers_deepspeed())
-    )
+    announce_line(describe(resolved, engine.units, engine.stage_policy, engine.collectives.topology, inner, answers_deepspeed()))
     if training_data is not None:
         engine.collate_fn = collate_fn
         engine.training_dataloader = engine.deepspeed_io(training_data, route=engine.training_route)

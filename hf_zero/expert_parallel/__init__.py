@@ -19,13 +19,13 @@ functions into that table that dispatch for marked modules and call what was the
 is an error.
 
 The engine knows of experts in five places. ``assembly/units.py`` makes units of them over ``expert_data`` (stage 3 gathers an expert's
-shard from the ranks that hold the same ones, not from all). ``assembly/parts.py`` gives those units a ``GradientExchange`` over the same
-ranks, with the factors of the mean over *all* data-parallel ranks: a rank's gradient holds the tokens of its whole group, so the sum over
-the holders is the sum over all. The norm adds up all shards, which are disjoint over all ranks; at stage 0, where dense units are alike
-everywhere, all squares are summed over ``expert``, those of dense units divided by how many ranks of it have them alike
-(``grad_norm.ModelAxis.alike``). Checkpoints (``state/training_state.py``, ``Holders``): a unit of experts is shared out by its holders
-and is one *part* among ``expert.world`` (of those of all stages, in a pipeline); the format is that of tensor-parallel shards, and loads
-on any number. Whole tensors (``core/optimizer/owners.py``, ``Spread``): the parts of all ranks go to one owner, and back.
+shard from the ranks that hold the same ones, not from all). ``assembly/gradients.py`` gives those units a ``GradientExchange`` over the
+same ranks, with the factors of the mean over *all* data-parallel ranks: a rank's gradient holds the tokens of its whole group, so the sum
+over the holders is the sum over all. The norm adds up all shards, which are disjoint over all ranks; at stage 0, where dense units are
+alike everywhere, all squares are summed over ``expert``, those of dense units divided by how many ranks of it have them alike
+(``grad_norm.ModelAxis.alike``). Checkpoints (``state/training_state.py``, ``Holders``): a unit of experts is shared out by its holders and
+is one *part* among ``expert.world`` (of those of all stages, in a pipeline); the format is that of tensor-parallel shards, and loads on any
+number. Whole tensors (``core/optimizer/owners.py``, ``Spread``): the parts of all ranks go to one owner, and back.
 
 Shard groups are outside: ``expert`` and ``expert_data`` divide a group, and ``expert_data`` has the replicas and the joint axis that the
 group has. Units of experts keep no copy in the node and are never coded (ZeRO++): few ranks gather them.

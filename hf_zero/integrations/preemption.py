@@ -22,7 +22,6 @@ from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
 from hf_zero.integrations import callers
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import last_words, signals
-from hf_zero.system.planning import planning
 
 _engines: list[weakref.ref[ConfiguredEngine]] = []  # those that train, in the order in which they were made, which is the same on all ranks
 
@@ -77,7 +76,7 @@ def listen_where_wanted(engine: Engine) -> None:
     Raises:
         ConfigError: It is to save by itself, and so is another engine: their steps end at different moments.
     """
-    if engine.stepper is None or planning() or not isinstance(engine, ConfiguredEngine):
+    if engine.stepper is None or engine.collectives.pretended or not isinstance(engine, ConfiguredEngine):
         return
     settings = engine.preemption.settings
     _engines[:] = [made for made in _engines if made() is not None]

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import HostMemoryError
-from hf_zero.system.planning import planning
 from hf_zero.system.sizes import gib
 
 _NO_LIMIT = 1 << 60  # cgroup v1 writes a number near 2^63 for "none"
@@ -29,7 +28,7 @@ class FreeMemory:
 
 
 def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> FreeMemory | None:
-    """Return the memory that the machine and the cgroups of this process leave; None if neither reports it (not Linux), and for a plan.
+    """Return the memory that the machine and the cgroups of this process leave; None if neither reports it (not Linux).
 
     Memory of the page cache that the kernel would give back counts as free.
 
@@ -37,7 +36,7 @@ def free_memory(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup
         proc: Mount point of the kernel's process file system.
         cgroups: Mount point of the cgroup file systems.
     """
-    found = [] if planning() else [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
+    found = [*_of_machine(proc), *_of_cgroups(proc, cgroups)]
     return min(found, key=lambda free: free.nbytes, default=None)
 
 

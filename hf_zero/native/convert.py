@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hf_zero.errors import HfZeroError
-from hf_zero.native.library import ELEMENT_TYPES, announce, library
+from hf_zero.native.library import ELEMENT_TYPES, library, library_for
 from hf_zero.native.passes import address
 from hf_zero.native.thread_ranges import for_thread_ranges
 
@@ -40,9 +40,8 @@ def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
             f"convert: {source.numel()} elements of {source.dtype} to {target.numel()} of {target.dtype}; fp32 to or from bf16 or fp16, "
             "of one size, contiguous and in host memory is expected"
         )
-    native = library()
+    native = library_for(source)
     if native is None:
-        announce()
         target.view(-1).copy_(source.detach().view(-1))
         return
 

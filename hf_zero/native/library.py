@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import math
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.observe import log_rank0
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values, planning
 
 VARIABLE = "HF_ZERO_NATIVE"
 # "0" disables Triton on GPUs. "1" enables its Adam, which is exact but was not compared for speed; otherwise torch's fused kernel is used.
@@ -82,6 +83,24 @@ class Library:
         kernel = ctypes.cast(self._function(name), ctypes.c_void_p)
         self._require(name, getattr(self.handle, runner)(kernel, ctypes.c_int32(threads), *arguments))
 
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Return whether passes of optimizers over masters like ``tensor`` have a kernel."""
+        return tensor.device.type == "cpu" and tensor.dtype == torch.float32
+
+    def sum_threaded(self, runner: str, name: str, threads: int, blocks: int, *arguments: object) -> float:
+        """Call a kernel like ``call_threaded`` that writes one double per block after ``arguments``, and return the sum of the doubles.
+
+        Args:
+            runner: As in ``call_threaded``.
+            name: The kernel.
+            threads: The most threads to use.
+            blocks: Number of doubles.
+            arguments: Arguments of the kernel, without the address of the doubles.
+        """
+        sums = torch.zeros(blocks, dtype=torch.float64)
+        self.call_threaded(runner, name, threads, *arguments, ctypes.c_void_p(sums.data_ptr()))
+        return total_of(sums)
+
     def _function(self, name: str) -> Any:
         function = self._functions.get(name)
         if function is None:
@@ -93,20 +112,44 @@ class Library:
             raise HfZeroError(f"native kernel {name} got {_STATUS_TEXT.get(code, f'unknown status {code}')}")
 
 
+class _Pretended(Library):
+    """Kernels of a plan: passes and norms of tensors without values, which take no memory and no time."""
+
+    def serves(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def call_threaded(self, runner: str, name: str, threads: int, *arguments: object) -> None:
+        pass
+
+    def sum_threaded(self, runner: str, name: str, threads: int, blocks: int, *arguments: object) -> float:
+        return 1.0
+
+
+_PRETENDED = _Pretended(None, "", "", ())  # type: ignore[arg-type]  # there is nothing to open
+
+
+def total_of(sums: torch.Tensor) -> float:
+    """Return the sum of a few doubles, rounded once; NaN and infinities as addition has them."""
+    values = sums.tolist()
+    return math.fsum(values) if all(map(math.isfinite, values)) else float(sums.sum())
+
+
 def library() -> Library | None:
-    """Return the library in use, or None; ``HF_ZERO_NATIVE`` is evaluated once per value.
+    """Return the library in use, or None; ``HF_ZERO_NATIVE`` is evaluated once per value. In a plan, return kernels that compute nothing.
 
     Raises:
         ConfigError: The variable names an instruction set or a file that is not available.
     """
-    return None if planning() else _choose(os.environ.get(VARIABLE, ""))[0]
+    return _PRETENDED if planning() else _choose(os.environ.get(VARIABLE, ""))[0]
 
 
 def library_for(tensor: torch.Tensor) -> Library | None:
-    """Return ``library()`` for the memory of ``tensor``; None for a device. Logs once if the torch reference is used instead."""
+    """Return ``library()`` for the memory of ``tensor``; None for a device, and for a tensor without values. Logs once if the torch
+    reference is used for a tensor of the host.
+    """
     if tensor.device.type != "cpu":
         return None
-    found = library()
+    found = library() if has_values(tensor) else None
     if found is None:
         announce()
     return found

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import ctypes
-import math
 
 import torch
 from torch import Tensor
 
 from hf_zero.errors import HfZeroError
-from hf_zero.native.library import ELEMENT_TYPES, announce, library
+from hf_zero.native.library import ELEMENT_TYPES, announce, library, total_of
 from hf_zero.native.passes import address
-from hf_zero.system.planning import planning
 
 # Same as HFZ_BLOCK: every block has a sum of its own, so that threads do not change the result.
 BLOCK_NUMEL = 65536
@@ -35,26 +33,16 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
             f"squared_norm: values are {values.dtype} on {values.device} (contiguous: {values.is_contiguous()}); "
             "fp32, bf16 or fp16, contiguous and in host memory is expected"
         )
-    if planning():
-        return 1.0  # piece by piece a plan would take minutes
     native = library()
     if native is None:
         announce()
         return squared_norm_reference(values)
     count = values.numel()
-    sums = torch.zeros(-(-count // BLOCK_NUMEL), dtype=torch.float64)
-    arguments = (ctypes.c_int64(count), address(values), ELEMENT_TYPES[values.dtype], address(sums))
-    native.call_threaded("hfz_threaded_norm", "hfz_squared_norm", threads, *arguments)
-    return total_of(sums)
+    arguments = (ctypes.c_int64(count), address(values), ELEMENT_TYPES[values.dtype])
+    return native.sum_threaded("hfz_threaded_norm", "hfz_squared_norm", threads, -(-count // BLOCK_NUMEL), *arguments)
 
 
 def squared_norm_reference(values: Tensor) -> float:
     """Compute ``squared_norm`` in plain torch."""
     pieces = values.detach().view(-1).split(BLOCK_NUMEL)
     return total_of(torch.stack([piece.double().square().sum() for piece in pieces]))
-
-
-def total_of(sums: Tensor) -> float:
-    """Return the sum of a few doubles, rounded once; NaN and infinities as addition has them."""
-    values = sums.tolist()
-    return math.fsum(values) if all(map(math.isfinite, values)) else float(sums.sum())

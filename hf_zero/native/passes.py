@@ -11,7 +11,6 @@ from torch import Tensor
 
 from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library
-from hf_zero.system.planning import planning
 
 _STATE_TYPES = (torch.float32, torch.bfloat16)
 LOW_TYPES = (torch.bfloat16, torch.float16)
@@ -58,10 +57,8 @@ class PassTensors:
 
     def run_native(self, kernel: str, rule: ctypes.Structure, threads: int) -> bool:
         """Run a kernel of the library; return False, with nothing done, if the torch reference must be used."""
-        if planning():
-            return True  # takes no memory
-        native = library() if self.master.device.type == "cpu" and self.master.dtype == torch.float32 else None
-        if native is None:
+        native = library()
+        if native is None or not native.serves(self.master):
             announce()
             return False
         second = self.states[1] if len(self.states) > 1 else None

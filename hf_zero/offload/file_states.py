@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from hf_zero.config.schema.zero import OffloadOptimizer
 from hf_zero.core.optimizer.segments import OwnedSegment
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.unit import Unit
@@ -26,21 +27,17 @@ class BufferPlan:
     """Use of the buffers of a file of states.
 
     Attributes:
-        count: Number of buffers, each as large as the largest master shard: the limit of resident memory.
-        pipeline_read: The next sub-group is read while one is updated.
-        pipeline_write: The previous sub-group is written while one is updated.
+        section: Its ``buffer_count`` buffers, each as large as the largest master shard, are the limit of resident memory.
         most_numel: Largest number of elements of a sub-group.
     """
 
-    count: int
-    pipeline_read: bool
-    pipeline_write: bool
+    section: OffloadOptimizer
     most_numel: int
 
     @property
     def frames(self) -> int:
         """Return the number of sub-groups in memory at a time."""
-        return 1 + self.pipeline_read + self.pipeline_write
+        return 1 + self.section.pipeline_read + self.section.pipeline_write
 
     def sub_group_numel(self, largest: int, tensors: int) -> int:
         """[Note: buffer_count and sub-groups]
@@ -53,7 +50,7 @@ class BufferPlan:
             largest: Elements of the largest shard.
             tensors: Tensors per sub-group: master and states.
         """
-        fits = self.count * largest // (max(1, tensors) * self.frames)
+        fits = self.section.buffer_count * largest // (max(1, tensors) * self.frames)
         numel = min(largest, self.most_numel, fits)
         return max(_STEP_NUMEL, numel // _STEP_NUMEL * _STEP_NUMEL) if numel < largest else largest
 
@@ -167,7 +164,7 @@ class FileStates(HostStates):
     # -- one sub-group
 
     def prepare(self, sub_group: SubGroup) -> None:
-        if self.plan.pipeline_read and all(frame.sub_group is not sub_group for frame in self._frames):
+        if self.plan.section.pipeline_read and all(frame.sub_group is not sub_group for frame in self._frames):
             self._read(sub_group)
 
     def _read(self, sub_group: SubGroup) -> _Frame:
@@ -212,7 +209,7 @@ class FileStates(HostStates):
             for name, value in _tensors(segment):
                 if name in frame.loaded:
                     value.data = segment.within(self._regions[id(sub_group.unit), name].mapped)
-        if not self.plan.pipeline_write:
+        if not self.plan.section.pipeline_write:
             frame.settle()
 
     def _copy_in(self, frame: _Frame, sub_group: SubGroup, segment: OwnedSegment, name: str, value: torch.Tensor) -> None:

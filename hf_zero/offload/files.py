@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from hf_zero.config.schema.storage import Aio
 from hf_zero.errors import OffloadError
 from hf_zero.memory.buffers import ALIGNMENT
 from hf_zero.observe import log_rank0, warn_once
@@ -34,19 +35,6 @@ _LOCK_FILE = "in_use"
 FILES = ("optimizer.bin", "parameters.bin")  # no other file is created in such a folder, and no other is deleted
 # Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
 GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
-
-
-@dataclass(frozen=True)
-class IoSettings:
-    """Settings of file access.
-
-    Attributes:
-        request_bytes: Bytes per read or write.
-        threads: Requests in flight.
-    """
-
-    request_bytes: int = 1 << 20
-    threads: int = 8
 
 
 class SwapFolder:
@@ -190,11 +178,11 @@ class SwapFile:
         OffloadError: The file cannot be created.
     """
 
-    def __init__(self, path: Path, settings: IoSettings = IoSettings()) -> None:
+    def __init__(self, path: Path, settings: Aio | None = None) -> None:
         self.path = path
         self.nbytes = 0
         self._room = 0
-        self.settings = settings
+        self.settings = settings or Aio()
         self.direct = True
         try:
             with Folder(path.parent, ours=True) as folder:
@@ -209,7 +197,7 @@ class SwapFile:
             raise self._error("make", 0, 0, error) from error
         if not self.direct:
             warn_once(f"the file system of {path.parent} has no unbuffered access: swap files go through the page cache")
-        self._pool = ThreadPoolExecutor(max(1, settings.threads), thread_name_prefix="hf_zero_nvme")
+        self._pool = ThreadPoolExecutor(self.settings.queue_depth, thread_name_prefix="hf_zero_nvme")
         self._finalizer = weakref.finalize(self, _close_file, self._pool, (self._buffered, self._unbuffered))
 
     def make_room(self, nbytes: int) -> None:
@@ -269,7 +257,7 @@ class SwapFile:
 
     def _submit(self, work: Callable[[int, memoryview], None], offset: int, buffer: torch.Tensor) -> Transfer:
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
-        step = max(ALIGNMENT, self.settings.request_bytes // ALIGNMENT * ALIGNMENT)
+        step = max(ALIGNMENT, self.settings.block_size // ALIGNMENT * ALIGNMENT)
         parts = range(0, len(view), step)
         return Transfer([self._pool.submit(work, offset + start, view[start : start + step]) for start in parts])
 
@@ -330,7 +318,7 @@ class PlannedFile(SwapFile):
     """Replacement of ``SwapFile`` in a plan: regions are tensors without values, in the tier "disk"."""
 
     def __init__(self) -> None:
-        self.path, self.nbytes, self.settings, self.direct = Path(), 0, IoSettings(), True
+        self.path, self.nbytes, self.settings, self.direct = Path(), 0, Aio(), True
         self._regions: dict[int, torch.Tensor] = {}
 
     def make_room(self, nbytes: int) -> None:

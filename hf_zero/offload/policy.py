@@ -11,6 +11,8 @@ from typing import TypeVar
 import torch
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.config.schema.root import ZeroConfig
+from hf_zero.config.schema.zero import ZeroOptimization
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
 from hf_zero.core.optimizer.clones import state_types
 from hf_zero.core.schedule.gradients import GradientPlace
@@ -26,11 +28,9 @@ from hf_zero.observe import warn_once
 from hf_zero.offload.file_states import BufferPlan, FileStates
 from hf_zero.offload.files import PlannedFile, PlannedFolder, SwapFile, SwapFolder
 from hf_zero.offload.host_states import HostGradients, HostStates
-from hf_zero.offload.settings import OffloadSettings
 from hf_zero.offload.shards import FileStorage, HostStorage, ReturningStorage
 from hf_zero.offload.state_store import OffloadedStateStore, OverlapPolicy
 from hf_zero.ops.host_optimizer import HostOptimizer
-from hf_zero.system.planning import planning
 from hf_zero.system.sizes import gib
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ def trains_on_host(device: torch.device) -> bool:
     return device.type == "cpu"
 
 
-def describe_offload(settings: OffloadSettings, stage: StagePolicy) -> str:
+def describe_offload(zero: ZeroOptimization, stage: StagePolicy) -> str:
     """Describe the offloaded state, as the end of a log line; "" if there is none."""
-    parts = [("optimizer states", settings.optimizer.device, True), ("parameters", settings.param.device, stage.parameters_sharded)]
+    parts = [("optimizer states", zero.offload_optimizer.device, True), ("parameters", zero.offload_param.device, stage.parameters_sharded)]
     return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
 
@@ -59,15 +59,16 @@ class Offloading:
         state_store: Store of masters and moments; None when the optimizer is not offloaded.
 
     Args:
-        settings: The tiers of all state.
+        config: The configuration; its keys ``zero_optimization``, ``aio`` and ``hf_zero.offload_overlap`` count.
         precision: Element types.
         collectives: The data-parallel axis.
         stage: The ZeRO stage; ``offload_param`` has an effect only at stage 3.
     """
 
-    def __init__(self, settings: OffloadSettings, precision: PrecisionPolicy, collectives: Collectives, stage: StagePolicy) -> None:
-        self._optimizer, self._param = settings.optimizer, settings.param
-        self._settings, self._precision, self._collectives = settings, precision, collectives
+    def __init__(self, config: ZeroConfig, precision: PrecisionPolicy, collectives: Collectives, stage: StagePolicy) -> None:
+        zero = config.zero_optimization
+        self._optimizer, self._param = zero.offload_optimizer, zero.offload_param
+        self._config, self._precision, self._collectives = config, precision, collectives
         self._device = collectives.topology.device
         self._apart = not trains_on_host(self._device)
         self._offloads_param = stage.parameters_sharded and self._param.device != "none"
@@ -120,7 +121,7 @@ class Offloading:
         types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
         need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
         _leave_out(need, int(passing_bytes - -(-largest_numel // world) * self._param_itemsize))
-        if any(need.values()):
+        if any(need.values()) and not self._collectives.pretended:  # a plan compares at its end
             gather = self._collectives.data.gather_objects
             require_host_memory(need, lambda value: gather(value, "free host memory"), self._remedies(need, -(-largest_numel // world)))
         if offloads_optimizer:
@@ -185,7 +186,7 @@ class Offloading:
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
         """Return the mode of updates that `offload_overlap` selects for this engine: none, forward or full."""
-        wish = self._settings.overlap
+        wish = self._config.hf_zero.offload_overlap
         if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
             return "none"
         if wish == "auto":
@@ -198,7 +199,7 @@ class Offloading:
         threads, free = None, None
         if self._apart:
             cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-            threads = max(int(self._optimizer.cores * cores / ranks), torch.get_num_threads())
+            threads = max(int(self._optimizer.cpuadam_cores_perc * cores / ranks), torch.get_num_threads())
         if self._mode == "full":
             free = free_bytes(torch.device("cpu"), ranks)
         return OverlapPolicy(self._mode != "none", max(0, (free or 0) - need) // 2, threads)
@@ -208,9 +209,9 @@ class Offloading:
         memory = HostMemory(self._device, section.pin_memory)
         states: HostStates
         if section.device == "nvme":
-            plan = BufferPlan(section.buffer_count, section.pipeline_read, section.pipeline_write, section.sub_group_size)
+            plan = BufferPlan(section, self._config.zero_optimization.sub_group_size)
             itemsizes = sum(dtype.itemsize for dtype in types.values()) + self._master_dtype().itemsize
-            folder, file = self._on_all(lambda: self._make_file(section.folder, "optimizer", int(share * section.ratio) * itemsizes))
+            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "optimizer", int(share * section.ratio) * itemsizes))
             states = FileStates(folder, file, memory, plan, types, self._apart)
         else:
             states = HostStates(memory, self._apart)
@@ -230,14 +231,14 @@ class Offloading:
             self._on_host = HostStorage(memory, self._inward)
         if section.device == "nvme":
             nbytes = math.ceil(max(0, share - section.max_in_cpu) * self._param_itemsize)
-            folder, file = self._on_all(lambda: self._make_file(section.folder, "parameters", nbytes))
+            folder, file = self._on_all(lambda: self._make_file(section.nvme_path, "parameters", nbytes))
             self._in_file = FileStorage(folder, file, memory, self._inward, section.buffer_count)
 
     def _make_file(self, path: str | None, name: str, nbytes: int) -> tuple[SwapFolder, SwapFile]:
-        if planning():
+        if self._collectives.pretended:
             return PlannedFolder(), PlannedFile()
         folder = SwapFolder(Path(path or "."), self._collectives.data.rank)
-        file = SwapFile(folder.path / f"{name}.bin", self._settings.io)
+        file = SwapFile(folder.path / f"{name}.bin", self._config.aio)
         file.make_room(nbytes)
         return folder, file
 

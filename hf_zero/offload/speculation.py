@@ -1,4 +1,10 @@
-"""Step units on copies during backward, before it is known whether ``step`` will compute the same update."""
+"""Step units on copies during backward, before it is known whether ``step`` will compute the same update.
+
+It costs where the host trains itself, because backward needs the same cores: 1.13 (stage 2) and 1.11 (stage 3) of the step without offload,
+0.95 and 0.91 with updates that do not begin in backward (docs/benchmarks.md, offload on CPU ranks). So it is off there. Beside a device the
+host is idle in backward, and at stages 1 and 2 nothing else overlaps with an update; no run on a GPU has measured the gain yet
+(``xl-no-overlap`` of ``python -m benchmarks.gpu`` does).
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 
@@ -12,7 +13,7 @@ from hf_zero.comm.topology import Topology
 from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy, Hop
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.grad_norm import first_non_finite, global_norm
-from hf_zero.core.step.step import Stepper
+from hf_zero.core.step.step import StepKind, Stepper
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.onebit.sharded import OneBitSharded
 from hf_zero.optim.onebit_adam import OneBitAdam
@@ -72,13 +73,24 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
         )
 
 
-def max_norm_of(inner: torch.optim.Optimizer | None, gradient_clipping: float) -> float:
-    """Return the norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``.
+def step_kind(inner: torch.optim.Optimizer | None, averages: bool) -> StepKind:
+    """Return the parts of a step with ``inner``: those of 1-bit Adam, or the usual ones for all other optimizers.
+
+    Args:
+        inner: The optimizer over the model's parameters.
+        averages: See ``OneBitExchange``.
+    """
+    if not isinstance(inner, OneBitAdam):
+        return StepKind()
+    return StepKind(OneBitStepper, partial(OneBitExchange, averages=averages), partial(_max_norm, inner.max_grad_norm), "OneBitAdam")
+
+
+def _max_norm(own: float, gradient_clipping: float) -> float:
+    """Return the norm to clip to, from ``gradient_clipping`` or 1-bit Adam's ``max_grad_norm``, which is ``own``.
 
     Raises:
         ConfigError: Both are given and differ.
     """
-    own = inner.max_grad_norm if isinstance(inner, OneBitAdam) else 0.0
     if own and gradient_clipping and own != gradient_clipping:
         raise ConfigError(f"gradient_clipping is {gradient_clipping:g} and optimizer.params.max_grad_norm is {own:g}; give one of them")
     return gradient_clipping or own

@@ -20,7 +20,7 @@ from hf_zero.optim.lion import Lion
 from hf_zero.optim.muon import CONFIG_KEYS, muon_from_config
 from hf_zero.optim.onebit_adam import BY_ITSELF, OneBitAdam
 from hf_zero.optim.uncorrected_adam import UncorrectedAdam
-from hf_zero.system.planning import DEVICE, planning
+from hf_zero.system.planning import DEVICE
 
 _SECTION = "optimizer.params"
 OptimizerClass = Callable[..., torch.optim.Optimizer]
@@ -267,7 +267,7 @@ def _native_kind(
     asks_for_more = chooses or any(option.get(key) for option in options for key in _TORCH_ONLY)
     tensors = [tensor for group in groups for tensor in _tensors(group)]
     fits = all(t.is_floating_point() and (anywhere or t.device.type == "cpu") for t in tensors)
-    there = library() is not None or planning() or moment_dtype == torch.float32
+    there = library() is not None or moment_dtype == torch.float32
     if added is None or asks_for_more or not fits or not there:
         return kind, values
     rest = {key: value for key, value in values.items() if key not in (*_TORCH_KERNELS, *_TORCH_ONLY)}

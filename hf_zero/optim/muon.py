@@ -1,4 +1,10 @@
-"""Muon for hidden matrices and AdamW for all else, in one optimizer."""
+"""Muon for hidden matrices and AdamW for all else, in one optimizer.
+
+[Note: torch.optim.Muon] torch has Muon from 2.9 on, and a script that passes ``torch.optim.Muon`` gets that class. The class here serves
+``"type": "Muon"`` of a configuration, which torch's cannot: it is one optimizer with AdamW for embeddings, heads and vectors, it takes
+tensors of more than two dimensions (convolutions), its default iteration (``ns_method`` "gram", DeepSpeed's) works on the square of the
+shorter side, and it runs on torch 2.8, the oldest version allowed. With ``ns_method`` "standard" both give the same bits (a test).
+"""
 
 from __future__ import annotations
 

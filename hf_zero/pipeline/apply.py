@@ -28,7 +28,7 @@ from hf_zero.pipeline.plan import PipelinePlan, Placement
 from hf_zero.pipeline.schedules import FOLDED, check_schedule
 from hf_zero.pipeline.self_divided import DividesItself, equal_where_shared, schedule_of
 from hf_zero.pipeline.templates import Templates
-from hf_zero.system.planning import looking_aside, planning, with_values
+from hf_zero.system.planning import looking_aside, with_values
 from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
@@ -166,7 +166,7 @@ def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, colle
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str, starts: Sequence[tuple[str, int]] | None) -> PipelinePlan:
     """Return the plan that the first rank makes, on every rank; an error in it is every rank's error."""
     made: tuple[str, Any] = ("", None)
-    if collectives.rank == 0 or planning():  # where the first rank is not there
+    if collectives.rank == 0 or collectives.pretended:
         try:
             with looking_aside():
                 made = ("plan", make_plan(model, stages, method, starts=starts).to_dict())

@@ -10,8 +10,11 @@ layers with lists of experts know which tokens chose which ([Note: known choices
 each tensor is for and asks the saving code for the size of a checkpoint; ``stages`` runs one rank of each stage of a pipeline
 ([Note: stages of a plan]); ``prediction`` reads the books, ``report`` prints and draws, ``command`` has the flags. ``fsdp_keys`` is the
 one table of FSDP's keys beside ours, from which ``plan --from`` (``fsdp_source`` reads, ``from_fsdp`` translates) and the page
-docs/coming-from-fsdp.md are made. The engine knows of it in one question, ``system/planning.py``: asked where code reaches past torch
-(native kernels, pages, swap files, host limits) or past this process (objects, votes, ranks of other lines, tokens that come to experts),
-and where a model is traced; in ``core/`` for the norm alone. Of an accumulation three micro-steps run; those between the first and the
-last are alike.
+docs/coming-from-fsdp.md are made.
+
+[Note: back ends of a plan] Of the engine only the code asks ``planning()`` (``system/planning.py``) that chooses a back end: the kernels
+(``native/library.py``), the ranks (``comm/process_groups.py``; ``comm/back_end.py`` makes collectives that answer for all ranks), and host
+memory (``memory/``). All other code asks an object: ``Collectives.pretended`` where ranks compare what they have (and where swap files are
+opened), and ``has_values(tensor)`` where it looks at elements. A model is traced with ordinary tensors (``looking_aside``). Of an
+accumulation three micro-steps run; those between the first and the last are alike.
 """

@@ -10,7 +10,6 @@ from torch import nn
 from hf_zero.errors import StateError
 from hf_zero.profiling.costs import CostRecorder, ModuleCost, count_params
 from hf_zero.profiling.report import (
-    ReportOptions,
     aggregated_lines,
     duration_to_string,
     flops_text,
@@ -134,8 +133,8 @@ class FlopsProfiler:
             ("forward time", duration_to_string(total.seconds)),
             ("forward operations per second", rate_text(total.flops, total.seconds)),
         ]
-        options = ReportOptions(module_depth, top_modules, detailed, output_file)
-        write_report(report_text(f"hf_zero flops profiler, step {profile_step}", figures, self.tree(), options), output_file)
+        title = f"hf_zero flops profiler, step {profile_step}"
+        write_report(report_text(title, figures, self.tree(), module_depth, top_modules, detailed), output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
         """Prints the costliest classes of modules of each depth."""

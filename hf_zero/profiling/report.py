@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
@@ -55,23 +54,6 @@ def _prefix(units: str | None, name: str) -> str | None:
 _LINE = "-" * 100
 
 
-@dataclass(frozen=True)
-class ReportOptions:
-    """Options of the printed report.
-
-    Attributes:
-        depth: Deepest modules listed; -1 is all.
-        top: Classes of modules listed per depth.
-        detailed: Print the tree too.
-        output_file: File to write to; None prints.
-    """
-
-    depth: int = -1
-    top: int = 1
-    detailed: bool = True
-    output_file: str | None = None
-
-
 def write_report(text: str, output_file: str | None) -> None:
     """Prints ``text``, or writes it to a file.
 
@@ -87,26 +69,28 @@ def write_report(text: str, output_file: str | None) -> None:
         raise ConfigError(f"the report of the profiler cannot be written to {output_file!r}: {error}. Name a file that can be") from error
 
 
-def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, options: ReportOptions) -> str:
+def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, depth: int, top: int, detailed: bool) -> str:
     """Return the whole report.
 
     Args:
         title: What was profiled.
         figures: Names and values that stand at the head.
         root: The modules.
-        options: How much of them.
+        depth: Deepest modules listed; -1 is all.
+        top: Classes of modules listed per depth.
+        detailed: List every module too.
     """
     width = max((len(name) for name, _ in figures), default=0)
     lines = [_LINE, title, _LINE]
     lines += [f"{name.ljust(width)}  {value}" for name, value in figures]
-    lines += ["", *aggregated_lines(root, options.depth, options.top)]
-    if options.detailed:
+    lines += ["", *aggregated_lines(root, depth, top)]
+    if detailed:
         lines += [
             "",
             "Modules: parameters, multiplications with addition, time of forward, operations per second; shares of the whole model.",
             "Time includes that of counting and of waiting for parameters. A module that is called outside of the model's forward, or by",
             "a function of its own, stands with what its forward took.",
-            *tree_lines(root, options.depth),
+            *tree_lines(root, depth),
         ]
     return "\n".join([*lines, _LINE])
 

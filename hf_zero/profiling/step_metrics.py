@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.config.schema.own import OwnSettings
 from hf_zero.core.holdings import taken
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.observe import log_rank0, warn_once
@@ -62,21 +63,6 @@ SPEED, MEMORY, WAITED = "Train/Speed/", "Train/Memory/", "Train/Waited/"
 _NOTHING = nullcontext()
 
 
-@dataclass(frozen=True)
-class MetricsSettings:
-    """Settings of the metrics: contents and frequency of records.
-
-    Attributes:
-        every: Optimizer steps between two records.
-        peak_tflops: 10^12 operations per second of one device at its best; None looks the device up.
-        sharers: Ranks that compute on the same tokens (tensor parallelism).
-    """
-
-    every: int
-    peak_tflops: float | None = None
-    sharers: int = 1
-
-
 @dataclass
 class Window:
     """Counts since the last record.
@@ -115,17 +101,19 @@ class StepMetrics:
     Args:
         module: The user's module.
         device: Where it trains.
-        settings: What is told, and when.
+        own: ``step_metrics``, the optimizer steps between two records, and ``peak_tflops``; without it the device is looked up.
+        sharers: Ranks that compute on the same tokens (tensor parallelism).
         blocks_host: Waiting for a collective stops the host.
         on_disk: Bytes of this rank's state in files.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, settings: MetricsSettings, blocks_host: bool, on_disk: Callable[[], int]
+        self, module: nn.Module, device: torch.device, own: OwnSettings, sharers: int, blocks_host: bool, on_disk: Callable[[], int]
     ) -> None:
-        self._module, self._device, self._settings, self._on_disk = module, device, settings, on_disk
+        self._module, self._device, self._on_disk = module, device, on_disk
+        self._every, self._sharers = own.step_metrics, sharers
         self._waits = WaitTimes(device, blocks_host)
-        self._peak = settings.peak_tflops or _known_peak(device)
+        self._peak = own.peak_tflops or _known_peak(device)
         self._counting: _Counted | None = _Counted()
         self._counted: _Counted | None = None
         self._window = Window(time.perf_counter())
@@ -165,7 +153,7 @@ class StepMetrics:
             self._aside = None
         elif name == "forward" and self._left is not None:
             self._waits.add("data", begin - self._left)
-        with self._waits.counted(streams=(self._step + 1) % self._settings.every == 0), self._count(name):
+        with self._waits.counted(streams=(self._step + 1) % self._every == 0), self._count(name):
             yield
         self._left = time.perf_counter() if name != "forward" else None
 
@@ -186,7 +174,7 @@ class StepMetrics:
             self._counted, self._counting = self._counting, None
             self._begin_window()
             return {}
-        if step % self._settings.every:
+        if step % self._every:
             return {}
         seconds = max(time.perf_counter() - window.began - window.aside, 1e-9)
         waits = self._waits.take(window.steps)
@@ -203,9 +191,9 @@ class StepMetrics:
     def _speed(self, window: Window, seconds: float) -> dict[str, float]:
         found = {}
         if window.tokens:
-            found["tokens_per_second_per_rank"] = window.tokens / seconds / self._settings.sharers
+            found["tokens_per_second_per_rank"] = window.tokens / seconds / self._sharers
         else:
-            found["samples_per_second_per_rank"] = window.samples / seconds / self._settings.sharers
+            found["samples_per_second_per_rank"] = window.samples / seconds / self._sharers
         operations = self._operations_of(window)
         if operations is not None:
             found["tflops_per_rank"] = operations / seconds / 1e12

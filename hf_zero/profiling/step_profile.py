@@ -10,32 +10,18 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from hf_zero.config.schema import tools
 from hf_zero.core.step.progress import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler
-from hf_zero.profiling.report import ReportOptions, duration_to_string, flops_text, params_to_string, rate_text, report_text, write_report
+from hf_zero.profiling.report import duration_to_string, flops_text, params_to_string, rate_text, report_text, write_report
 
 
 class StepCount(Protocol):
     """Object that counts optimizer steps."""
 
     global_steps: int
-
-
-@dataclass(frozen=True)
-class ProfileSettings:
-    """Settings of the profile and its report.
-
-    Attributes:
-        step: Number of optimizer steps before the one that is profiled.
-        recompute_factor: Part of forward that backward computes again.
-        options: The report.
-    """
-
-    step: int
-    recompute_factor: float
-    options: ReportOptions
 
 
 @dataclass
@@ -56,12 +42,12 @@ class ProfilingClock(Clock):
     """
 
     def __init__(
-        self, device: torch.device, memory: bool, settings: ProfileSettings, module: nn.Module, count: StepCount, ranks: int
+        self, device: torch.device, memory: bool, section: tools.FlopsProfiler, module: nn.Module, count: StepCount, ranks: int
     ) -> None:
         super().__init__(device, breakdown=True, memory=memory)
-        self.profiler = FlopsProfiler(module, recompute_fwd_factor=settings.recompute_factor)
+        self.profiler = FlopsProfiler(module, recompute_fwd_factor=section.recompute_fwd_factor)
         self.profile: StepProfile | None = None
-        self._settings = settings
+        self._section = section
         self._count = count
         self._ranks = ranks
         self._device_type = device.type
@@ -70,7 +56,7 @@ class ProfilingClock(Clock):
     def phase(self, name: str) -> Iterator[None]:
         """Times one phase, and counts its operations in the step that is profiled."""
         with super().phase(name):
-            if self._count.global_steps != self._settings.step or global_rank() != 0 or not self._trains(name):
+            if self._count.global_steps != self._section.profile_step or global_rank() != 0 or not self._trains(name):
                 yield
                 return
             start = self.now()
@@ -107,9 +93,10 @@ class ProfilingClock(Clock):
         profile, self.profile = self.profile, None
         if profile is None or not profile.micro_steps:
             return
-        options = self._settings.options
-        title = f"hf_zero flops profiler, optimizer step {self._settings.step} (counted from 0), rank 0 of {self._ranks}"
-        write_report(report_text(title, self._figures(profile, samples), self.profiler.tree(), options), options.output_file)
+        section = self._section
+        title = f"hf_zero flops profiler, optimizer step {self._section.profile_step} (counted from 0), rank 0 of {self._ranks}"
+        figures, tree = self._figures(profile, samples), self.profiler.tree()
+        write_report(report_text(title, figures, tree, section.module_depth, section.top_modules, section.detailed), section.output_file)
 
     def _figures(self, profile: StepProfile, samples: int) -> list[tuple[str, str]]:
         forward, backward = int(self.profiler.get_total_flops()), profile.backward.total
@@ -123,7 +110,7 @@ class ProfilingClock(Clock):
             ("forward operations per rank", flops_text(forward)),
             ("backward operations per rank", flops_text(backward)),
         ]
-        recomputed = self._settings.recompute_factor * forward
+        recomputed = self._section.recompute_fwd_factor * forward
         if recomputed:
             figures.append(("of these recomputed (recompute_fwd_factor)", flops_text(recomputed)))
         figures += [

@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
@@ -67,6 +68,11 @@ def with_values(tree: Any) -> Any:
     if not _depth:
         return tree
     return tree_map_only(torch.Tensor, _zeros_like, tree)
+
+
+def has_values(tensor: torch.Tensor) -> bool:
+    """Return whether the elements of ``tensor`` can be read; False for the tensors of a plan."""
+    return not isinstance(tensor, FakeTensor)
 
 
 def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,6 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import StateError
-from hf_zero.system.planning import planning
 from hf_zero.tensor_parallel.call_arguments import named_arguments
 
 TENSOR_GROUP_TEXT: Final = "Data inconsistency within the TP group. Please check the Dataloader implementation to ensure consistency."
@@ -44,7 +43,7 @@ class SameData:
         Raises:
             StateError: They are different on some ranks.
         """
-        if planning() or not (module.training and torch.is_grad_enabled()):
+        if self.collectives.pretended or not (module.training and torch.is_grad_enabled()):
             return
         self._handle.remove()
         mine = {name: checksum(tensor) for name, tensor in named_arguments(module, args, kwargs)}
@@ -94,7 +93,7 @@ def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 def equal_random_state(collectives: Collectives) -> None:
     """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
-    if planning():
+    if collectives.pretended:
         return
     state = torch.get_rng_state()
     device = collectives.topology.device

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import ConfigError
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values
 
 
 def skeleton(model: nn.Module) -> nn.Module:
@@ -23,7 +23,7 @@ def skeleton(model: nn.Module) -> nn.Module:
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
     others = (value for module in model.modules() for value in vars(module).values() if isinstance(value, torch.Tensor))
-    for tensor in (*model.buffers(), *(others if planning() else ())):  # in a plan nothing has values
+    for tensor in (*model.buffers(), *(tensor for tensor in others if not has_values(tensor))):
         memo[id(tensor)] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     made = copy.deepcopy(model, memo)
     copies = {id(original): memo[id(original)] for original in model.modules()}

@@ -173,6 +173,21 @@ def test_process_groups_are_created_in_comm() -> None:
     assert not offenders, f"process groups created outside {GROUPS}: {offenders}"
 
 
+# The only files of the engine that ask whether the process plans: each chooses a back end; see [Note: back ends of a plan].
+BACK_ENDS = ("comm/process_groups.py", "memory/buffers.py", "memory/host_memory.py", "native/library.py")
+
+
+@pytest.mark.quick
+def test_only_back_ends_ask_whether_the_process_plans() -> None:
+    asking = [
+        path.relative_to(PACKAGE).as_posix()
+        for path in modules().values()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "planning"
+    ]
+    assert sorted(asking) == sorted(BACK_ENDS)
+
+
 @pytest.mark.quick
 def test_no_test_file_is_imported() -> None:
     """What two test files need lies in ``tests/support``, or beside them in a file that holds no tests."""

@@ -11,10 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hf_zero.config.schema.storage import Aio
 from hf_zero.errors import OffloadError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload import files
-from hf_zero.offload.files import IoSettings, SwapFile, SwapFolder
+from hf_zero.offload.files import SwapFile, SwapFolder
 from tests.support.processes import Ended, run_forked, until
 
 MEMORY = HostMemory(torch.device("cpu"))
@@ -34,7 +35,7 @@ def filled(nbytes: int, seed: int) -> torch.Tensor:
 def test_regions_keep_what_was_written(
     tmp_path_factory: pytest.TempPathFactory, pages: list[int], request_bytes: int, threads: int
 ) -> None:
-    file = SwapFile(tmp_path_factory.mktemp("swap") / "a.bin", IoSettings(request_bytes, threads))
+    file = SwapFile(tmp_path_factory.mktemp("swap") / "a.bin", Aio(block_size=request_bytes, queue_depth=threads))
     regions = [(file.reserve(count * ALIGNMENT), filled(count * ALIGNMENT, seed)) for seed, count in enumerate(pages)]
     for transfer in [file.write(offset, buffer) for offset, buffer in regions]:
         transfer.wait()

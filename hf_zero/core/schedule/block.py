@@ -210,9 +210,9 @@ class UnshardLimits:
             is issued after the blocks that are needed now.
     """
 
-    prefetch_bucket_size: int = 50_000_000
-    max_live_parameters: int = 1_000_000_000
-    max_reuse_distance: int = 1_000_000_000
+    prefetch_bucket_size: int
+    max_live_parameters: int
+    max_reuse_distance: int
     updates_overlap: bool = False
 
 

@@ -14,8 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, tp_shard_of
 from hf_zero.core.units.unit import Unit
-from hf_zero.native.library import ELEMENT_TYPES
-from hf_zero.system.planning import planning
+from hf_zero.native.library import ELEMENT_TYPES, library
 
 # torch.nn.utils.clip_grad_norm_ adds the same constant, so that a clipped step equals PyTorch's exactly.
 _EPSILON = 1e-6
@@ -119,7 +118,7 @@ def _sum_of_squares(tensors: Sequence[torch.Tensor], device: torch.device, threa
     if away:
         here = [tensor for tensor in tensors if tensor.device.type == device.type]
         return _sum_of_squares(here, device, threads) + _sum_of_squares(away, away[0].device, threads).to(device)
-    if device.type == "cpu" and (planning() or native.status().isa) and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
+    if device.type == "cpu" and library() is not None and all(tensor.dtype in ELEMENT_TYPES for tensor in tensors):
         threads = threads or torch.get_num_threads()
         return torch.tensor(sum(native.squared_norm(tensor, threads=threads) for tensor in tensors), dtype=torch.float64)
     pieces = [piece for tensor in tensors for piece in _pieces(tensor)]

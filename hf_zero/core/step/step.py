@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
+from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
@@ -236,3 +237,20 @@ class Stepper:
         self.scaler.update(overflow)
         self.reducer.exchange.stepped(overflow, self.scaler.scale / scale)
         return StepResult(norm, overflow, culprit, agreed.signal)
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """Parts of a step that an optimizer may replace by its own.
+
+    Attributes:
+        stepper: Class of the step.
+        exchange: Makes the exchange of gradients.
+        max_norm: Returns the norm to clip to, from ``gradient_clipping``.
+        sends: Name of the optimizer if it sends gradients in a form of its own; "" otherwise.
+    """
+
+    stepper: type[Stepper] = Stepper
+    exchange: Callable[[Collectives, GradientPolicy], GradientExchange] = GradientExchange
+    max_norm: Callable[[float], float] = float
+    sends: str = ""

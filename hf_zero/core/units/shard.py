@@ -9,7 +9,7 @@ import torch
 
 from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import StateError
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values
 
 
 class ShardOwner(Protocol):
@@ -169,7 +169,7 @@ class OwnPart:
         shard, master = self.shard.to(self.master.device), self.master
         as_shown = master.to(shard.dtype)
         # On a host the comparison is cheap; on a device the host would wait for it.
-        if shard.device.type == "cpu" and not planning() and torch.equal(as_shown.view(torch.uint8), shard.view(torch.uint8)):
+        if shard.device.type == "cpu" and has_values(shard) and torch.equal(as_shown.view(torch.uint8), shard.view(torch.uint8)):
             return
         torch.where(as_shown == shard, master, shard, out=master)
 

@@ -12,7 +12,7 @@ from hf_zero.comm.quantized import coded
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.unit import Unit
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values
 
 
 def publish(units: Sequence[Unit]) -> None:
@@ -99,7 +99,7 @@ def _adopt_own(unit: Unit) -> None:
     """Copy this rank's part of a whole buffer into the shard, if they differ; local."""
     values, shard = unit.full[unit.owned.start : unit.owned.stop], unit.shard
     # On a device the host does not wait for a comparison: the copy changes nothing if both are equal.
-    on_host = values.device.type == "cpu" and shard.device.type == "cpu" and not planning()
+    on_host = values.device.type == "cpu" and shard.device.type == "cpu" and has_values(shard)
     if not (on_host and torch.equal(values.view(torch.uint8), shard.view(torch.uint8))):
         shard.copy_(values)
         shard_changed(unit)
