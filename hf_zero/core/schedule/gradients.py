@@ -181,14 +181,10 @@ class UnitGradients:
     """
 
     def __init__(self, unit: Unit, exchange: GradientExchange, pool: BufferPool, place: GradientPlace | None = None) -> None:
-        self.unit = unit
-        self.exchange = exchange
+        self.unit, self.exchange, self.pool = unit, exchange, pool
         self.place = place or GradientPlace()
-        self.pool = pool
         self.shard: torch.Tensor | None = None
-        self.passed = False
-        self.piecemeal = False
-        self.was_late = False
+        self.passed = self.piecemeal = self.was_late = False
         self._policy = exchange.policy
         self._device = exchange.collectives.topology.device
         self._flat: torch.Tensor | None = None  # (padded_numel,); freed when its reduction ends
@@ -352,11 +348,9 @@ class UnitGradients:
         self.in_place.end()
         self._zero_unwritten(flat)
         # Sums over micro-steps in the accumulation dtype are sent in this dtype, unless the configuration names another one.
-        wanted = self._policy.message_dtype or flat.dtype
-        message = flat if flat.dtype == wanted else flat.to(wanted)
+        message = flat.to(self._policy.message_dtype or flat.dtype)
         self._pending = self.exchange.start(message, self.unit.name)
-        self._sent = message
-        self._flat = None
+        self._sent, self._flat = message, None
         self._written = [False] * len(self._written)
         return self._pending
 
@@ -439,18 +433,20 @@ class UnitGradients:
         """
         if self.exchange.keeps_whole:
             return self.own_whole()
-        held = self.held()
-        if held is None:
+        if (held := self.held()) is None:
             held = self.shard = self.place.zeros(self.unit, self._policy.accumulation_dtype)
         return held
 
     def own_whole(self) -> torch.Tensor:
         """Return this rank's own gradients, not reduced, of the complete unit, (padded_numel,); zeros where it has none."""
         self.finish_reduce()
-        flat = self._allocate(deferred=True)
-        self._write_kept()
-        self._zero_unwritten(flat)
-        return flat
+        if self._flat is None and not self.exchange.keeps_whole:  # a buffer of this type would be sent by this rank alone
+            flat = torch.zeros(self.unit.layout.padded_numel, dtype=self._policy.accumulation_dtype, device=self._device)
+        else:
+            flat = self._allocate(deferred=True)
+            self._write_kept()
+            self._zero_unwritten(flat)
+        return flat if self._aside is None else flat + self._aside
 
     def held(self) -> torch.Tensor | None:
         """Return ``reduced()``, ready to be read; None if no backward reached the unit."""
@@ -459,8 +455,14 @@ class UnitGradients:
             self.place.settle(self.unit)
         return self.shard
 
-    def writable(self) -> torch.Tensor:
-        """Return ``reduced()`` in the accumulation dtype, for callers that change it."""
+    def writable(self, index: int) -> torch.Tensor:
+        """Return ``reduced()`` in the accumulation dtype, for callers that replace the gradient of parameter ``index``."""
+        self._used[index] = True  # of a parameter that is frozen too
+        self._write_kept()
+        where = self.unit.layout.slots[index].range
+        for waiting in (self._flat, self._aside):  # the gradient replaces those that are not reduced yet
+            if waiting is not None:
+                waiting[where.start : where.stop].zero_()
         self.shard = self.reduced().to(self._policy.accumulation_dtype)
         return self.shard
 
@@ -473,11 +475,8 @@ class UnitGradients:
             self._spare = memory_to_keep(self.shard, self.unit.layout.padded_numel)
         self.shard = self._flat = self._halfway = self._aside = None
         self._kept, self._kept_bytes = {}, 0
-        self.in_place.end()
-        self._arrived.clear()
-        self.passed = self.piecemeal = False
-        self._written = [False] * len(self._written)
-        self._used = [False] * len(self._used)
+        self.begin_backward()
+        self._written, self._used = [False] * len(self._written), [False] * len(self._used)
 
 
 def tensors_of(gradients: UnitGradients) -> list[torch.Tensor]:

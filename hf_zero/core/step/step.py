@@ -146,7 +146,7 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
         """
-        look = WrittenValues(self.runtime.units(), self.collectives.data)
+        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle)
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())

@@ -26,19 +26,18 @@ class WrittenValues:
     Args:
         units: All units of the engine, in the same order on all ranks.
         network: Network of the ranks that hold the engine's parameters that belong to no unit.
+        idle: No backward of the forwards so far can follow.
     """
 
-    def __init__(self, units: Sequence[Unit], network: Collectives) -> None:
+    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool) -> None:
         self._refused = ""
         self._names: list[str] = []
         for unit in units:
             try:
-                adopt_writes(unit)
+                adopt_writes(unit, idle)
             except StateError as error:
                 self._refused = self._refused or str(error)
-            if unit.written:
-                self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.items())]
-                unit.written.clear()
+            self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.take().items())]
         self._names += [f"{name} {checksum}" for name, checksum in sorted(take_written_loose(network).items())]
         noted = self._refused or self._names
         self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) if noted else 0
@@ -57,7 +56,7 @@ class WrittenValues:
         ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
         raise StateError(
             f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)}, and not written, or "
-            "written with other values, on the remaining ranks: the ranks would train different models. Write the same "
+            "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
             "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )
 

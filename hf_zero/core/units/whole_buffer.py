@@ -180,14 +180,17 @@ class WholeBuffer:
                     raise _other_shape(self._layout.slots[index].name, view, param)
                 yield index, param.data
 
-    def adopt(self) -> tuple[bool, bool]:
+    def adopt(self, idle: bool = True) -> tuple[bool, bool]:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
+
+        Args:
+            idle: No backward may follow that reads the values before: autograd has saved views of the buffer.
 
         Returns:
             Whether there were any; whether one was written in place since its values were shown; writes to ``.data`` are not seen.
 
         Raises:
-            StateError: The other memory has another shape.
+            StateError: The other memory has another shape, or it is not ``idle`` and the values differ.
         """
         assigned = written = False
         start, width = self.flat.data_ptr(), self.flat.element_size()
@@ -198,6 +201,11 @@ class WholeBuffer:
             if param.data_ptr() != address or param.shape != slot.shape:
                 if param.shape != view.shape:
                     raise _other_shape(slot.name, view, param)
+                if not idle and not torch.equal(view, param.data):
+                    raise StateError(
+                        f"parameter {slot.name} was given data between a forward and its backward, which needs the values before. They "
+                        "cannot be replaced before the backward, to save the model or to read it: do that after the backward"
+                    )
                 view.copy_(param.data)
                 param.data = view
                 assigned = True
