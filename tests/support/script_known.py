@@ -131,7 +131,8 @@ MENDED: tuple[str, ...] = (
         for stage in range(3)
     ),
     *(
-        f"cell stage={stage} ranks=2; freeze layer=blocks.0; {_TRAIN}; {more}; forward data=1; backward; {how} param={_UP}{who}; step; {_TRAIN}"
+        f"cell stage={stage} ranks=2; freeze layer=blocks.0; {_TRAIN}; {more}; forward data=1; backward; {how} param={_UP}{who}; "
+        f"step; {_TRAIN}"
         for stage, more in ((0, "set_lr lr=0.05"), (2, "unfreeze layer=blocks.0"), (3, "set_lr lr=0.05"))
         for how, who in (("set_grad", ""), ("write_grad", " who=all"))
         if stage < 3 or how == "set_grad"
@@ -139,8 +140,8 @@ MENDED: tuple[str, ...] = (
     f"cell stage=1 ranks=2 frozen=blocks.0; forward data=0; backward; write_grad param={_BIAS} who=0; step",
     *(f"cell stage={stage} ranks=2; forward data=0; backward; zero_grad how=engine; set_grad param={_UP}; step" for stage in (0, 3)),
     *(
-        f"cell stage={stage} ranks=2 accumulation=2 recompute=pieces; forward data=8; backward; get_grad param={_UP}; step; forward data=1; "
-        "backward; step"
+        f"cell stage={stage} ranks=2 accumulation=2 recompute=pieces; forward data=8; backward; get_grad param={_UP}; step; "
+        "forward data=1; backward; step"
         for stage in range(4)
     ),
     # What one rank does alone.
