@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -337,13 +337,16 @@ class Unit:
         if self.exact and not (self.shard_storage.on_disk or planning()):
             self._adopt_uncounted(counted)
 
-    def _adopt_uncounted(self, counted: Container[int]) -> None:
+    def _adopt_uncounted(self, counted: Collection[int]) -> None:
         """Keep writes that torch has not counted, but for the parameters at ``counted``, whose values are elsewhere; local."""
         own, shard = self.whole.flat[self.owned.start : self.owned.stop], self.own.shard
         on_host = own.device.type == "cpu"
         if shard.device != own.device or (on_host and torch.equal(own.view(torch.uint8), shard.view(torch.uint8))):
             return
         if not on_host and self.secondary.here:
+            return
+        if not (on_host or counted):
+            shard.copy_(own)
             return
         for index, slot in enumerate(self.layout.slots):
             if index in counted:
