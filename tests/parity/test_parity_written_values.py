@@ -320,6 +320,29 @@ def test_what_is_assigned_to_a_divided_parameter_is_refused(moment: str, who: tu
     ranks.run_ranks(_written_divided, 2, moment, who)
 
 
+def _several_divided() -> None:
+    """What is assigned to parameters of several units is one error that names all, and the next use has nothing to refuse."""
+    engine = _divided()
+    rows = _rows(0, ranks.rank(), torch.float32)
+    for moment in ("before backward", "before step"):
+        loss = engine(rows).square().mean()
+        if moment == "before step":
+            engine.backward(loss)
+        for index in (0, 2):
+            engine.module[index].linear.weight.data = torch.zeros(6, 6)
+        with pytest.raises(StateError, match=r"were given data while they were divided") as caught:
+            engine.backward(loss) if moment == "before backward" else engine.step()
+        assert all(name in str(caught.value) for name in ("0.linear.weight", "2.linear.weight"))
+        engine.zero_grad()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    engine.destroy()
+
+
+def test_what_is_assigned_to_several_divided_parameters_is_one_error() -> None:
+    ranks.run_ranks(_several_divided, 2)
+
+
 def _read_next() -> None:
     """The next use is not always a backward: a forward, a gather or a save finds it too."""
     engine = _divided()

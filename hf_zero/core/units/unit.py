@@ -108,6 +108,7 @@ class Training(Protocol):
         module: The module whose parameters are in the units.
         trains: Whether the engine still trains it.
         idle: Whether no forward or backward runs, and no backward can follow.
+        units: Returns all its units.
     """
 
     module: nn.Module
@@ -117,6 +118,8 @@ class Training(Protocol):
 
     @property
     def idle(self) -> bool: ...
+
+    def units(self) -> Sequence[Unit]: ...
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Note that the parameter at ``index`` of ``unit`` is about to move to another unit."""
@@ -274,7 +277,26 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
-        self.whole.refuse_assigned()
+        self.refuse_assigned()
+
+    def refuse_assigned(self) -> None:
+        """Raise if ``data`` was assigned to parameters without values, and drop it; local.
+
+        Raises:
+            StateError: Some was assigned to parameters of this unit; the message names all of the engine, whose data is dropped too.
+        """
+        names = self.whole.drop_assigned()
+        training = self.trained_by() if names and self.trained_by is not None else None
+        for unit in training.units() if training is not None else ():
+            names += unit.whole.drop_assigned()
+        if names:
+            several = len(names) > 1
+            raise StateError(
+                f"parameter{'s' * several} {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''} "
+                f"{'were' if several else 'was'} given data while {'they were' if several else 'it was'} divided (ZeRO stage 3) or "
+                "offloaded, and the data is dropped. Set it on all ranks inside "
+                "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            )
 
     def show_placeholders(self) -> None:
         """Give sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.

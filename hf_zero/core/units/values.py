@@ -81,7 +81,7 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
     """
     if unit.own.offloaded:
         return  # the holder of ``offload_states`` has carried it over before
-    unit.whole.refuse_assigned()
+    unit.refuse_assigned()
     if unit.state is not UnitState.UNSHARDED:
         unit.alone.adopt()
         if unit.reshards and unit.own.resting()[0].device.type != "cpu" and _is_beside(unit):  # [Note: writes that torch does not count]

@@ -147,12 +147,8 @@ class WholeBuffer:
         self._given += given
         return given
 
-    def refuse_assigned(self) -> None:
-        """Raise if ``data`` was assigned to parameters without values, and drop it: [Note: data for a divided parameter]; local.
-
-        Raises:
-            StateError: Some data was assigned; the message names the first parameter.
-        """
+    def drop_assigned(self) -> list[str]:
+        """Drop data that was assigned to parameters without values, and return their names: [Note: data for a divided parameter]; local."""
         for index in self._note_assigned():
             param, empties = self._params[index], self._shown is Shown.NOTHING
             value = self._empty[index] if empties else self._placeholder(index)
@@ -161,12 +157,7 @@ class WholeBuffer:
                 if not empties:
                     self._placed[index], self._versions[index] = value.data_ptr(), param._version
         given, self._given = self._given, []
-        if given:
-            raise StateError(
-                f"parameter {self._layout.slots[given[0]].name} was given data while it was divided (ZeRO stage 3) or offloaded, and the "
-                "data is dropped. Set it on all ranks inside "
-                "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
-            )
+        return [self._layout.slots[index].name for index in dict.fromkeys(given)]
 
     def written_values(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield position and values of parameters that were written in place, or given other memory, since they were shown."""
