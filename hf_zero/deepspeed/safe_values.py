@@ -118,7 +118,7 @@ def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
         return _mean_over_ranks(gradients, index)
     held = gradients.held()
     grad = gather_param(unit, index, held, "gradient") if held is not None else None
-    waits = gradients.late or (training.defers and gradients.has_local)
+    waits = gradients.collected.late or (training.defers and gradients.has_local)
     if _everyone(gradients).any_rank(waits, "waiting gradients"):
         waiting = _mean_over_ranks(gradients, index)
         grad = waiting if grad is None else grad + waiting

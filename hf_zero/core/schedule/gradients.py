@@ -70,7 +70,7 @@ class Collector:
     def __init__(self, unit: Unit, policy: GradientPolicy, pool: BufferPool) -> None:
         self.flat: torch.Tensor | None = None
         self.pool = pool
-        self.places = [_place(slot) for slot in unit.layout.slots]
+        self.places = [(slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset) for slot in unit.layout.slots]
         self.used = [False] * len(unit.layout.slots)
         self.piecemeal = False
         self.in_place: set[int] = set()
@@ -486,11 +486,6 @@ class UnitGradients:
             yield self._reduction.message
         if self.total.shard is not None:
             yield self.total.shard
-
-
-def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
-    """Return the shape, strides and first element of a parameter inside its unit."""
-    return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset
 
 
 def _refuse_empty(slot: ParamSlot) -> None:
