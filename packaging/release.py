@@ -163,13 +163,13 @@ def torch_requirement() -> str:
     return f"{pinned[0]}+cpu" if sys.platform == "linux" and platform.machine() == "x86_64" else pinned[0]
 
 
-def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scratch: Path) -> str:
-    """Installs into a fresh environment of the Python ``name`` and tries it there; returns what was tried, for the report."""
+def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scratch: Path, torch: str) -> str:
+    """Installs ``torch`` and the wheel into a fresh environment of the Python ``name``, and tries them; returns the line for the report."""
     venv = scratch / f"venv-{wanted}"
     run(name, "-m", "venv", venv)
     python = venv / "bin" / "python"
     pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    has_torch = subprocess.run([*map(str, pip), "install", torch_requirement()], capture_output=True, cwd="/").returncode == 0
+    has_torch = subprocess.run([*map(str, pip), "install", torch], capture_output=True, cwd="/").returncode == 0
     pure = next(wheel for wheel in wheels if wheel.name.endswith("-any.whl"))
     if not has_torch:
         run(*pip, "install", *_WITHOUT_TORCH)
@@ -179,7 +179,7 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
             told.append(run(python, "-c", _IMPORTS).strip())
         run(python, "-m", "compileall", "-q", *venv.glob("lib/python*/site-packages/hf_zero"))
         assert (venv / "bin" / "hf-zero").is_file()
-        return f"no {torch_requirement()} to be had; {told[-1]}; without the library too"
+        return f"no {torch} to be had; {told[-1]}; without the library too"
     pins = ("-c", source / "constraints.txt") if tuple(map(int, wanted.split("."))) >= FIRST_PINNED else ()
     run(*pip, "install", *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")
     told = [run(python, "-c", _IMPORTS).strip()]
@@ -190,7 +190,7 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
         mine.symlink_to(next(venv.glob(f"lib/python*/site-packages/{part}")))
     try:
         began = time.monotonic()
-        run(python, "examples/clm/demo.py", cwd=source)
+        run(python, "examples/demo/demo.py", cwd=source)
         told.append(f"demo in {time.monotonic() - began:.0f} s")
         told.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
     finally:
@@ -213,8 +213,9 @@ def what_remains(number: str, out: Path) -> str:
     repository = re.search(r'^Repository = "(.+?)"', project, re.MULTILINE)
     assert repository
     return f"""release: what is left for you:
-  1. see that {repository[1]} is where you publish ([project.urls] in pyproject.toml; the page's links lead there),
-     and that CHANGELOG.md has today's date
+  1. set [project.urls] in pyproject.toml to the address where you publish, unless you own {repository[1]}:
+     the page's links lead there, and the address was chosen before anything was published. Set today's date in CHANGELOG.md,
+     then run `make release` again
   2. make audit advisories, and make gpu on a machine that has one (SECURITY.md, docs/gpu.md)
   3. git tag -s v{number} -m "hf_zero {number}" && git push origin v{number}
   4. {sys.executable} -m twine upload {out}/*
@@ -225,6 +226,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n", 1)[0])
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the files (%(default)s)")
     parser.add_argument("--python", nargs="*", default=PYTHONS, help="versions to install into (%(default)s)")
+    parser.add_argument("--torch", default=torch_requirement(), help="torch for the installs; without +cpu it is gigabytes (%(default)s)")
     given = parser.parse_args()
     number = version()
     out: Path = given.out.resolve()
@@ -237,7 +239,8 @@ def main() -> None:
         check_files(sdist, wheels)
         for wanted in given.python:
             name = interpreter(wanted)
-            say(f"Python {wanted}: " + (check_install(name, wanted, wheels, source, scratch) if name else "not found here, not tried"))
+            tried = check_install(name, wanted, wheels, source, scratch, given.torch) if name else "not found here, not tried"
+            say(f"Python {wanted}: {tried}")
             shutil.rmtree(scratch / f"venv-{wanted}", ignore_errors=True)
     print(what_remains(number, out))
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -27,6 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.register_profile("repeat", derandomize=True, database=None)
     settings.register_profile("explore", derandomize=False, print_blob=True)
     settings.load_profile("explore" if config.getoption("--slow") else "repeat")
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False  # files with many tests first; ``longest_first`` knows better
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -44,8 +48,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("gpu") and not _has_gpu():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if hasattr(config, "workerinput"):  # one of several processes, which all sort alike
+        longest_first(items)
     if any("parity" in item.nodeid for item in items):
         ranks.warm_up()  # imports transformers while the first tests run
+
+
+def longest_first(items: list[pytest.Item]) -> None:
+    """Sort tests by the seconds of their files, longest first: a long file that one process began last would keep the others waiting.
+
+    A file that ``python -m tools.times_of_tests --write`` has not seen counts by its number of tests, before all others.
+    """
+    path = Path(__file__).parent / "data" / "seconds.json"
+    seconds: dict[str, float] = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+    counts = Counter(item.path for item in items)
+
+    def key(item: pytest.Item) -> tuple[bool, float, str]:
+        name = item.path.relative_to(Path(__file__).parent).as_posix()
+        return name in seconds, -seconds.get(name, counts[item.path]), name
+
+    items.sort(key=key)
 
 
 def pytest_collection_finish() -> None:

@@ -51,7 +51,7 @@ def found_by(fault: Fault, folder: Path, limit: float) -> str:
     path = folder / "hf_zero" / fault.file
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
-    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "TEST_PATIENCE": "1"}
     try:
         for test in fault.tests:
             command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", "-p", "no:cacheprovider", test]

@@ -52,12 +52,14 @@ class ResultTable:
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on; ``others`` is what other programs have had of the CPUs since this one began, from 0 to 1."""
+    """What the numbers depend on; since this program began: ``minutes``, and ``others``, the share of the CPUs of other programs."""
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
     found = {"device": device, "torch": torch.__version__, "python": platform.python_version(), "when": time.strftime("%Y-%m-%d")}
-    return found if _BEGAN is None else {**found, "others": round(_others(_BEGAN), 2)}
+    if _BEGAN is None:
+        return found
+    return {**found, "minutes": round((time.monotonic() - _BEGAN.wall) / 60, 1), "others": round(_others(_BEGAN), 2)}
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,8 @@ def markdown(result: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(row) + " |" for row in result["rows"]]
     beside = where.get("others", 0.0)
     busy = f" Other programs had {100 * beside:.0f} % of the CPUs: seconds are larger for it." if beside > _QUIET else ""
-    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}.{busy}"]
+    took = f", in {where['minutes']:g} minutes" if "minutes" in where else ""
+    lines += ["", f"{where['device']}, torch {where['torch']}, Python {where['python']}, {where['when']}{took}.{busy}"]
     if result["figure"]:
         lines += ["", f"![{result['title']}]({result['figure']})"]
     return "\n".join(lines) + "\n"

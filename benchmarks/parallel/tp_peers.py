@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.processes import RankProcesses
-from tests.support.tp_breadth import GRAD, LOSS, PAGE
-from tests.support.tp_breadth import RESULTS as OURS
+from tests.tensor_parallel.breadth import GRAD, LOSS, PAGE
+from tests.tensor_parallel.breadth import RESULTS as OURS
 
 WORKER = Path(__file__).with_name("tp_peers_worker.py")
 RESULTS = OURS.with_name("tp_peers.json")
@@ -64,7 +64,7 @@ def measure(peer: str, python: str, names: list[str]) -> tuple[dict[str, dict[st
 
 
 def ours() -> dict[str, str]:
-    """Our own verdicts, from what ``python -m tests.support.tp_breadth`` has measured last."""
+    """Our own verdicts, from what ``python -m tests.tensor_parallel.breadth`` has measured last."""
     found = json.loads(OURS.read_text(encoding="utf-8"))
     return {row["name"]: verdict(row) for row in found if not row["error"].startswith("does not train on one rank")}
 

@@ -20,7 +20,7 @@ from torch import nn
 
 from benchmarks.common.processes import open_answers
 from tests import zoo
-from tests.support.tp_breadth import perturb, relative, run
+from tests.tensor_parallel.breadth import perturb, relative, run
 
 SECONDS = 15.0  # until a collective that a rank does not join is given up
 

@@ -13,8 +13,7 @@ from hf_zero.config.schema.root import ZeroConfig
 from hf_zero.core.holdings import bytes_on_disk
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.step.clock import Clock
-from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.units.unit import Unit
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.expert_parallel.load import ExpertLoad

@@ -16,9 +16,8 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_groups import group_of_params
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.stages import StagePolicy
-from hf_zero.core.step.agreement import equal_values, require_same_model, require_same_optimizer
+from hf_zero.core.step.agreement import equal_values, facts_of, require_same_model, require_same_optimizer
 from hf_zero.core.step.precision import KeptTypes, PrecisionPolicy, cast_and_move, cast_param
-from hf_zero.core.step.same_groups import facts_of
 from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN

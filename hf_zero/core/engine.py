@@ -94,6 +94,7 @@ class Engine(nn.Module):
             self.runtime.forget_broken()
             self.accumulation.require_window()
             self.runtime.forward.failed -= self._run_again.is_of(given)
+        self.runtime.follow_compile()
         if self.precision.casts_inputs and self.precision.param_dtype is not None:
             args, kwargs = cast_floating((args, kwargs), self.precision.param_dtype)
         with self.clock.phase("forward"), self.autocast():
@@ -149,7 +150,8 @@ class Engine(nn.Module):
             self.runtime.backward.expect(scaled)
             _running_scales.append(scale)
             try:
-                scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+                with self.runtime.saved.backward():
+                    scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self._explain(self, error, "backward")
                 self.runtime.backward.break_off(error)
@@ -395,6 +397,7 @@ class Engine(nn.Module):
         targets = [block.module for block in self.runtime.blocks] or [self.module]
         for target in targets:
             target.compile(**options)
+        self.runtime.follow_compile(inside=True)
 
     def to(self, *args: Any, **kwargs: Any) -> Engine:
         """Return the engine if the arguments change nothing; units can be neither moved nor cast.

@@ -20,10 +20,9 @@ from hf_zero.core.preemption import Preemption, PreemptionSettings
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.accumulation import Accumulation
-from hf_zero.core.step.clock import Clock
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
-from hf_zero.core.step.progress import Progress, Reports
+from hf_zero.core.step.progress import Clock, Progress, Reports
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -119,7 +118,7 @@ class RunAgain:
     """Arguments of the last forward, if it raised.
 
     [Note: a forward and its second try] A forward that ran out of memory, was caught and is run again is one micro-step, and so counts
-    once. One that is given another batch is the next micro-step: the rank has skipped one (``core/step/same_pace.py``). The values
+    once. One that is given another batch is the next micro-step: the rank has skipped one (``core/step/agreement.py``). The values
     are compared, because a script may bring its batch to the device anew; only after an error, so nothing else costs anything.
     """
 

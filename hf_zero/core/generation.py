@@ -14,8 +14,8 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
+from hf_zero.core.schedule.forward_hooks import RAISED
 from hf_zero.core.schedule.runtime import Runtime
-from hf_zero.core.schedule.torch_internals import RAISED
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError
 from hf_zero.observe import log_rank0

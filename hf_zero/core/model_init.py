@@ -26,8 +26,7 @@ from hf_zero.core.constructor_access import ConstructorAccess
 from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.step.precision import KeptTypes
 from hf_zero.core.units.construct import NamedParam, build_unit
-from hf_zero.core.units.empty_values import guard_state_dict
-from hf_zero.core.units.guards import guard_unprepared
+from hf_zero.core.units.guards import guard_state_dict, guard_unprepared
 from hf_zero.core.units.layout import FROZEN, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.packed import is_packed, is_wrapped

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from torch import nn
 
-from hf_zero.core.units.leaf_modules import is_leaf, mark, mark_classes, mark_names
+from hf_zero.core.units.grouping import is_leaf, mark, mark_classes, mark_names
 
 
 def set_z3_leaf_modules(

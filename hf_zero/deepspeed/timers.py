@@ -11,7 +11,7 @@ import torch
 
 from hf_zero import observe
 from hf_zero.comm.device import default_device
-from hf_zero.core.step.clock import memory_line
+from hf_zero.core.step.progress import memory_line
 from hf_zero.errors import ConfigError, StateError
 
 Function = TypeVar("Function", bound=Callable[..., Any])

@@ -15,7 +15,7 @@ from typing import Any
 
 from torch import nn
 
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.registration import unregister
 from hf_zero.core.units.tp_shard import TpShard, cut, is_elsewhere, is_expert, mark_tp_shard

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, is_expert, is_part
 from hf_zero.core.units.unit import find_unit, full_shape

@@ -11,7 +11,7 @@ group goes through the same code on a padded copy. So the result is the same bit
 any number of threads; Adam's are those of torch's fused kernel on x86. ``tests/native/test_native_portable.py`` holds digests of the
 results: the build for aarch64 (gcc 12, run under emulation) gives the same ones, and passes the native tests and
 ``tests/parity/test_parity_accumulation.py``. On GPUs torch's fused kernel serves; ``HF_ZERO_TRITON=1`` takes the one-pass Triton kernel,
-which has been tested in Triton's interpreter and compiled for three generations of GPUs (``tests/support/triton_compile.py``), and given
+which has been tested in Triton's interpreter and compiled for three generations of GPUs (``tests/native/triton_compile.py``), and given
 the exact numbers on an H100 in the parity runs; which is faster has not been compared. The codes of 1-bit Adam are Triton kernels there
 unless it is 0 (``native/triton_trial.py``, [Note: trying a kernel first]). Passes of optimizers, norms and copies share threads that the
 library keeps (``kernels/threads.cpp``): free threads take the next chunk, Python's lock is taken once a pass, and on machines of 8 and more

@@ -14,7 +14,7 @@ from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.config.schema.parallel import Pipeline as Settings
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, mark_on_all_stages, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import find_unit

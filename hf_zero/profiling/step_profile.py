@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.config.schema import tools
-from hf_zero.core.step.clock import Clock
+from hf_zero.core.step.progress import Clock
 from hf_zero.observe import global_rank
 from hf_zero.profiling.costs import OperationCounter, count_params
 from hf_zero.profiling.flops_profiler import FlopsProfiler

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.exchange import heads_for_sequences, join_slices, sequences_for_heads
+from hf_zero.sequence_parallel.joining import whole_of
 
 Core = Callable[..., tuple[torch.Tensor, torch.Tensor | None]]
 
@@ -23,21 +24,23 @@ _sliced: WeakKeyDictionary[nn.Module, SlicedAttention] = WeakKeyDictionary()
 
 
 class SlicedAttention:
-    """Attention of one model's modules.
+    """Attention of one model's modules: all of them, or those at some paths.
 
     Attributes:
         collectives: The sequence-parallel group.
         reads_positions: The core function wants positions (flash attention finds packed sequences by them).
         sliced: Whether the last forward of the model was over slices.
         calls: Calls in the forward under way.
+        inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
     """
 
-    def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool) -> None:
+    def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None) -> None:
         self.collectives = collectives
         self.reads_positions = reads_positions
         self.sliced = False
         self.calls = 0
-        for module in model.modules():
+        self.inside_whole = 0
+        for module in model.modules() if modules is None else map(model.get_submodule, modules):
             _sliced[module] = self
 
     def trades(self, module: nn.Module) -> bool:
@@ -84,7 +87,8 @@ class SlicedAttention:
         mask = _mask_of_heads(attention_mask, length, key.shape[2] * ranks, own)
         positions = kwargs.pop("position_ids", None)
         if positions is not None and self.reads_positions:
-            kwargs["position_ids"] = join_slices(self.collectives, positions, -1, "position_ids")
+            whole = whole_of(positions)
+            kwargs["position_ids"] = join_slices(self.collectives, positions, -1, "position_ids") if whole is None else whole
         for name in _PER_HEAD:
             if isinstance(kwargs.get(name), torch.Tensor):
                 kwargs[name] = kwargs[name][own]
@@ -97,6 +101,8 @@ def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
     """Return ``mask`` for this rank's heads; refuse masks that cover only the slice."""
     if not isinstance(mask, torch.Tensor):
         return mask
+    whole = whole_of(mask)
+    mask = mask if whole is None else whole
     if mask.shape[-1] != keys or (mask.dim() == 4 and mask.shape[-2] not in (1, queries)):
         raise UnsupportedError(
             f"sequence parallelism: the model made an attention mask of shape {tuple(mask.shape)} by itself, where whole sequences of "
@@ -137,7 +143,7 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         sliced, core = _sliced.get(module), core_of(module)
-        if sliced is None or not sliced.trades(module):
+        if sliced is None or sliced.inside_whole or not sliced.trades(module):
             return core(module, query, key, value, attention_mask, **kwargs)
         return sliced.attend(core, module, query, key, value, attention_mask, **kwargs)
 

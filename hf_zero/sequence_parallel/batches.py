@@ -25,11 +25,14 @@ _TOLD_BY_POSITIONS = (
     "max_length_q",
     "max_length_k",
 )  # where packed samples begin; of padding-free collators
-_FILL = {"labels": IGNORED, "shift_labels": IGNORED}
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED, "labels before the shift": IGNORED}
 
 _TOKENS = ("input_ids", "inputs_embeds")
 _PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels")
 _MARKED = ("input_ids", "position_ids")  # whole numbers, which engines and Trainer never cast to another tensor
+_MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "feature_attention_mask", "input_values", "second_per_grid")
+LABELS = "labels before the shift"  # name in messages
+_behind = WeakTensorKeyDictionary()  # shifted labels of slices: the slice of the labels that they were made of
 _cut = WeakTensorKeyDictionary()  # tensors of the slices that adapters have given; whether they counted the positions
 
 Batch = dict[str, Any]
@@ -45,6 +48,22 @@ def counted_by_adapter(positions: torch.Tensor) -> bool | None:
     """Return whether an adapter has made these positions; False for positions of a batch, None for those that come from no adapter."""
     found: bool | None = _cut.get(positions)
     return found
+
+
+def mark_slice(batch: Batch, counted: bool) -> None:
+    """Records that the tokens and positions of ``batch`` are a slice; ``counted`` says that no batch had the positions."""
+    _cut.update({batch[name]: counted for name in _MARKED if name in batch})
+
+
+def labels_behind(shifted: torch.Tensor | None) -> torch.Tensor | None:
+    """Return the slice of a batch's own labels, from whose whole an adapter has made these; None for other tensors."""
+    found: torch.Tensor | None = _behind.get(shifted) if shifted is not None else None
+    return found
+
+
+def is_medium(name: str) -> bool:
+    """Return whether an argument of that name has images, sound, or facts about them: they have no dimension of tokens."""
+    return name.startswith(_MEDIA)
 
 
 @dataclass(frozen=True)
@@ -177,7 +196,10 @@ class UlyssesSPDataLoaderAdapter:
         batches: deque[Batch] = deque()
         for row, each, told in zip(received, layouts, everyone, strict=True):
             found = _unpack(row, each)
-            _cut.update({found[name]: told.counted for name in _MARKED if name in found})
+            labels = found.pop(LABELS, None)
+            if labels is not None:
+                _behind[found["shift_labels"]] = labels
+            mark_slice(found, told.counted)
             batches.append({**found, **told.rest})
         return batches, any(told.last for told in everyone)
 
@@ -215,6 +237,23 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
     Raises:
         ConfigError: The batch is no dictionary, or something in it has no dimension of tokens.
     """
+    tensors, rest, _ = whole_batch(batch, ranks)
+    # Media are whole on every rank: which tokens are an image's is the model's to know.
+    return {
+        name: value.expand(ranks, *value.shape) if is_medium(name) else value.unflatten(1, (ranks, -1)).transpose(0, 1)
+        for name, value in tensors.items()
+    }, rest
+
+
+def whole_batch(batch: Any, multiple: int, shifts: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+    """Return a batch with the tensors that slices need, (batch, tokens, ...), still whole; the values that are no tensors; and the tokens
+    that were added at the end. Arguments and errors as ``prepare``.
+
+    Args:
+        batch: As for ``prepare``.
+        multiple: Number that the tokens become a multiple of.
+        shifts: ``labels`` become ``shift_labels``; False leaves them, for models whose loss shifts nothing.
+    """
     if not isinstance(batch, Mapping):
         raise ConfigError(f"sequence parallelism: a batch must be a dictionary with input_ids; the loader gives {type(batch).__name__}")
     batch = dict(batch)
@@ -231,22 +270,31 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         batch = {name: value for name, value in batch.items() if name not in _TOLD_BY_POSITIONS}
     else:
         batch["position_ids"] = torch.arange(length, device=first.device).expand(rows, -1)
-    labels = batch.pop("labels", None)
+    labels = batch.pop("labels", None) if shifts else None
     if labels is not None and batch.get("shift_labels") is None:
         _require_tokens("labels", labels, rows, length)
-        batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED)
-    extra = -length % ranks
+        batch[LABELS] = labels
+        ahead = (0, 0) * (labels.dim() - 2) + (0, 1)
+        batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], ahead, value=IGNORED)
+    extra = -length % multiple
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():
+        if is_medium(name):
+            continue
         _require_tokens(name, value, rows, length)
-        padded = _padded(name, value.expand(rows, *value.shape[1:]), extra)
-        tensors[name] = padded.unflatten(1, (ranks, -1)).transpose(0, 1)
-    return tensors, {name: value for name, value in batch.items() if name not in tensors}
+        every = value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value
+        tensors[name] = _padded(name, every, extra)
+    return tensors, {name: value for name, value in batch.items() if name not in tensors}, extra
 
 
 def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> None:
     shape = tuple(value.shape)
-    if value.dim() < 2 or shape[0] not in (1, rows) or shape[1] != length:
+    few = (
+        1,
+        rows,
+        *((shape[0],) if value.dim() > 2 and rows % max(shape[0], 1) == 0 and "labels" in name else ()),
+    )  # rows of one codebook each
+    if value.dim() < 2 or shape[0] not in few or shape[1] != length:
         raise ConfigError(
             f"sequence parallelism: {name} of a batch has shape {shape}, and input_ids has {rows} rows of {length} tokens: tensors are cut "
             "along their second dimension, which must be that of the tokens (a mask (batch, tokens) has it, one of four dimensions has not)"

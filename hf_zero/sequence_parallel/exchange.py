@@ -43,6 +43,11 @@ def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads"
         )
 
 
+def exchangeable(query_heads: int, key_heads: int, ranks: int) -> bool:
+    """Return whether ``ranks`` can trade these heads."""
+    return query_heads % ranks == 0 and query_heads % key_heads == 0
+
+
 def key_heads(query_heads: int, key_heads: int, ranks: int) -> KeyHeads:
     """Return the key heads that each rank needs for its ``query_heads / ranks`` query heads.
 

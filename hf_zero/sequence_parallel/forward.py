@@ -16,7 +16,8 @@ from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import is_slice
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
-from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, require_sliceable
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
+from hf_zero.sequence_parallel.whole_inputs import WholeInputs
 
 
 class Randomness:
@@ -65,12 +66,14 @@ class SliceSettings:
         whole_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
         length: Tokens of every whole sequence; None where they vary.
         prepare: Puts the trading attention function in the place of ``implementation``'s.
+        stand_in: Returns a context in which another function stands there.
     """
 
     implementation: str | None
     whole_in_eval: bool
     length: int | None
     prepare: Callable[[str], None]
+    stand_in: StandIn
 
 
 _sliced: WeakKeyDictionary[nn.Module, SlicedForwards] = WeakKeyDictionary()
@@ -86,7 +89,7 @@ class SlicedForwards:
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:
-        implementation = require_sliceable(model, collectives.world, settings.implementation)
+        implementation, flow = require_sliceable(model, collectives.world, settings.implementation, settings.stand_in)
         for part in model.modules():  # prepared again, or inside an adapter since
             before = _sliced.pop(part, None)
             if before is not None:
@@ -96,10 +99,11 @@ class SlicedForwards:
         self.settings = settings
         self.implementation = implementation
         settings.prepare(implementation)
-        self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"))
+        self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"), None if flow is None else flow.heads)
+        self._whole = WholeInputs(model, self.attention, flow) if flow is not None else None
         self._masks = WholeMasks(model, collectives)
         self._positions = OwnPositions(model, collectives)
-        self._rotary = WholeRotary(model, self.attention)
+        self._rotary = WholeRotary(model, self.attention) if flow is None else None
         self._randomness = Randomness(collectives)
         self._compared = False
         self._open = False
@@ -112,7 +116,9 @@ class SlicedForwards:
         """Takes the hooks off; the model sees whole sequences again."""
         for hook in self._hooks:
             hook.remove()
-        self._rotary.remove()
+        for further in (self._rotary, self._whole):
+            if further is not None:
+                further.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
         attention, settings = self.attention, self.settings
@@ -120,11 +126,10 @@ class SlicedForwards:
         attention.sliced = model.training or not whole or is_slice(args, kwargs)
         if not attention.sliced:
             return None
+        if self._whole is not None:
+            return self._with_whole_inputs(self._whole, model, args, kwargs)
         length = self._require_positions(kwargs)
-        if kwargs.get("output_attentions"):
-            raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
-        if kwargs.get(ROUTERS, getattr(model.config, ROUTERS, False)):
-            raise UnsupportedError(NO_ROUTERS)
+        self._refuse_requests(model, kwargs)
         require_even_temperature(model, length * self.collectives.world)
         if not self._compared:
             self._compare(args, kwargs)
@@ -135,10 +140,24 @@ class SlicedForwards:
         self._open = True
         return args, kwargs
 
-    def _after(self, model: nn.Module, args: Any, output: Any) -> None:
+    def _with_whole_inputs(self, whole: WholeInputs, model: nn.Module, args: Any, kwargs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Begin a forward as [Note: cut layers] has it."""
+        self._refuse_requests(model, kwargs)
+        if not self._compared:
+            self._compare(args, kwargs)
+        args, kwargs = whole.enter(args, kwargs)
+        self._require_length(whole.layers.length)
+        self._randomness.enter(model.training)
+        self._open = True
+        return args, kwargs
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
         if not self._open:
-            return
+            return None
         self._open = False
+        if self._whole is not None:
+            self._randomness.leave()
+            return self._whole.leave(output)
         self._masks.leave()
         self._randomness.leave()
         if output is not None and self.attention.calls == 0:
@@ -147,6 +166,7 @@ class SlicedForwards:
                 f"({self.implementation}), so each rank attended to its slice only; this model is not supported with this version of "
                 "transformers"
             )
+        return None
 
     def _require_positions(self, kwargs: dict[str, Any]) -> int:
         """Return the number of tokens of the slice.
@@ -163,12 +183,22 @@ class SlicedForwards:
                 "forward over whole sequences call model.eval() and register with disable_in_eval=True"
             )
         length = int(positions.shape[-1])
-        if self.settings.length is not None and length * self.collectives.world != self.settings.length:
+        self._require_length(length * self.collectives.world)
+        return length
+
+    @staticmethod
+    def _refuse_requests(model: nn.Module, kwargs: dict[str, Any]) -> None:
+        if kwargs.get("output_attentions"):
+            raise UnsupportedError("sequence parallelism: output_attentions=True is not supported, no rank has all heads of its tokens")
+        if kwargs.get(ROUTERS, getattr(model.config, ROUTERS, False)):
+            raise UnsupportedError(NO_ROUTERS)
+
+    def _require_length(self, whole: int) -> None:
+        if self.settings.length is not None and whole != self.settings.length:
             raise ConfigError(
-                f"sequence parallelism: sequences have {length * self.collectives.world} tokens, seq_length says {self.settings.length}; "
+                f"sequence parallelism: sequences have {whole} tokens, seq_length says {self.settings.length}; "
                 "set seq_length_is_variable (sp_seq_length_is_variable) to True, or bring all batches to that length"
             )
-        return length
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Refuses slices that are not of one batch, once: equal names and shapes on all ranks of the group; collective."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -11,6 +13,7 @@ from torch import nn
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.sequence_parallel.exchange import require_even_heads
 from hf_zero.sequence_parallel.masks import modules_of
+from hf_zero.sequence_parallel.token_flow import TokenFlow, find_token_flow
 
 ROUTERS = "output_router_logits"
 NO_ROUTERS = (
@@ -21,17 +24,43 @@ _TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")
 
 
-def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) -> str:
-    """Return the attention implementation of a transformers model that can be trained over slices.
+StandIn = Callable[[str, Callable[..., Any]], Any]
+"""Returns a context in which a function stands in the place of an attention implementation of transformers."""
+
+
+def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn) -> tuple[str, TokenFlow | None]:
+    """Return the attention implementation of a transformers model that can be trained over slices, and where its tokens meet.
+
+    That is None for a text model whose tokens meet in attention of the interface alone and that takes positions: its forward can be given
+    slices from the start. Others are as [Note: cut layers] has it.
 
     Args:
         model: The model, or an adapter around it.
         ranks: Size of the sequence-parallel group.
         implementation: What the script asks for; None takes the model's.
+        stand_in: Lets a function stand for attention of the interface.
 
     Raises:
         ConfigError: The model has another implementation, or heads that do not divide.
         UnsupportedError: It is of a kind that cannot be sliced.
+    """
+    found = attention_of(model, implementation)
+    _require_causal(model)
+    if not reason_to_cut_layers(model):
+        heads = getattr(model.config, "num_attention_heads", None)
+        if isinstance(heads, int):
+            require_even_heads(heads, ranks)
+        return found, None
+    return found, _token_flow(model, ranks, found, stand_in)
+
+
+def attention_of(model: nn.Module, implementation: str | None) -> str:
+    """Return the attention implementation of a model whose sequences can be divided as far as its configuration says. Errors as
+    ``require_sliceable``.
+
+    Args:
+        model: The model, or an adapter around it.
+        implementation: What the script asks for; None takes the model's.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -39,15 +68,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
     name = type(model).__name__
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"sequence parallelism: {name} is an encoder-decoder; causal language models are supported")
-    if config.get_text_config() is not config:
-        raise UnsupportedError(f"sequence parallelism: {name} has other towers beside its text model; text models are supported")
-    recurrent = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS})
-    if recurrent:
-        raise UnsupportedError(
-            f"sequence parallelism: {name} has layers of type {', '.join(recurrent)}; only layers that see other tokens through attention "
-            f"alone can be sliced ({', '.join(_ATTENTION_LAYERS)})"
-        )
-    found = getattr(config, "_attn_implementation", None)
+    found = getattr(config.get_text_config(), "_attn_implementation", None)
     if implementation is not None and found != implementation:
         raise ConfigError(
             f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
@@ -55,13 +76,42 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None) 
         )
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
-    _require_interface(model)
-    _require_causal(model)
     _require_alike(name, config)
-    heads = getattr(config, "num_attention_heads", None)
-    if isinstance(heads, int):
-        require_even_heads(heads, ranks)
     return str(found)
+
+
+def _token_flow(model: nn.Module, ranks: int, implementation: str, stand_in: StandIn) -> TokenFlow:
+    """Return where tokens meet; refuse models where slices cannot."""
+    base = _inside(model)
+    name = type(base).__name__
+    try:
+        flow = find_token_flow(model, ranks, partial(stand_in, implementation))
+    except Exception as error:  # noqa: BLE001 - whatever the model raises
+        raise UnsupportedError(
+            f"sequence parallelism: {name} ({reason_to_cut_layers(model)}) cannot be looked into, because it does not run on tensors "
+            f"without values: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    if flow.problems:
+        raise UnsupportedError(f"sequence parallelism: {name} ({reason_to_cut_layers(model)}) cannot be sliced: {flow.problems[0]}")
+    return flow
+
+
+def reason_to_cut_layers(model: nn.Module) -> str:
+    """Return why the forward of ``model`` cannot be given slices from the start; "" if it can."""
+    base = _inside(model)
+    config: Any = base.config
+    if config.get_text_config() is not config:
+        return "it has other towers beside its text model"
+    others = sorted({kind for kind in getattr(config, "layer_types", None) or [] if kind not in _ATTENTION_LAYERS})
+    if others:
+        return f"it has layers of type {', '.join(others)}"
+    if "position_ids" not in inspect.signature(base.forward).parameters:
+        return "its forward takes no position_ids"
+    tables = [vars(module)[_TABLE] for module in modules_of(base) if _TABLE in vars(module) and module.__name__ != _LIBRARY]
+    shared = getattr(sys.modules.get(_LIBRARY), _TABLE, None)
+    if not tables or any(table is not shared for table in tables):
+        return "it does not call its attention through transformers' table of attention functions"
+    return ""
 
 
 def _inside(model: nn.Module) -> Any:
@@ -70,24 +120,37 @@ def _inside(model: nn.Module) -> Any:
     return model if inside is None else inside()
 
 
+_CAUSAL_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "AUDIO_TEXT_TO_TEXT")
+
+
 def _require_causal(model: nn.Module) -> None:
     """Refuse models that are not causal: labels are shifted, and sequences padded at the end. A script's own classes may be of any kind."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as mapping
+    from transformers.models.auto import modeling_auto
 
     base = _inside(model)
     name = type(base).__name__
-    causal = {found for names in mapping.values() for found in ([names] if isinstance(names, str) else names)}
+    mappings = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES", {}) for task in _CAUSAL_TASKS]
+    values = [value for mapping in mappings for value in mapping.values()]
+    causal = {found for names in values for found in ([names] if isinstance(names, str) else names)}
     own = [kind for kind in type(base).__mro__ if kind.__module__.startswith("transformers.models.")]
     if own and not own[0].__name__.endswith("PreTrainedModel") and not any(kind.__name__ in causal for kind in own):
         raise UnsupportedError(
             f"sequence parallelism: {name} is not a causal language model (...ForCausalLM), which is needed because labels "
             "are shifted by one token"
         )
-    if any(getattr(part, "is_decoder", None) is False for part in base.modules()) or getattr(base.config, "is_causal", True) is False:
+    config: Any = base.config.get_text_config()
+    parts = base.modules() if config is base.config else _text_parts(base)
+    if any(getattr(part, "is_decoder", None) is False for part in parts) or getattr(config, "is_causal", True) is False:
         raise UnsupportedError(
             f"sequence parallelism: attention of {name} sees later tokens, also those put at the end of sequences; make it with is_decoder="
             "True (is_causal=True)"
         )
+
+
+def _text_parts(base: Any) -> Iterable[nn.Module]:
+    """Return the parts of the text model of a model with towers."""
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    return decoder.modules() if isinstance(decoder, nn.Module) and decoder is not base else ()
 
 
 def _require_alike(name: str, config: Any) -> None:
@@ -101,18 +164,3 @@ def _require_alike(name: str, config: Any) -> None:
             )
     if getattr(config, ROUTERS, False):
         raise UnsupportedError(NO_ROUTERS)
-
-
-def _require_interface(model: nn.Module) -> None:
-    """Refuse a model that takes no positions, or does not attend through transformers' table of attention functions."""
-    base = _inside(model)
-    name = type(base).__name__
-    if "position_ids" not in inspect.signature(base.forward).parameters:
-        raise UnsupportedError(f"sequence parallelism: {name}.forward takes no position_ids, so each rank would count its slice from 0")
-    tables = [vars(module)[_TABLE] for module in modules_of(base) if _TABLE in vars(module) and module.__name__ != _LIBRARY]
-    shared = getattr(sys.modules.get(_LIBRARY), _TABLE, None)
-    if not tables or any(table is not shared for table in tables):
-        raise UnsupportedError(
-            f"sequence parallelism: {name} does not call its attention through transformers' table of attention functions, which is where "
-            "slices are put together; use a model that does, or DistributedAttention in one of your own"
-        )

@@ -294,7 +294,7 @@ def test_contenders_train_alike_at_toy_size(tmp_path: Path) -> None:
         "1",
     ]
     command += ["--contenders", "DDP", "hf_zero-3", "FSDP2", "--json", str(result)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     rows = json.loads(result.read_text())["rows"]
     assert [row[0] for row in rows] == ["DDP", "hf_zero-3", "FSDP2"] and rows[0][2] == "1.000"

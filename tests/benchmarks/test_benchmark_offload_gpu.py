@@ -24,7 +24,7 @@ def test_toy_run_on_the_cpu(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.offload.offload_gpu", "--device", "cpu", "--toy", "--steps", "2", "--warmup", "2"]
     command += ["--overlap", "full", "--dtypes", "bf16", "--contenders", "hf_zero", "fsdp2", "pytorch"]
     command += ["--json", str(result), "--trace", str(trace)]
-    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=400, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=600, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr[-2000:]
     rows = {row[0]: row for row in json.loads(result.read_text())["rows"]}
     assert list(rows) == ["hf_zero-3, cpu offload, bf16", "FSDP2, CPUOffloadPolicy, bf16", "PyTorch, bf16"]

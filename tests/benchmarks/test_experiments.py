@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import compare, measured
-from tests.support.examples import EXAMPLES, RUN_SECONDS, run
+from tests.support.examples import EXAMPLES, RUN_SECONDS, TEST_SECONDS, run
 
 SCRIPT = EXAMPLES / "text_classification" / "run_cls_no_trainer.py"
 
@@ -101,7 +101,7 @@ def test_failed_comparison_ends_with_the_runs_exit_code(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_comparison_does_the_same_job_four_times(tmp_path: Path) -> None:
     lines = [f"say {index},{index} is {'even' if index % 2 else 'odd'},{index % 2}" for index in range(200)]
     (tmp_path / "pairs.csv").write_text("\n".join(["sentence1,sentence2,label", *lines]) + "\n")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -107,9 +106,7 @@ def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
     gone.wait()
     task = Task("saving", tmp_path, Process.own(), dict, lambda parts, written: "")
     processes = [Process.own(), replace(Process.own(), pid=gone.pid)]
-    began = time.monotonic()
-    with pytest.raises(CheckpointError, match="the process of rank 1 died"):
+    with pytest.raises(CheckpointError, match="the process of rank 1 died"):  # without it: that rank 1 has written nothing for 60 seconds
         Background(0, 60.0)._others(task, processes)
-    assert time.monotonic() - began < 5
     with pytest.raises(CheckpointError, match=r"ranks \[1\] have written nothing for 0 seconds"):
         Background(0, 0.2)._others(task, [Process.own(), Process("another machine", 1)])

@@ -18,9 +18,9 @@ from hf_zero.checkpoint.convert.torch_files import load_torch_file
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from hf_zero.errors import CheckpointError
 from hf_zero.utils import newest_trainer_checkpoint
+from tests.checkpoint.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, scale_of, train
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, steps
-from tests.support.make_deepspeed_checkpoint import CLIENT_STATE, SAVED_STEPS, Model, config_of, optimizer_of, scale_of, train
 from tests.support.memory import peak_growth
 from tests.support.models import CASES
 

@@ -112,6 +112,6 @@ def test_full_and_read_only_file_systems(tmp_path: Path) -> None:
         env=environment({"PYTHONPATH": str(REPO)}),
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=600,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-6000:]

@@ -267,9 +267,8 @@ def _load_after(folder: str) -> None:
 
 
 def test_death_of_a_rank_is_an_error_on_the_others_and_the_former_checkpoint_loads(tmp_path: Path) -> None:
-    first, dead, third = ranks.observe_ranks(_a_rank_dies, 3, str(tmp_path), group_timeout=10.0, grace=20.0)
+    first, dead, third = ranks.observe_ranks(_a_rank_dies, 3, str(tmp_path), grace=60.0)
     assert dead.status == "died" and first.ok and third.ok, (first.text, dead.text, third.text)
-    assert max(first.seconds, third.seconds) < 40
     assert first.value == third.value and first.value.startswith(f"CheckpointError: saving checkpoint 'u' to {tmp_path}")
     assert "another rank died" in first.value
     assert not (tmp_path / "u").exists()

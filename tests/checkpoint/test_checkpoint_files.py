@@ -33,7 +33,7 @@ from hf_zero.checkpoint.format.records import (
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.core.units.layout import build_layout
 from hf_zero.errors import CheckpointError
-from tests.support.checkpoint_index import make_index
+from tests.checkpoint.checkpoint_index import make_index
 
 # -- tensor files -----------------------------------------------------------------------------------------------------------
 

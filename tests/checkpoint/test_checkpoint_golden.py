@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import load_file
 
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from tests.checkpoint.make_golden_checkpoint import CLIENT_STATE, FOLDERS, OPTIMIZERS, TAG
 from tests.support import ranks
 from tests.support.checkpoints import full_state, start, steps
-from tests.support.make_golden_checkpoint import CLIENT_STATE, FOLDERS, OPTIMIZERS, TAG
 
 
 def _load(folder: str, stage: int) -> None:

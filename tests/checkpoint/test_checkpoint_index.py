@@ -21,7 +21,7 @@ from hf_zero.checkpoint.format.records import (
     UnitRecord,
 )
 from hf_zero.errors import CheckpointError
-from tests.support.checkpoint_index import make_index
+from tests.checkpoint.checkpoint_index import make_index
 
 
 def sample_index() -> dict[str, Any]:

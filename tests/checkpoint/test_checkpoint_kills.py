@@ -135,7 +135,7 @@ def _resume(plan: Plan, reference: list[dict[str, Any]]) -> int:
 
 
 def _kill(plan: Plan) -> None:
-    outcomes = ranks.observe_ranks(_run, WORLD, plan, grace=0.1, group_timeout=20.0)
+    outcomes = ranks.observe_ranks(_run, WORLD, plan, grace=0.1)
     assert any(outcome.status == "died" for outcome in outcomes), [outcome.text for outcome in outcomes]
 
 
@@ -200,7 +200,7 @@ def test_two_hundred_kills_at_random_moments(tmp_path: Path, reference: Any, see
         victims = chance.choice([(0,), (1,), (0, 1)])
         mode: dict[str, Any] = {"background": chance.random() < 0.5, "tag": chance.choice([None, None, "t"])}
         plan = Plan(str(folder), total, victims=victims, seconds=chance.uniform(0.05, seconds), **mode)
-        outcomes = ranks.observe_ranks(_run, WORLD, plan, reference, grace=0.1, group_timeout=20.0)
+        outcomes = ranks.observe_ranks(_run, WORLD, plan, reference, grace=0.1)
         assert not [outcome.text for outcome in outcomes if RESUMED_WRONGLY in outcome.text]
         if any(outcome.status == "died" for outcome in outcomes):
             kills += 1

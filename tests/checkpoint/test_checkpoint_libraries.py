@@ -19,6 +19,7 @@ from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND
 from tests.support.models import CASES
+from tests.support.processes import until
 
 # -- Accelerate -------------------------------------------------------------------------------------------------------------
 
@@ -188,12 +189,12 @@ def _trainer_rotates(models: Path, folder: Path, limit: int) -> list[str]:
     from transformers import Trainer
 
     def others(deleted: Path) -> bool:
-        for _ in range(100):  # Trainer's rank 0 deletes without waiting for the random states of the others
+        def another() -> bool:
             newest = newest_trainer_checkpoint(deleted.parent)
-            if newest is not None and Path(newest) != deleted:
-                return True
-            time.sleep(0.05)
-        return False
+            return newest is not None and Path(newest) != deleted
+
+        until(another, "another complete checkpoint")  # Trainer's rank 0 deletes without waiting for the random states of the others
+        return True
 
     with trainers.clean_state():
         options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "save_total_limit": limit}

@@ -13,7 +13,7 @@ import pytest
 
 from tests.support import ranks
 from tests.support.checkpoints import start, steps
-from tests.support.examples import EXAMPLES, RUN_SECONDS
+from tests.support.examples import EXAMPLES, TEST_SECONDS
 from tests.support.examples import run as run_example
 from tests.support.processes import REPO, environment
 
@@ -71,7 +71,7 @@ def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max-restarts", "1"]
     env = environment({"PYTHONPATH": str(REPO), STORES: "1"})
     words = [*command, str(folder / "train.py"), str(folder)]
-    done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=200)  # rank 0 would sleep on
+    done = subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=600)  # rank 0 would sleep on
     return Launched(done.returncode, done.stderr, folder)
 
 
@@ -129,7 +129,7 @@ def _text(folder: Path) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3 * RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("way", ["torchrun", "accelerate"])
 def test_an_example_starts_again_and_resumes(tmp_path: Path, way: str) -> None:
     example = EXAMPLES / "clm"

@@ -16,8 +16,9 @@ import torch.distributed as dist
 
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
+from tests.support.processes import until
 
-WORLD, SIGNALS, LIMIT_SECONDS = 3, 50, 120.0
+WORLD, SIGNALS, LIMIT_SECONDS = 3, 50, 600.0
 
 
 def _enter(rank: int, store: str) -> None:
@@ -138,10 +139,9 @@ def test_signals_at_random_moments(kind: str, tmp_path: Path) -> None:
     last = 0
     for number in range(SIGNALS):
         processes = _start(kind, folder, number)
-        deadline = time.monotonic() + LIMIT_SECONDS
-        while not all((folder / f"ready{rank}").exists() for rank in range(WORLD)):
-            assert time.monotonic() < deadline and all(process.is_alive() for process in processes), _end(processes, folder)
-            time.sleep(0.01)
+        ready = [folder / f"ready{rank}" for rank in range(WORLD)]
+        until(lambda: all(mark.exists() for mark in ready) or not all(process.is_alive() for process in processes), "the first step")  # noqa: B023
+        assert all(process.is_alive() for process in processes), _end(processes, folder)
         began = json.loads((folder / "ready0").read_text())
         assert began == last, f"run {number} began at step {began}, the checkpoint is of step {last}"
         time.sleep(draw.random() * draw.choice((0.01, 0.1, 1.0)))

@@ -12,7 +12,7 @@ import pytest
 from hf_zero.checkpoint.format.names import CHUNK_BYTES
 from hf_zero.checkpoint.zero_to_fp32 import CHUNK_BYTES as CHUNK_BYTES_OF_SCRIPT
 from hf_zero.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-from tests.support.make_golden_checkpoint import FOLDERS, TAG
+from tests.checkpoint.make_golden_checkpoint import FOLDERS, TAG
 
 pytestmark = pytest.mark.quick
 

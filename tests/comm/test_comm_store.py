@@ -56,7 +56,7 @@ def test_ranks_meet_and_the_store_listens_at_their_address(address: str, expecte
         for rank in "01"
     ]
     for rank in ranks:
-        out, _ = rank.communicate(timeout=60)
+        out, _ = rank.communicate(timeout=600)
         assert rank.returncode == 0
         assert json.loads(out) == [[3.0, 5.0], [expected]]
 

@@ -35,10 +35,10 @@ LIMITS: dict[str, dict[str, Any]] = {
 }
 
 
-def on_ranks(function: Callable[..., Any], *args: Any, device: str = "cpu", timeout: float = 60) -> None:
-    """Two ranks; what hangs is over after a minute."""
+def on_ranks(function: Callable[..., Any], *args: Any, device: str = "cpu") -> None:
+    """Run ``function`` on two ranks."""
     env = {"HF_ZERO_TEST_BACKEND": network.NAME, "HF_ZERO_TEST_DEVICE": device}
-    ranks.run_ranks(function, 2, *args, timeout=timeout, group_timeout=20, env=env)
+    ranks.run_ranks(function, 2, *args, env=env)
 
 
 def run_of(limits: str, **settings: Any) -> Run:
@@ -117,7 +117,7 @@ def test_skipped_blocks_under_activation_checkpointing(choice: str, blocks: int,
 def test_towers_that_ranks_skip_on_a_device() -> None:
     """The pretend network stops the rank at each call, so it hangs at the first difference of two orders, even where nobody waits."""
     run = run_of("four ahead", dtype="bf16", steps=2)
-    on_ranks(_skips, "in_turns", 12, False, run, device=pretend.NAME, timeout=120)
+    on_ranks(_skips, "in_turns", 12, False, run, device=pretend.NAME)
 
 
 # -- an image on some ranks -------------------------------------------------------------------------------------------------

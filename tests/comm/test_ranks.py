@@ -69,23 +69,21 @@ def test_ranks_are_reused_and_get_a_fresh_group() -> None:
 
 def test_a_failing_rank_is_named_with_its_traceback() -> None:
     with pytest.raises(RankError, match="the reason") as caught:
-        run_ranks(_raise_on_rank_one, 2, group_timeout=3)
+        run_ranks(_raise_on_rank_one, 2)
     assert caught.value.outcomes[1].status == "error"
     assert run_ranks(world, 2) == [2, 2]  # a new pool
 
 
 def test_a_dead_rank_is_named_with_its_exit_code() -> None:
-    outcomes = observe_ranks(_die_on_rank_one, 2, group_timeout=3)
+    outcomes = observe_ranks(_die_on_rank_one, 2)
     assert outcomes[1].status == "died"
     assert "exit code" in outcomes[1].text
 
 
 def test_a_hung_rank_shows_its_stack() -> None:
-    start = time.monotonic()
-    outcomes = observe_ranks(_hang_on_rank_zero, 2, timeout=2)
+    outcomes = observe_ranks(_hang_on_rank_zero, 2, timeout=8)
     assert [outcome.status for outcome in outcomes] == ["hung", "ok"]
     assert "_hang_on_rank_zero" in outcomes[0].text
-    assert time.monotonic() - start < 10
 
 
 def test_a_job_that_leaves_global_state_behind_fails() -> None:

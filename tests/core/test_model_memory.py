@@ -56,7 +56,7 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
     command = [
         sys.executable,
         "-m",
-        "tests.support.model_memory",
+        "tests.core.model_memory",
         "--model",
         str(model),
         "--tiny",
@@ -71,7 +71,7 @@ def _measure(model: Path, output: Path) -> list[dict[str, int]]:
         ranks.append(subprocess.Popen(command, cwd=REPO, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True))
     reports = []
     for process in ranks:
-        out, err = process.communicate(timeout=240)
+        out, err = process.communicate(timeout=600)
         assert process.returncode == 0, f"{out}\n{err[-4000:]}"
         (line,) = [line for line in out.splitlines() if line.startswith("REPORT ")]
         reports.append(json.loads(line.removeprefix("REPORT ")))

@@ -18,7 +18,6 @@ from tests.support.rows import thinned
 # So small that nothing stays gathered between forward and backward.
 TIGHT = {"stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 1000}
 MLP = CASES["mlp"]
-LIMIT = 20.0  # seconds after which waiting is an error
 
 
 def _run(stage: int, **more: Any) -> Run:
@@ -80,7 +79,7 @@ def _reads() -> None:
 
 
 def test_a_parameter_that_one_rank_reads_behind_the_forward() -> None:
-    ranks.run_ranks(_reads, 2, group_timeout=LIMIT)
+    ranks.run_ranks(_reads, 2)
 
 
 def _gathers_of_a_look() -> tuple[int, int]:
@@ -96,7 +95,7 @@ def _gathers_of_a_look() -> tuple[int, int]:
 
 
 def test_a_look_at_a_parameter_sends_nothing() -> None:
-    for look, computation in ranks.run_ranks(_gathers_of_a_look, 2, group_timeout=LIMIT):
+    for look, computation in ranks.run_ranks(_gathers_of_a_look, 2):
         assert look == 0 and computation > 0
 
 
@@ -147,7 +146,7 @@ def _in_pieces(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_a_layer_that_ranks_recompute_in_different_numbers_of_pieces(stage: int) -> None:
-    ranks.run_ranks(_in_pieces, 2, stage, group_timeout=LIMIT)
+    ranks.run_ranks(_in_pieces, 2, stage)
 
 
 # ------------------------------------------------------------------------------------------------ errors that one rank catches
@@ -215,7 +214,7 @@ def _run_again(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_forward_that_one_rank_runs_again_is_one_micro_step(stage: int) -> None:
-    ranks.run_ranks(_run_again, 2, stage, group_timeout=LIMIT)
+    ranks.run_ranks(_run_again, 2, stage)
 
 
 def _broken_backwards(stage: int) -> list[list[str]]:
@@ -241,7 +240,7 @@ def _broken_backwards(stage: int) -> list[list[str]]:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_backward_that_breaks_off_on_one_rank_is_told_on_all(stage: int) -> None:
-    others, broken = ranks.run_ranks(_broken_backwards, 2, stage, group_timeout=LIMIT)
+    others, broken = ranks.run_ranks(_broken_backwards, 2, stage)
     assert broken == [["bad gradient"]] * 4
     for texts in others:
         assert len(texts) == 1 and "a backward broke off with an error on another rank" in texts[0]
@@ -265,6 +264,6 @@ def _given_up(then: str) -> str:
 
 @thinned("step", then=["step", "save"])
 def test_a_forward_that_one_rank_gives_up_ends_the_run_on_all(then: str) -> None:
-    other, raised = ranks.run_ranks(_given_up, 2, then, group_timeout=LIMIT)
+    other, raised = ranks.run_ranks(_given_up, 2, then)
     assert "the forward raised an error on another rank" in other
     assert raised.startswith({"step": "step()", "save": "save_checkpoint()"}[then]) and "run the forward again" in raised

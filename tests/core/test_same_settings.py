@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 from unittest import mock
 
@@ -15,7 +14,6 @@ from hf_zero.errors import StateError
 from tests.support import ranks
 
 CONFIG = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 1.0}
-SOON = 5.0  # seconds; a rank that waits for what the others never send waits for the timeout of the group
 
 
 def _model() -> nn.Module:
@@ -61,12 +59,10 @@ OF_CONFIG = {
 }  # fmt: skip
 
 
-def _text_of(case: str, **arguments: Any) -> str:
-    """The message of the error that ``initialize`` raises, which must come at once."""
-    began = time.monotonic()
+def _text_of(**arguments: Any) -> str:
+    """Return the message of the error that ``initialize`` raises; a rank that waited for the others in vain would raise another one."""
     with pytest.raises(StateError) as caught:
         hf_zero.initialize(**arguments)
-    assert time.monotonic() - began < SOON, case
     return str(caught.value)
 
 
@@ -74,12 +70,12 @@ def _configurations() -> None:
     last = f"rank {ranks.world() - 1}"
     others = "rank 0" if ranks.world() == 2 else "ranks 0, 1"
     for case, (own, shared, clause, value, other) in OF_CONFIG.items():
-        text = _text_of(case, model=_model(), config=_own(own, shared))
+        text = _text_of(model=_model(), config=_own(own, shared))
         assert text.startswith("the ranks were given different settings: "), text
         head = clause.partition("{}")[0]
         assert head in text and f"{value} on {others}" in text and f"{other} on {last}" in text, (case, text)
     with mock.patch("hf_zero.assembly.same_settings.__version__", "9.9" if ranks.rank() == ranks.world() - 1 else "0.1"):
-        text = _text_of("version", model=_model(), config={**CONFIG, **_sgd()})
+        text = _text_of(model=_model(), config={**CONFIG, **_sgd()})
         assert f"version of hf_zero is 0.1 on {others}, 9.9 on {last}" in text
     # One rank loads its model sharded, where the others do not.
     with pytest.raises(StateError, match="zero_optimization.stage is 2 on .*, 3 on ") as caught:
@@ -88,7 +84,7 @@ def _configurations() -> None:
         hf_zero.initialize(model=_model(), config={**CONFIG, **_stage(2)})
     assert f"the call that ranks are in is 'initialize' on {others}, 'zero.Init' on {last}" in str(caught.value).replace('"', "'")
     unread = str(hf_zero) if ranks.rank() else {**CONFIG, **_sgd()}  # no file, no JSON
-    text = _text_of("unread", model=_model(), config=unread)
+    text = _text_of(model=_model(), config=unread)
     assert "the configuration is read on rank 0, refused (" in text and "train_batch_size" not in text, text
 
 
@@ -113,9 +109,9 @@ def _optimizers() -> None:
         found = {}
         for case, make in kinds.items():
             model = _model()
-            found[case] = _text_of(case, model=model, config=config, optimizer=make(list(model.parameters())))
+            found[case] = _text_of(model=model, config=config, optimizer=make(list(model.parameters())))
             model = _model()
-            function = _text_of(case, model=model, config=config, optimizer=lambda params, make=make: make(list(params)))
+            function = _text_of(model=model, config=config, optimizer=lambda params, make=make: make(list(params)))
             assert function == found[case]
         assert "lr of param group 0 is 0.1 on" in found["lr"] and f"0.2 {named}" in found["lr"]
         assert "optimizer is torch.optim.sgd.SGD on" in found["class"] and f"torch.optim.adamw.AdamW {named}" in found["class"]
@@ -138,7 +134,6 @@ def _boundaries() -> None:
             scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5 if last and change == "scheduler" else 1.0)
             config = {**CONFIG, "zero_optimization": {"stage": stage}}
             engine = hf_zero.initialize(model=model, optimizer=optimizer, lr_scheduler=scheduler, config=config)[0]
-            began = time.monotonic()
             for step in range(2):
                 if step == 1 and last and change != "scheduler":
                     engine.optimizer.param_groups[0][change] = {"lr": 0.25, "weight_decay": 0.5, "betas": (0.5, 0.5)}[change]
@@ -148,7 +143,7 @@ def _boundaries() -> None:
                     continue
                 with pytest.raises(StateError, match="hyper-parameters are not the same on all ranks") as caught:
                     engine.step()
-            assert time.monotonic() - began < SOON and engine.global_steps == 1
+            assert engine.global_steps == 1
             key = "lr" if change == "scheduler" else change
             values = {"lr": ("0.5", "0.25"), "weight_decay": ("0.25", "0.5"), "betas": ("(0.9, 0.999)", "(0.5, 0.5)")}[key]
             assert f"{key} of param group 0 is {values[0]} on rank" in str(caught.value), caught.value
@@ -192,7 +187,7 @@ def _parts() -> None:
     case = CASES["llama"]
     model = case.build()
     last = ranks.rank() == ranks.world() - 1
-    text = _text_of("tp", model=model, config=config, optimizer=lambda params: torch.optim.SGD(params, lr=0.2 if last else 0.1))
+    text = _text_of(model=model, config=config, optimizer=lambda params: torch.optim.SGD(params, lr=0.2 if last else 0.1))
     assert "lr of param group 0 is 0.1 on rank 0, 0.2 on rank 1" in text
     model = case.build()
     engine = hf_zero.initialize(model=model, config={**config, **_sgd()})[0]

@@ -17,7 +17,7 @@ import torch
 from transformers import AutoConfig
 
 from benchmarks.experiments.measured import count_parameters
-from tests.support.examples import EXAMPLES, RUN_SECONDS, launch_on_ranks, losses_of, modules, results_of, run
+from tests.support.examples import EXAMPLES, TEST_SECONDS, launch_on_ranks, losses_of, modules, results_of, run
 from tests.support.examples import launch as launch_script
 
 EXAMPLE = EXAMPLES / "clm"
@@ -230,7 +230,7 @@ def zero3_run(text_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, launch(EXAMPLE / "accelerate_zero3.yaml", text_file, folder, *flags)
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str]) -> None:
     folder, printed = zero3_run
     results = results_of(folder)
@@ -241,7 +241,7 @@ def test_zero3_run_learns_saves_and_reports(zero3_run: tuple[Path, str]) -> None
     assert reloaded == pytest.approx(in_training, abs=2e-4)
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_zero3_run_reaches_every_tracker(zero3_run: tuple[Path, str]) -> None:
     folder, printed = zero3_run
     assert sorted(losses_of(folder)) == list(range(1, 25))
@@ -251,7 +251,7 @@ def test_zero3_run_reaches_every_tracker(zero3_run: tuple[Path, str]) -> None:
     assert "kept offline" in printed
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_killed_zero3_run_resumes_from_its_latest_whole_checkpoint(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path) -> None:
     folder, _ = zero3_run
     shutil.copytree(folder / "step_8", tmp_path / "step_8")
@@ -264,7 +264,7 @@ def test_killed_zero3_run_resumes_from_its_latest_whole_checkpoint(zero3_run: tu
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("name", ["accelerate_ddp.yaml", "accelerate_zero2.yaml", "accelerate_zero2_plugin.yaml"])
 def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], text_file: Path, tmp_path: Path, name: str) -> None:
     folder, _ = zero3_run
@@ -279,7 +279,7 @@ def test_other_launcher_files_train_as_zero3_does(zero3_run: tuple[Path, str], t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: Path) -> None:
     model = TINY_FLAGS[: TINY_FLAGS.index("--per_device_train_batch_size")]
     flags = ["--train_file", str(text_file), "--output_dir", str(tmp_path), *model, "--report_to", "none", "--save_steps", "8"]
@@ -297,7 +297,7 @@ def test_trainer_twin_trains_and_resumes_under_zero3(text_file: Path, tmp_path: 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path) -> None:
     shrink = shlex.split("--offline --n_layer 2 --n_embd 32 --n_head 2 --vocab_size 512 --block_size 32 --per_device_train_batch_size 4")
     shrink += ["--max_train_samples", "40", "--max_eval_samples", "4", "--output_dir", str(tmp_path)]
@@ -389,7 +389,7 @@ def launch_bert(config: str, text_file: Path, output_dir: Path, *flags: str) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, tmp_path: Path) -> None:
     printed = launch_bert("onebit_toy.json", text_file, tmp_path, "--num_train_epochs", "3", "--freeze_step", "20", "--skip_initial_eval")
     losses = losses_of(tmp_path)
@@ -400,7 +400,7 @@ def test_small_bert_trains_with_onebit_adam_across_the_freeze(text_file: Path, t
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_small_bert_trains_with_the_file_of_the_experiment(text_file: Path, tmp_path: Path) -> None:
     launch_bert("onebit_base_seq128.json", text_file, tmp_path, "--max_train_steps", "2", "--skip_initial_eval")
     assert (results_of(tmp_path)["steps"], results_of(tmp_path)["accumulation"]) == (2, 4096 // (16 * 2))

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.support.examples import EXAMPLES, RUN_SECONDS, modules, run
+from tests.support.examples import EXAMPLES, RUN_SECONDS, TEST_SECONDS, modules, run
 
 SCRIPT = EXAMPLES / "demo" / "demo.py"
 
@@ -60,14 +60,14 @@ def check(folder: Path, printed: str, steps: int, demo: SimpleNamespace) -> dict
     return found
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_demo_keeps_its_promises(demo: SimpleNamespace, tmp_path: Path) -> None:
     printed = run([str(SCRIPT), "--steps", "4", "--output_dir", str(tmp_path)], cache=tmp_path / "cache")
     check(tmp_path, printed, 4, demo)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_demo_learns_the_zen_by_heart(demo: SimpleNamespace, tmp_path: Path) -> None:
     printed = run([str(SCRIPT), "--output_dir", str(tmp_path)], cache=tmp_path / "cache", seconds=2 * RUN_SECONDS)
     text = check(tmp_path, printed, 60, demo)["text"]

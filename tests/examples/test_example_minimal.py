@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.support import processes
-from tests.support.examples import EXAMPLES, RUN_SECONDS
+from tests.support.examples import EXAMPLES, RUN_SECONDS, TEST_SECONDS
 
 FOLDER = EXAMPLES / "minimal"
 SCRIPTS = sorted(FOLDER.glob("*.py"))
@@ -40,7 +40,7 @@ def test_no_script_of_the_folder_hides_a_library() -> None:
     assert not hidden & {script.stem for script in SCRIPTS}
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.stem)
 def test_minimal_script_learns_and_leaves_a_model(script: Path, tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer

@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.examples import (
     EXAMPLES,
-    RUN_SECONDS,
+    TEST_SECONDS,
     launch,
     launch_on_ranks,
     library_part,
@@ -151,7 +151,7 @@ def test_zero2_config_holds_the_values_of_the_experiment() -> None:
 # Whole runs
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_zero3_run_generates_on_both_ranks_and_then_talks(
     example: SimpleNamespace, samples: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -184,7 +184,7 @@ def test_chat_names_a_folder_without_a_model(example: SimpleNamespace, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 @pytest.mark.parametrize("config", [["--deepspeed", str(EXAMPLE / "zero3.json")], ["--deepspeed", str(EXAMPLE / "zero2.json")]])
 def test_trainer_twin_trains_and_generates(samples: list[str], tmp_path: Path, config: list[str]) -> None:
     flags = ["--output_dir", str(tmp_path), "--report_to", "none", "--save_strategy", "no", "--num_train_epochs", "1"]
@@ -197,7 +197,7 @@ def test_trainer_twin_trains_and_generates(samples: list[str], tmp_path: Path, c
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path) -> None:
     shrink = ["--offline", *MODEL_FLAGS, "--n_train", "24", "--n_val", "8", "--per_device_train_batch_size", "4"]
     shrink += ["--per_device_eval_batch_size", "4", "--logging_steps", "1", "--output_dir", str(tmp_path)]

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.experiments import compare_sft
-from tests.support.examples import RUN_SECONDS, library_part, modules, run, small_library
+from tests.support.examples import RUN_SECONDS, TEST_SECONDS, library_part, modules, run, small_library
 
 
 @pytest.fixture(scope="module")
@@ -92,7 +92,7 @@ def test_curves_are_drawn_and_their_difference_is_relative(tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(2 * RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_curves_of_zero_and_tensor_parallelism_coincide(tmp_path: Path) -> None:
     samples = [{"instruction": "Name the number.", "input": str(index), "output": "It is " + "x" * (index % 7)} for index in range(400)]
     (tmp_path / "samples.json").write_text(json.dumps(samples))

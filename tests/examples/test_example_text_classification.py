@@ -13,7 +13,7 @@ import pytest
 
 from tests.support.examples import (
     EXAMPLES,
-    RUN_SECONDS,
+    TEST_SECONDS,
     launch,
     launch_on_ranks,
     library_part,
@@ -138,7 +138,7 @@ def test_plugin_file_holds_the_answers_of_the_experiment() -> None:
 # Whole runs
 
 
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_zero2_run_learns_judges_and_reloads(pairs: list[str], tmp_path: Path) -> None:
     flags = ["--output_dir", str(tmp_path), "--num_train_epochs", "2"]
     printed = launch_on_ranks(
@@ -154,7 +154,7 @@ def test_zero2_run_learns_judges_and_reloads(pairs: list[str], tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_trainer_twin_trains_under_zero3(pairs: list[str], tmp_path: Path) -> None:
     model = TINY_FLAGS[:12]
     flags = ["--max_train_samples", "128", "--max_eval_samples", "40", "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"]
@@ -168,7 +168,7 @@ def test_trainer_twin_trains_under_zero3(pairs: list[str], tmp_path: Path) -> No
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(RUN_SECONDS)
+@pytest.mark.timeout(TEST_SECONDS)
 def test_command_of_the_experiment_runs_offline_at_toy_size(tmp_path: Path) -> None:
     shrink = shlex.split("--offline --num_hidden_layers 1 --hidden_size 32 --num_attention_heads 2 --vocab_size 600 --max_train_steps 2")
     shrink += ["--per_device_train_batch_size", "4", "--max_eval_samples", "8", "--output_dir", str(tmp_path)]

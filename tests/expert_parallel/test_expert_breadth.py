@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.ep_breadth import COLUMNS, PAGE, measure_all, mixtures, saved, table
+from tests.expert_parallel.breadth import COLUMNS, PAGE, measure_all, mixtures, saved, table
 
 # Interleaved and transposed weights with biases, a list in a dict with dropout beside it, a norm after the experts.
 KINDS = ["GptOssForCausalLM", "NllbMoeForConditionalGeneration", "Gemma4ForCausalLM"]

@@ -88,7 +88,7 @@ def test_a_users_own_hf_zero_is_left_alone(shape: str, tmp_path: Path) -> None:
     script = tmp_path / ("hf_zero.py" if shape == "script" else "train.py")
     script.write_text(question)
     env = environment({"PYTHONPATH": os.pathsep.join(filter(None, (hook_folder(), str(REPO))))})
-    done = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     assert done.stdout.split("\n")[:3] == ["RUN", "None []", "False"]
     assert f"{target} is named hf_zero and hides the installed package" in done.stderr
@@ -174,20 +174,25 @@ def test_a_stand_in_put_into_sys_modules_is_respected() -> None:
     assert out.strip() == "False []"
 
 
-def test_start_up_hook_costs_less_than_a_millisecond(tmp_path: Path) -> None:
-    """The hook runs in every Python process of the environment; the best of several runs leaves out a busy machine."""
+def test_start_up_hook_costs_next_to_nothing(tmp_path: Path) -> None:
+    """The hook runs in every Python process of the environment, so it imports nothing else and runs some dozens of lines."""
     env = {"PYTHONPATH": str(REPO), "PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
     code = """
-        import sys, time
+        import sys
         sys.modules.pop("_hf_zero_startup", None)
-        before = set(sys.modules)
-        start = time.perf_counter()
+        before, lines = set(sys.modules), 0
+        def count(frame, event, argument):
+            global lines
+            lines += event == "line" and not frame.f_code.co_filename.startswith("<frozen importlib")
+            return count
+        sys.settrace(count)
         import _hf_zero_startup
-        print(time.perf_counter() - start, sorted(set(sys.modules) - before))
+        sys.settrace(None)
+        print(lines, sorted(set(sys.modules) - before))
     """
-    runs = [run_python(code, env=env).split(" ", 1) for _ in range(5)]
-    assert {modules.strip() for _, modules in runs} == {"['_hf_zero_startup']"}
-    assert min(float(seconds) for seconds, _ in runs) < 1e-3
+    lines, modules = run_python(code, env=env).split(" ", 1)
+    assert modules.strip() == "['_hf_zero_startup']"
+    assert 0 < int(lines) < 150
 
 
 def test_finder_stays_out_of_other_imports() -> None:

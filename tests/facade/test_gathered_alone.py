@@ -13,7 +13,8 @@ from torch import nn
 from hf_zero.core.units.layout import UnitState
 from hf_zero.utils import safe_get_full_fp32_param
 from hf_zero.zero import GatheredParameters, ZeroParamStatus
-from tests.support import ranks, streams
+from tests.facade import streams
+from tests.support import ranks
 
 NAME = "model.layers.1.self_attn.q_proj.weight"
 

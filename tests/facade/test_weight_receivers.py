@@ -9,7 +9,8 @@ import torch
 
 import hf_zero
 from hf_zero.utils import iter_full_params
-from tests.support import examples, ranks, streams, weight_server
+from tests.facade import streams
+from tests.support import examples, ranks, weight_server
 
 STEPS = 2
 

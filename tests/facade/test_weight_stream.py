@@ -15,7 +15,8 @@ import hf_zero
 from hf_zero.core.units.layout import UnitState
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.utils import iter_full_params
-from tests.support import ranks, streams
+from tests.facade import streams
+from tests.support import ranks
 
 
 def _gpt2() -> GPT2LMHeadModel:

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.checkpoint.make_golden_checkpoint import FOLDERS
 from tests.fuzz.mutations import mutate_value
 from tests.support import ranks
 from tests.support.checkpoints import differences, full_state, start, write_index
-from tests.support.make_golden_checkpoint import FOLDERS
 
 # What is the caller's, a name, or a number that a run might have had.
 FREE = re.compile(

@@ -39,7 +39,7 @@ from tests.fuzz.edits import edited, edits
 from tests.fuzz.guard import FAST, SLOW, Refused, TooSlow, fuzzed, given_many, guarded
 from tests.fuzz.mutations import mutate_bytes, mutate_value
 from tests.fuzz.specials import SPECIALS, put, remove, written_bytes
-from tests.support.processes import REPO
+from tests.support.processes import MOST_SECONDS, REPO
 
 GOLDEN = REPO / "tests" / "golden"
 STATE = {"global_step": 3, "epoch": 1.0, "log_history": [{"loss": 1.5, "step": 3}], "is_world_process_zero": True}
@@ -195,7 +195,7 @@ def ended_after(seconds: float) -> Iterator[None]:
 
 def attempt(path: Path, changed: Path, read: Reader) -> Any:
     """What a reader says: an answer, or a named error that can be printed."""
-    with ended_after(60):
+    with ended_after(MOST_SECONDS):
         mapped = changed.suffix in (".safetensors", ".pt") and changed.is_file()  # takes addresses, no memory
         found = guarded(lambda: read(path), changed.stat().st_size if mapped else written_bytes(changed), CKPT, "")  # type: ignore[arg-type]
     if isinstance(found, Refused):

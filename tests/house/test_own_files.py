@@ -137,7 +137,7 @@ def test_a_signed_folder_goes_with_its_writer_alone(tmp_path: Path) -> None:
         "print(own_files.is_abandoned(Path(sys.argv[1])), own_files.remove_folder(Path(sys.argv[1]), lambda name: True))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "a")]
-    done = subprocess.run(command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(command, env=environment(), cwd=REPO, capture_output=True, text=True, timeout=600, check=True)
     assert done.stdout == "False False\n" and (tmp_path / "a").is_dir()
     assert own_files.remove_folder(tmp_path / "a", lambda name: True)
     assert own_files.remove_folder(tmp_path / "a", lambda name: True), "it is gone"

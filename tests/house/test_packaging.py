@@ -349,6 +349,15 @@ def test_every_dependency_is_pinned_and_the_makefile_agrees() -> None:
     assert tools == [re.split(r"[<>=]", item)[0] for item in project["optional-dependencies"]["release"]]
 
 
+def test_a_release_tries_files_that_exist_and_names_the_address_that_a_person_must_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(REPO / "packaging"))
+    import release
+
+    paths = re.findall(r'"((?:examples|tests|packaging)/[\w/]+\.py)"', (REPO / "packaging" / "release.py").read_text())
+    assert paths and [path for path in paths if not (REPO / path).is_file()] == []
+    assert _project()["urls"]["Repository"] in release.what_remains(_version(), Path("dist"))
+
+
 def _version() -> str:
     import hf_zero
 

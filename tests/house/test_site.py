@@ -146,7 +146,7 @@ def test_the_site_is_built_strictly_and_a_dead_link_ends_the_build(tmp_path: Any
     command = [str(REPO / ".venv-docs" / "bin" / "mkdocs"), "build"]
 
     def build() -> subprocess.CompletedProcess[str]:
-        return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=250)
+        return subprocess.run(command, cwd=copy, capture_output=True, text=True, timeout=600)
 
     done = build()
     assert done.returncode == 0 and (copy / "build" / "site" / "index.html").is_file(), done.stderr

@@ -88,7 +88,7 @@ def lines_of_pyright(script: Path) -> list[int]:
 
 
 @pytest.mark.timeout(1200)  # a checker without a cache reads torch and transformers as well
-@pytest.mark.parametrize("checker", ["mypy", "basedpyright"])
+@pytest.mark.parametrize("checker", ["mypy", pytest.param("basedpyright", marks=pytest.mark.slow)])  # they read the same stubs
 def test_wrong_calls_are_errors_and_right_ones_are_none(checker: str, script: Path) -> None:
     pytest.importorskip(checker, reason="comes with the extra dev")
     assert {"mypy": lines_of_mypy, "basedpyright": lines_of_pyright}[checker](script) == WRONG

@@ -150,7 +150,7 @@ def test_faults_are_printed_once(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_fault_ends_the_process_without_traceback() -> None:
     arguments, code, words = FAULTS[0]
-    done = subprocess.run([sys.executable, "-m", "hf_zero", *arguments], capture_output=True, text=True, timeout=240)
+    done = subprocess.run([sys.executable, "-m", "hf_zero", *arguments], capture_output=True, text=True, timeout=600)
     assert done.returncode == code, done.stderr
     assert words in done.stderr and "Traceback" not in done.stderr and done.stdout == ""
 

@@ -17,7 +17,9 @@ job, place = name.split("-")
 os.makedirs(f"{folder}/errors/{job}/{place}", exist_ok=True)
 os.environ.update(RANK=place, LOCAL_RANK=place, TORCHELASTIC_ERROR_FILE=f"{folder}/errors/{job}/{place}/error.json")
 from hf_zero.errors import CollectiveError, ConfigError, StateError
+from hf_zero.system import last_words
 from hf_zero.system.last_words import tell_launcher
+last_words._PATIENCE_SECONDS = last_words._SETTINGS_SECONDS = 600.0  # a busy machine may take long until rank 0 has told
 tell_launcher()
 tell_launcher()
 """
@@ -32,7 +34,7 @@ FAILURES = {
     "ends-0": "raise KeyboardInterrupt",
     "ends-1": "sys.exit(3)",
     "stops-0": "raise KeyboardInterrupt",
-    "stops-1": "time.sleep(0.5)\n" + NETWORK,
+    "stops-1": "while not os.path.exists(f'{folder}/errors/stops/0/error.json'):\n    time.sleep(0.01)\n" + NETWORK,
     "apart-0": "raise ValueError('the same words')",
     "apart-1": "\nraise ValueError('the same words')",
     "script-0": "raise ValueError('on all ranks')",

@@ -6,14 +6,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from hf_zero.launch import parent
-from tests.support.processes import REPO, environment
+from tests.support.processes import REPO, environment, until
 
 SCRIPT = """
 import os, subprocess, sys, time
@@ -27,13 +25,6 @@ place.with_suffix(".new").write_text(str(os.getpid()))
 place.with_suffix(".new").rename(place)
 time.sleep(600)
 """
-
-
-def _until(true: Callable[[], bool], seconds: float) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.05)
-    return true()
 
 
 def _runs(pid: int) -> bool:
@@ -52,12 +43,13 @@ def test_ranks_end_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
     ranks: list[int] = []
     try:
         files = [tmp_path / "0", tmp_path / "1"]
-        assert _until(lambda: all(file.exists() for file in files) or launcher.poll() is not None, 240) and launcher.poll() is None
+        until(lambda: all(file.exists() for file in files) or launcher.poll() is not None, "two ranks")
+        assert launcher.poll() is None
         ranks = [int(file.read_text()) for file in files]
         assert all(map(_runs, ranks))
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
-        assert _until(lambda: not any(map(_runs, ranks)), 20), "ranks outlived their launcher"
+        until(lambda: not any(map(_runs, ranks)), "the end of the ranks whose launcher died")
     finally:
         launcher.kill()
         launcher.wait()

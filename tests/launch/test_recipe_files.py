@@ -14,7 +14,8 @@ import yaml
 from hf_zero import recipes
 from hf_zero.cli import main
 from hf_zero.config.resolve import analyse
-from tests.support import chats, recipe_train
+from tests.launch import recipe_train
+from tests.support import chats
 from tests.support.launches import launch_on_ranks, report_of
 from tests.support.processes import REPO, run_python
 from tests.support.rows import slow_but

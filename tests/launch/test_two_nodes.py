@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network, why_not
-from tests.support.processes import REPO, environment
+from tests.support.processes import MOST_SECONDS, REPO, environment, until
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +155,7 @@ def trained(node: Node) -> list[list[str]]:
 @pytest.mark.parametrize("launcher", ["hf-zero launch", "torchrun", "torchrun, c10d"])
 def test_launchers_across_machines(network: Namespaces, launcher: str, tmp_path: Path) -> None:
     with nodes(network, *commands_of(launcher, tmp_path, "end")) as started:
-        assert [node.wait(240) for node in started] == [0, 0], [node.text[-2000:] for node in started]
+        assert [node.wait(MOST_SECONDS) for node in started] == [0, 0], [node.text[-2000:] for node in started]
         lines = [trained(node) for node in started]
     first = 0 if lines[0][0][0] == "0" else 2  # c10d numbers the machines as they come
     for number, own in enumerate(lines):
@@ -170,10 +170,11 @@ def errors_of(node: Node) -> list[str]:
 
 
 def wait_until_trained(started: list[Node]) -> None:
-    deadline = time.monotonic() + 240
-    while any(len(trained(node)) < 2 for node in started):
-        assert time.monotonic() < deadline and all(node.process.poll() is None for node in started), [node.text for node in started]
-        time.sleep(0.2)
+    def all_or_ended() -> bool:
+        return all(len(trained(node)) == 2 for node in started) or any(node.process.poll() is not None for node in started)
+
+    until(all_or_ended, "a step on both machines", pause=0.2)
+    assert all(node.process.poll() is None for node in started), [node.text for node in started]
 
 
 @pytest.mark.parametrize("launcher", ["hf-zero launch", "torchrun, c10d"])
@@ -184,7 +185,7 @@ def test_a_machine_that_dies_is_named(network: Namespaces, launcher: str, tmp_pa
         name, here = trained(lost)[0][2], trained(survivor)[0][2]
         begin = time.monotonic()
         lost.kill()
-        assert survivor.wait(TIMEOUT + 60) != 0
+        assert survivor.wait(MOST_SECONDS) != 0
         print(f"{launcher}: ended after {time.monotonic() - begin:.1f} s")
         errors = errors_of(survivor)
         assert errors and all(f"ranks 2 and 3 on {name} did not answer" in line and f" on {here} failed in " in line for line in errors)
@@ -198,7 +199,7 @@ def test_a_link_that_goes_down_is_named(network: Namespaces, cut: int, tmp_path:
         begin = time.monotonic()
         network.cut(cut)
         try:
-            assert [node.wait(TIMEOUT + 90) != 0 for node in started] == [True, True]
+            assert [node.wait(MOST_SECONDS) != 0 for node in started] == [True, True]
             print(f"link {cut}: ended after {time.monotonic() - begin:.1f} s")
         finally:
             network.mend(cut)
@@ -215,7 +216,7 @@ def test_a_master_that_is_not_there_is_one_line(network: Namespaces, cut: bool) 
         network.cut(0)
     try:
         with nodes(network, idle, [sys.executable, "-c", MEETING], **alone) as started:
-            assert started[1].wait(60) != 0
+            assert started[1].wait(MOST_SECONDS) != 0
             (line,) = [line for line in started[1].text.splitlines() if "CollectiveError: " in line]
             assert f"rank 2 of 4 on {NAMES[1]} did not reach rank 0 at {NAMES[0]}:{PORT} within 4 s" in line
     finally:

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 
 from hf_zero.native import codes, codes_reference
 from hf_zero.native.chunks import MoveRule
-from tests.support.codes import differences, step, vectors
-from tests.support.native import isa, needs_library, same_bits  # noqa: F401
+from tests.native.codes import differences, step, vectors
+from tests.native.libraries import isa, needs_library, same_bits  # noqa: F401
 
 pytestmark = needs_library
 EVERY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])

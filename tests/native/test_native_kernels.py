@@ -19,8 +19,8 @@ from hf_zero.errors import HfZeroError
 from hf_zero.native import library as loader
 from hf_zero.native.crc32 import crc32_chunks, crc32_chunks_reference
 from hf_zero.native.library import Library
+from tests.native.libraries import isa, needs_library, same_bits, sizes, values
 from tests.support.drawn import drawn
-from tests.support.native import isa, needs_library, same_bits, sizes, values
 
 __all__ = ["isa"]
 
@@ -151,7 +151,7 @@ def test_squared_norm_is_finite_if_and_only_if_every_element_is(isa: str, count:
 
 
 def test_squared_norm_is_the_same_on_every_instruction_set(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.support.native import ISAS, use_isa
+    from tests.native.libraries import ISAS, use_isa
 
     data = values(123_457, 1)
     found = set()

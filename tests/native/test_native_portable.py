@@ -23,8 +23,8 @@ from hf_zero.native.adagrad import adagrad_update
 from hf_zero.native.adam import AdamRule, adam_update
 from hf_zero.native.lion import lion_update
 from hf_zero.native.sgd import sgd_update
-from tests.support import block_codes
-from tests.support.native import HARD, NOT_FINITE, isa
+from tests.native import block_codes
+from tests.native.libraries import HARD, NOT_FINITE, isa
 
 __all__ = ["isa"]
 

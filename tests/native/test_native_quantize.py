@@ -14,8 +14,8 @@ from hf_zero.errors import HfZeroError
 from hf_zero.native import quantize as codes
 from hf_zero.native import quantize_reference
 from hf_zero.native.block_codes import QUANTIZE_BLOCK, codes_of, message_bytes, scales_of
-from tests.support.block_codes import coded, decoded, differences, no_error, step
-from tests.support.native import isa, needs_library, values  # noqa: F401
+from tests.native.block_codes import coded, decoded, differences, no_error, step
+from tests.native.libraries import isa, needs_library, values  # noqa: F401
 
 EVERY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -40,7 +40,7 @@ print("same")
 CODES = """
 import itertools, torch
 from hf_zero.native import codes_reference, triton_codes
-from tests.support.codes import differences, step, vectors
+from tests.native.codes import differences, step, vectors
 
 assert triton_codes.agrees(torch.device("cpu"))
 lengths = [2300, 1, 1024]
@@ -55,8 +55,8 @@ print("same")
 QUANTIZED = """
 import itertools, torch
 from hf_zero.native import quantize_reference, triton_quantize
-from tests.support.block_codes import differences, step
-from tests.support.native import values
+from tests.native.block_codes import differences, step
+from tests.native.libraries import values
 
 assert triton_quantize.agrees(torch.device("cpu"))
 dtypes = (torch.float32, torch.bfloat16, torch.float16)
@@ -82,7 +82,7 @@ def test_codes_equal_plain_torch_bit_for_bit() -> None:
 @needs_triton
 @pytest.mark.timeout(600)
 def test_all_kernels_compile_for_gpus(tmp_path: Path) -> None:
-    out = run_python("from tests.support.triton_compile import main; main()", env={"TRITON_CACHE_DIR": str(tmp_path)}, timeout=500)
+    out = run_python("from tests.native.triton_compile import main; main()", env={"TRITON_CACHE_DIR": str(tmp_path)}, timeout=500)
     assert out.split()[-1] == "compiled"
 
 

@@ -10,7 +10,7 @@ import torch
 from hf_zero.ops import HostAdagrad, HostAdam, HostLion, HostSGD, host_optimizer
 from hf_zero.optim.elementwise import needs_whole_tensors
 from hf_zero.optim.lion import Lion
-from tests.support.native import ISAS, TORCH_ADAM_ROUNDS_ALIKE, same_bits
+from tests.native.libraries import ISAS, TORCH_ADAM_ROUNDS_ALIKE, same_bits
 
 SHAPES = [(4, 16), (32,), (3, 5), (0,), ()]
 PAIRS: list[tuple[type, type, dict[str, Any], dict[str, Any]]] = [

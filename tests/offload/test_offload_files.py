@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import os
-import time
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from hf_zero.errors import OffloadError
 from hf_zero.memory.buffers import ALIGNMENT, HostMemory
 from hf_zero.offload import files
 from hf_zero.offload.files import SwapFile, SwapFolder
-from tests.support.processes import Ended, run_forked
+from tests.support.processes import Ended, run_forked, until
 
 MEMORY = HostMemory(torch.device("cpu"))
 
@@ -251,11 +250,7 @@ def test_a_folder_goes_with_its_owner(tmp_path: Path) -> None:
     assert folder.path.parent == tmp_path / "new" and "rank3" in folder.path.name
     SwapFile(folder.path / "parameters.bin").reserve(1)
     del folder
-    for _ in range(50):
-        if not list((tmp_path / "new").iterdir()):
-            break
-        time.sleep(0.01)
-    assert not list((tmp_path / "new").iterdir())
+    until(lambda: not list((tmp_path / "new").iterdir()), "the end of the folder")
 
 
 def test_ranks_that_start_together_keep_their_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support import canary, zoo
+from tests.parity.tables import canary
+from tests.support import zoo
 from tests.support.parity import Trace
 
 # Fast: what no other test has. Recurrent and hybrid layers, shared layers, latent attention, experts of three kinds, odd containers.

@@ -135,19 +135,19 @@ ODD, EVEN = list(INTERRUPTIONS)[::2], list(INTERRUPTIONS)[1::2]
 
 @pytest.mark.parametrize(("stage", "interruptions"), [(0, ODD), (2, EVEN), (3, list(INTERRUPTIONS))])
 def test_training_does_not_notice(stage: int, interruptions: list[str]) -> None:
-    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruptions, group_timeout=20)
+    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), interruptions)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 def test_training_notices_nothing_at_any_stage(stage: int) -> None:
-    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), list(INTERRUPTIONS), group_timeout=20)
+    ranks.run_ranks(_interrupted, 2, Run(stage=stage, accumulation=2, clip=0.1), list(INTERRUPTIONS))
 
 
 @pytest.mark.parametrize("stage", slow_but(STAGES, 3))
 def test_training_does_not_notice_in_bf16(stage: int) -> None:
     interruptions = ["evaluate_before", "generate_before"]
-    ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions, group_timeout=20)
+    ranks.run_ranks(_interrupted, 3, Run(stage=stage, dtype="bf16", accumulation=2), interruptions)
 
 
 @pytest.mark.parametrize("stage", slow_but(STAGES, 2, 3))

@@ -65,7 +65,7 @@ def _skipping() -> None:
 
 
 def test_ranks_that_run_other_blocks_in_another_order() -> None:
-    ranks.run_ranks(_skipping, 4, timeout=60, group_timeout=20)
+    ranks.run_ranks(_skipping, 4)
 
 
 def _overflow() -> None:

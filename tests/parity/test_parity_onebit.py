@@ -13,7 +13,7 @@ from torch import nn
 
 import hf_zero.deepspeed
 from hf_zero.errors import ConfigError, UnsupportedError
-from tests.support import onebit_reference as reference
+from tests.parity import onebit_reference as reference
 from tests.support import ranks
 from tests.support.models import CASES, Batch, TwoBlocks, cast_floats, class_loss
 from tests.support.parity import DTYPES, Run, full_masters, initialize, mean_over_ranks, train

@@ -80,7 +80,7 @@ def _skipping(stage: int) -> None:
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_ranks_that_run_other_blocks_in_another_order(stage: int) -> None:
-    ranks.run_ranks(_skipping, 4, stage, timeout=60, group_timeout=20)
+    ranks.run_ranks(_skipping, 4, stage)
 
 
 def _overflow(stage: int) -> None:

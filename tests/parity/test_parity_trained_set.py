@@ -11,10 +11,10 @@ from torch import nn
 
 import hf_zero
 from hf_zero.errors import StateError, UnsupportedError
+from tests.parity.fuzzer.grammar import parse
+from tests.parity.fuzzer.report import everywhere
+from tests.parity.fuzzer.verdict import verdicts_of
 from tests.support import ranks
-from tests.support.script_grammar import parse
-from tests.support.script_report import everywhere
-from tests.support.script_verdict import verdicts_of
 
 Change = Callable[[nn.Module, Any], None]  # gets the model, and what has ``add_param_group``
 

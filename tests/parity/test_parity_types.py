@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.support import loaded_types, make_types_table, ranks, senses, zoo
-from tests.support.make_parity_table import TYPES, replace_section
+from tests.parity.tables import loaded_types
+from tests.parity.tables import types_table as make_types_table
+from tests.parity.tables.parity_table import TYPES, replace_section
+from tests.support import ranks, senses, zoo
 from tests.support.models import CASES, Mlp, class_loss
 from tests.support.parity import DTYPES, Run, check, check_bitwise, initialize, prepare, reference, train
 from tests.support.rows import thinned

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.support.script_grammar import Script, keep_valid, parse, valid
-from tests.support.script_known import KNOWN_OPEN, Known, known, mended, without_known
-from tests.support.script_report import draw, shrink
-from tests.support.script_verdict import Verdict, verdicts_of
+from tests.parity.fuzzer.grammar import Script, keep_valid, parse, valid
+from tests.parity.fuzzer.known import KNOWN_OPEN, Known, known, mended, without_known
+from tests.parity.fuzzer.report import draw, shrink
+from tests.parity.fuzzer.verdict import Verdict, verdicts_of
 
 SHOWN = 5  # failures that are made small
 
@@ -19,7 +19,7 @@ def _check(scripts: Sequence[Script]) -> None:
     if failed:
         small = [shrink(script, verdict, _quickly) for script, verdict in failed[:SHOWN]]
         shown = "\n".join(f"--- {verdict.word} at operation {verdict.place}: {verdict.text}\n{script}" for script, verdict in small)
-        pytest.fail(f"{len(failed)} of {len(scripts)} scripts failed; python -m tests.support.script_report run tries one by hand\n{shown}")
+        pytest.fail(f"{len(failed)} of {len(scripts)} scripts failed; python -m tests.parity.fuzzer.report run tries one by hand\n{shown}")
 
 
 def _quickly(scripts: Sequence[Script]) -> list[Verdict]:

@@ -13,8 +13,8 @@ from torch import nn
 from hf_zero.deepspeed.pipe.module import PipelineModule
 from hf_zero.deepspeed.served.checkpointing import checkpoint
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from tests.pipeline.ds_pipelines import LayerSpec, Plain, build, feed, loss_of, replica_of, rows, tied_layers
 from tests.support import parity, ranks
-from tests.support.ds_pipelines import LayerSpec, Plain, build, feed, loss_of, replica_of, rows, tied_layers
 from tests.support.parity import Run
 
 RUN = Run(1, accumulation=3)

@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 
+from tests.pipeline.ds_pipelines import Layers, build, check, feed, half_frozen_layers, tied_layers
 from tests.support import parity, ranks
-from tests.support.ds_pipelines import Layers, build, check, feed, half_frozen_layers, tied_layers
 from tests.support.parity import Run
 
 

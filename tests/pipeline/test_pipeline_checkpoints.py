@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.pipeline.pipelines import replica, with_numbers, with_stages
 from tests.support import parity, ranks
 from tests.support.parity import Run
-from tests.support.pipelines import replica, with_numbers, with_stages
 from tests.support.tp_training import zoo_case
 
 CHANGES = {"num_hidden_layers": 4, "tie_word_embeddings": True}

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 
 from hf_zero.core.units.tp_shard import tp_shard_of
+from tests.pipeline.pipelines import check, check_schedule, replica, with_stages
 from tests.support import parity, ranks, zoo
 from tests.support.experts import build, with_experts
 from tests.support.models import ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, check_schedule, replica, with_stages
 from tests.support.reads import loaded_under, saved_sizes
 
 MIXTRAL = "MixtralForCausalLM"

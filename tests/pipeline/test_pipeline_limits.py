@@ -12,9 +12,9 @@ import hf_zero
 from hf_zero.config.mesh import Claim, solve
 from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.integrations import pipelines
+from tests.pipeline.pipelines import with_stages
 from tests.support import parity, ranks
 from tests.support.parity import Run
-from tests.support.pipelines import with_stages
 from tests.support.tp_training import zoo_case
 
 

@@ -14,9 +14,10 @@ from transformers import LlamaForCausalLM
 
 import hf_zero
 from hf_zero.errors import StateError
-from tests.support import pp_breadth, ranks, zoo
+from tests.pipeline import breadth as pp_breadth
+from tests.pipeline.pipelines import with_stages
+from tests.support import ranks, zoo
 from tests.support.parity import Run
-from tests.support.pipelines import with_stages
 from tests.support.reads import Reads, loaded_under, saved_sizes
 
 OTHERS = ("MixtralForCausalLM", "GPT2LMHeadModel", "T5ForConditionalGeneration")

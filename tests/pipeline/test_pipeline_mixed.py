@@ -8,10 +8,10 @@ import pytest
 import torch
 
 import hf_zero
+from tests.pipeline.pipelines import check, replica, train, with_stages
 from tests.support import parity, ranks
 from tests.support.models import CASES
 from tests.support.parity import Run
-from tests.support.pipelines import check, replica, train, with_stages
 from tests.support.tp_training import zoo_case
 
 TIED = {"num_hidden_layers": 4, "tie_word_embeddings": True}

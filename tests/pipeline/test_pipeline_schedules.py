@@ -12,10 +12,10 @@ from torch import Tensor
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.pipeline.added_in_place import InPlaceCollector
 from hf_zero.pipeline.train import backward_of
+from tests.pipeline.pipelines import check, check_schedule, train_by_schedule, with_stages
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, check_schedule, train_by_schedule, with_stages
 from tests.support.tp_training import zoo_case
 
 FOUR = {"num_hidden_layers": 4, "tie_word_embeddings": True}

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.pipeline.pipeline_trainer import resume, train_and_save
 from tests.support import ranks
 from tests.support.models import CASES
-from tests.support.pipeline_trainer import resume, train_and_save
 from tests.support.tp_trainer import EVALUATED, arguments, losses, norms, rows
 
 

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.pipeline.pending import PendingTensor
+from tests.pipeline.pipelines import check, check_schedule, train, train_by_schedule, with_numbers, with_stages
 from tests.support import parity, ranks
 from tests.support.models import CASES, Batch, ModelCase
 from tests.support.parity import Run
-from tests.support.pipelines import check, check_schedule, train, train_by_schedule, with_numbers, with_stages
 from tests.support.tp_training import compare_trained, zoo_case
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.pipeline.pipeline_trainer import config
 from tests.support import ranks, trainers, trl_runs
-from tests.support.pipeline_trainer import config
 from tests.support.tp_trainer import generated
 
 LOGGED = ("loss", "grad_norm", "mean_token_accuracy", "rewards/margins", "logps/chosen")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.pp_breadth import STAGES, Row, buildable, measure, measure_each, saved
+from tests.pipeline.breadth import STAGES, Row, buildable, measure, measure_each, saved
 from tests.support.rows import each
 
 # One of each kind: decoder, tied head, encoder with a head of its own, two towers with biases that blocks hand on and without, one layer

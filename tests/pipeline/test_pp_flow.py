@@ -15,7 +15,7 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.pipeline.partition import make_plan, replan
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.tensor_parallel.skeleton import skeleton
-from tests.support import stages
+from tests.pipeline import stages
 from tests.support.rows import each
 
 WIDTH, BLOCKS = 4, 4

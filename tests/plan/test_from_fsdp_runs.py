@@ -10,7 +10,7 @@ import yaml
 
 from hf_zero.plan import from_fsdp
 from hf_zero.plan.fsdp_source import read_source
-from tests.support import fsdp_loop as script
+from tests.plan import fsdp_loop as script
 from tests.support import ranks
 from tests.support.launches import launch_on_ranks, report_of
 

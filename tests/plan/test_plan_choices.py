@@ -9,10 +9,10 @@ import pytest
 from hf_zero.errors import UnsupportedError
 from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.models import build_model
+from tests.plan.listed_forms import CHOICES, COUNT, VOCAB, WIDTH
+from tests.plan.listed_forms import __file__ as FORMS
+from tests.plan.plan_cases import BF16
 from tests.support import planned
-from tests.support.listed_forms import CHOICES, COUNT, VOCAB, WIDTH
-from tests.support.listed_forms import __file__ as FORMS
-from tests.support.plan_cases import BF16
 
 SAMPLES, LENGTH, LAYERS = 2, 16, 2
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}

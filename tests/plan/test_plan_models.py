@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -15,6 +14,7 @@ from hf_zero.cli import main
 from hf_zero.errors import ConfigError, printable
 from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.models import build_model
+from tests.fuzz.bounded import bounded_time
 from tests.fuzz.guard import fuzzed
 from tests.fuzz.mutations import KINDS, NUMBERS
 
@@ -39,11 +39,10 @@ OTHERS = (
 
 def say(capsys: pytest.CaptureFixture[str], folder: Path, content: dict[str, Any], *words: str) -> str:
     (folder / "config.json").write_text(json.dumps(content))
-    begun = time.process_time()
-    assert main(["plan", str(folder), "--config", CONFIG, "--sequence", "4", "--device", "cpu", *words]) == 2
+    with bounded_time():
+        assert main(["plan", str(folder), "--config", CONFIG, "--sequence", "4", "--device", "cpu", *words]) == 2
     found = capsys.readouterr().err
     assert "Traceback" not in found and found.count("hf-zero plan: ") == 1, found
-    assert time.process_time() - begun < 20  # what is loaded the first time included
     return found
 
 
@@ -122,14 +121,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check(random: Random, folder: Path) -> None:
-    """A model, or a named error, within 2 s of the processor."""
+    """Build a model, or raise a named error, in bounded time of the processor."""
     (folder / "config.json").write_text(json.dumps(changed(random)))
-    begun = time.process_time()
-    try:
-        build_model(ModelWish(str(folder), {}))
-    except ConfigError as error:
-        assert printable(str(error)) == str(error) and len(str(error)) < 2000
-    assert time.process_time() - begun < 2
+    with bounded_time():
+        try:
+            build_model(ModelWish(str(folder), {}))
+        except ConfigError as error:
+            assert printable(str(error)) == str(error) and len(str(error)) < 2000
 
 
 test_descriptions, test_many_descriptions = fuzzed(check)

@@ -8,8 +8,8 @@ import pytest
 
 from hf_zero.plan.cluster import Cluster, Hardware
 from hf_zero.plan.prediction import predict
+from tests.plan.plan_cases import BF16, FP16, LISTED, case
 from tests.support import planned
-from tests.support.plan_cases import BF16, FP16, LISTED, case
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}, **BF16}
 STAGES = {"pipeline": {"stages": 2}, **BF16}

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -13,7 +17,9 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import hf_zero
+from hf_zero.comm.watch import HostWatch
 from hf_zero.metrics import Sink
+from hf_zero.profiling import step_metrics
 from hf_zero.profiling.costs import ModelOperations, OperationCounter
 from hf_zero.profiling.step_metrics import PEAK_TFLOPS, batch_size, peak_tflops
 from hf_zero.profiling.waits import WaitTimes
@@ -22,6 +28,7 @@ from tests.pretend import network
 from tests.support import parity, ranks, trainers
 from tests.support.models import CASES, LENGTH
 from tests.support.parity import Run
+from tests.support.processes import until
 
 GPT2 = CASES["gpt2"]
 
@@ -79,36 +86,86 @@ def check_speed() -> None:
         engine.destroy()
 
 
-def check_waits() -> None:
-    """Rank 1 is late in forward and in its data: rank 0 stands in gathers, and what belongs to no step is left out."""
-    engine, records = _engine(3, step_metrics=2)
-    late = 0.4  # far more than a busy machine delays a rank
-    engine.module.transformer.h[0].register_forward_pre_hook(lambda *_: time.sleep(late) if ranks.rank() else None)
-    _step(engine, 0)
-    began = time.perf_counter()
-    if ranks.rank():
-        time.sleep(late)
-    _step(engine, 1)
-    found = records.found[-1]
-    assert found["Train/Speed/seconds_per_step"] <= time.perf_counter() - began
-    if ranks.rank() == 0:
-        assert found["Train/Waited/gathers"] + found["Train/Waited/reductions"] + found["Train/Waited/votes"] > 1.5 * late
-        assert found["Train/Waited/data"] < late
-    engine.eval()
-    engine.module.transformer.h[0]._forward_pre_hooks.popitem()
-    with torch.no_grad():
-        time.sleep(2 * late)
-        GPT2.forward(engine, GPT2.rows(0, 0, 0))
-        time.sleep(2 * late)
-    engine.train()
-    _step(engine, 2)
-    time.sleep(late)
-    _step(engine, 3)
-    found = records.found[-1]
-    assert found["Train/Waited/data"] >= late / 2, "half of the sleep for each of two steps"
-    began = 2 * found["Train/Speed/seconds_per_step"]
-    assert began >= late
-    engine.destroy()
+class Clock:
+    """A clock that only a test moves, in place of the host's; it knows whether this rank is inside a wait that is timed."""
+
+    def __init__(self) -> None:
+        self.seconds, self.waits, self._inside, self._lock = 0.0, 0, False, threading.Lock()
+
+    def perf_counter(self) -> float:
+        return self.seconds
+
+    def of_wait(self, _watch: HostWatch) -> float:
+        """Return the time at the begin or the end of a wait, which are asked for in turn."""
+        with self._lock:
+            self._inside = not self._inside
+            self.waits += self._inside
+            return self.seconds
+
+    def move_inside_a_wait(self, seconds: int) -> None:
+        """Move on, from another thread, while this rank is inside waits: at least by ``seconds`` inside one of them."""
+        which = moved = 0
+        while moved < seconds:
+            with self._lock:
+                if self._inside:
+                    which, moved = self.waits, moved + 1 if which == self.waits else 1
+                    self.seconds += 1.0
+            time.sleep(0.001)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        with mock.patch.object(step_metrics, "time", self), mock.patch.object(HostWatch, "now", lambda watch: self.of_wait(watch)):
+            yield
+
+
+def check_waits(folder: Path) -> None:
+    """Rank 1 is late in forward and in its data: rank 0 stands in waits for it, and what belongs to no step is left out."""
+    clock, forwards = Clock(), 2 * 2
+    late, passed = [[folder / f"{kind}{number}" for number in range(forwards)] for kind in ("late", "passed")]
+
+    def hold() -> None:
+        """Rank 0's clock moves while rank 1 stands in its forward, inside of what rank 0 waits in."""
+        for come, go in zip(late, passed, strict=True):
+            until(come.exists, come.name)
+            clock.move_inside_a_wait(100)
+            go.touch()
+
+    def stand(*_: Any) -> None:
+        number = next(numbers)
+        late[number].touch()
+        until(passed[number].exists, passed[number].name)
+
+    with clock.installed():
+        engine, records = _engine(3, step_metrics=2)
+        numbers, holding = iter(range(forwards)), threading.Thread(target=hold)
+        if ranks.rank():
+            handle = engine.module.transformer.h[0].register_forward_pre_hook(stand)
+        else:
+            holding.start()
+        _step(engine, 0)
+        if ranks.rank():
+            clock.seconds += 100
+        _step(engine, 1)
+        found, waited = records.found[-1], ("gathers", "reductions", "votes")
+        if ranks.rank():
+            assert found["Train/Waited/data"] == found["Train/Speed/seconds_per_step"] == 100
+            handle.remove()
+        else:
+            holding.join()
+            assert found["Train/Speed/seconds_per_step"] == sum(found[f"Train/Waited/{kind}"] for kind in waited) >= 200
+            assert found["Train/Waited/data"] == 0
+        engine.eval()
+        with torch.no_grad():
+            clock.seconds += 200
+            GPT2.forward(engine, GPT2.rows(0, 0, 0))
+            clock.seconds += 200
+        engine.train()
+        _step(engine, 2)
+        clock.seconds += 100
+        _step(engine, 3)
+        found = records.found[-1]
+        assert found["Train/Waited/data"] == found["Train/Speed/seconds_per_step"] == 50, "half of it for each of two steps"
+        engine.destroy()
 
 
 def check_no_number_changes() -> None:
@@ -136,7 +193,7 @@ def check_disk(folder: str) -> None:
 
 def check_all(folder: str) -> None:
     check_speed()
-    check_waits()
+    check_waits(Path(folder))
     check_no_number_changes()
     check_disk(folder)
 
@@ -230,10 +287,12 @@ def test_sizes_of_batches() -> None:
 def test_a_wait_inside_a_wait_counts_once() -> None:
     from hf_zero.observe import waiting
 
-    times = WaitTimes(torch.device("cpu"), blocks_host=True)
-    with times.counted(streams=False), waiting("votes", "outer"), waiting("gathers", "inner", on_stream=True):
-        time.sleep(0.02)
-    with waiting("gathers", "nobody counts"):
-        time.sleep(0.01)
-    found = times.take(2)
-    assert found["votes"] >= 0.01 and found["gathers"] == 0 and times.take(1)["votes"] == 0
+    clock = Clock()
+    with clock.installed():
+        times = WaitTimes(torch.device("cpu"), blocks_host=True)
+        with times.counted(streams=False), waiting("votes", "outer"), waiting("gathers", "inner", on_stream=True):
+            clock.seconds += 4
+        with waiting("gathers", "nobody counts"):
+            clock.seconds += 8
+        found = times.take(2)
+    assert found["votes"] == 2 and found["gathers"] == 0 and times.take(1)["votes"] == 0

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.support import ranks, sp_breadth
-from tests.support.sp_breadth import PAGE, START, STOP, Row, causal, measure_all, measure_each, saved, table
+from tests.sequence_parallel import breadth as sp_breadth
+from tests.sequence_parallel.breadth import PAGE, START, STOP, Row, causal, measure_all, measure_each, saved, table
+from tests.support import ranks
 
 pytest.importorskip("transformers", minversion="5.0")
 

@@ -17,7 +17,8 @@ from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_slice, prepare
 from hf_zero.sequence_parallel.layer import DistributedAttention
 from hf_zero.sequence_parallel.positions import require_even_temperature
-from tests.support import ranks, sp_breadth, zoo
+from tests.sequence_parallel import breadth as sp_breadth
+from tests.support import ranks, zoo
 from tests.support.sequences import LENGTH, Data, build, cut, llama, loss_over_slices
 
 pytest.importorskip("transformers", minversion="5.0")

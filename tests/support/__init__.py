@@ -9,4 +9,37 @@ the same each time, in the fast run (``tests/support/drawn.py``). ``python -m to
 and names the first test that sees each. Before each release ``python -m tools.config_census VENV/bin/python`` names the
 configuration keys of the newest DeepSpeed, installed in an environment of its own, that the schema does not know (``DS_BUILD_OPS=0
 DS_ACCELERATOR=cpu pip install --no-build-isolation deepspeed`` beside torch).
+
+No test depends on how fast the machine is: it waits for an event (``processes.until``), and limits that end what hangs are large
+(``processes.PATIENCE``). Helpers of one topic lie beside its tests: ``tests/parity/fuzzer``, ``tests/parity/tables`` and the ``breadth.py``
+of each parallelism, whose tables go into the pages. What several topics share is here:
+
+Processes and ranks
+    ranks: Run a function on N gloo ranks, in processes that live on between jobs.
+    processes: Start fresh interpreters and commands as a user's shell does; wait for events.
+    launches: Run scripts on the ranks of the pool with the variables of a launcher.
+    alias_first, preloaded: Imports of the server that ranks are forked from, first and last.
+    collective_log, collective_order: Record what ranks issue and wait for; check that it could not hang on NCCL.
+    signalled: Send signals to ranks, and end a run by one.
+    memory: Measure resident pages, the peak of a call, and the bytes of tensors.
+    reads: Count what is read of safetensors files.
+    device_jobs, gpu: Jobs of an engine on a device, under pytest and without it.
+Comparison with plain PyTorch
+    parity: The reference, the same training through the engine, and the checker.
+    matrix: Blocks of the parity matrix, one job for each model and precision.
+    whole_tensors, zeropp_reference: References of optimizers that need whole tensors, and of ZeRO++.
+    offload_runs, recomputation, sequences, tp_training, experts: Runs with one feature beside runs without it.
+    planned: A plan beside what a job of ranks holds and sends.
+Models and data
+    models: Tiny models of the matrix, with batches.
+    zoo, senses: Tiny models of every architecture of transformers: text; images and sound.
+    multimodal, fused_losses, skipped_blocks, deep_skips, small_blocks, averaged: Models for one question each.
+    zero3: Models that are sharded from construction on.
+    checkpoints, background_saves: A model with everything that a checkpoint holds; saves beside training.
+Libraries
+    trainers, tp_trainer, trl_runs, chats: Trainer and TRL inside a rank, and what their scripts are given.
+    accelerate_loop, examples, weight_server: Scripts as users write them; the examples; the server of examples/rl.
+Tables of cases
+    rows, drawn: Small rows in one test, the cells of a large table that the fast run takes; numbers of examples of a property.
+    sources: The package's files and their imports.
 """

@@ -21,7 +21,8 @@ from tests.support import launches, processes, ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-RUN_SECONDS = 240
+RUN_SECONDS = 600  # a limit for hangs: some ten times of what a loaded machine takes
+TEST_SECONDS = 4 * RUN_SECONDS  # above all commands of a test: reaching it ends the process of tests and leaves the command running
 # What the folders of the examples call their own; forgotten after use, since the next folder has modules of the same names.
 LOCAL_NAMES = (
     "arguments",

@@ -9,12 +9,17 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
+# No test may depend on how fast the machine is: limits that end only what hangs are this many times what a quiet machine with two cores
+# needs at most. `tools/mutants.py`, which plants faults that hang, sets 1.
+PATIENCE = float(os.environ.get("TEST_PATIENCE", "5"))
+MOST_SECONDS = 600.0  # for an event that is certain to come
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
 # What a launcher or another test may have set, and what would change what a fresh process does.
 DROPPED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "HF_ZERO", "MASTER_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
@@ -51,6 +56,24 @@ def inside(folder: Path) -> Iterator[None]:
         yield
     finally:
         os.chdir(before)
+
+
+def until(event: Callable[[], object], name: str = "", pause: float = 0.01) -> None:
+    """Wait until ``event()`` is true. A test waits for what happens, never for a time in which it should have happened.
+
+    Args:
+        event: Condition, asked again and again.
+        name: Of the event, for the error.
+        pause: Seconds between two questions.
+
+    Raises:
+        AssertionError: The event has not come after ``MOST_SECONDS``.
+    """
+    deadline = time.monotonic() + MOST_SECONDS
+    while not event():
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{name or event} has not come in {MOST_SECONDS:g} s")
+        time.sleep(pause)
 
 
 @dataclass(frozen=True)
@@ -107,7 +130,7 @@ def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import to
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> str:
     """Runs a command like a user would and returns its standard output; fails with all output if it fails."""
-    done = subprocess.run(list(command), cwd=cwd or "/", env=environment(env), capture_output=True, text=True, timeout=timeout)
+    done = subprocess.run(list(command), cwd=cwd or "/", env=environment(env), capture_output=True, text=True, timeout=PATIENCE * timeout)
     assert done.returncode == 0, f"{' '.join(command)[:400]}\nexit status {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
     return done.stdout
 

@@ -34,6 +34,7 @@ from typing import Any, Literal
 
 from tests import pretend
 from tests.support import collective_order
+from tests.support.processes import PATIENCE
 
 PRELOAD = (
     *("tests.support.alias_first", "torch", "torch.distributed", "numpy", "transformers.modeling_utils"),
@@ -100,8 +101,8 @@ def run_ranks(
     Args:
         function: importable at module level (it travels by name), reads its rank from ``torch.distributed``.
         world_size: number of ranks.
-        timeout: seconds after which the call fails with the stack of every rank.
-        group_timeout: timeout of the process group's collectives in seconds.
+        timeout: seconds, on a quiet machine, after which the call fails with the stack of every rank; times ``PATIENCE``.
+        group_timeout: timeout of the process group's collectives in seconds; times ``PATIENCE``.
         group: create the default gloo group before the call; otherwise only the launcher's variables are set.
         env: variables set during the call, on every rank.
         ordered: check that what the ranks issued could not hang on NCCL (``collective_order.py``); whoever says False says why.
@@ -111,9 +112,8 @@ def run_ranks(
         OrderError: the ranks' collectives could hang on NCCL.
     """
     __tracebackhide__ = True  # pytest: the ranks' tracebacks are what matters
-    outcomes = observe_ranks(
-        function, world_size, *args, timeout=timeout, group_timeout=group_timeout, group=group, env=env, ordered=ordered
-    )
+    limits = {"timeout": PATIENCE * timeout, "group_timeout": PATIENCE * group_timeout}
+    outcomes = observe_ranks(function, world_size, *args, **limits, group=group, env=env, ordered=ordered)
     if not all(outcome.ok for outcome in outcomes):
         raise RankError(getattr(function, "__qualname__", str(function)), outcomes)
     return [outcome.value for outcome in outcomes]
@@ -130,7 +130,7 @@ def observe_ranks(
     grace: float = GRACE_SECONDS,
     ordered: bool = True,
 ) -> list[RankOutcome]:
-    """Like ``run_ranks``, but returns how each rank ended instead of raising. ``grace``: see ``GRACE_SECONDS``."""
+    """Like ``run_ranks``, but returns how each rank ended instead of raising; limits are as given. ``grace``: see ``GRACE_SECONDS``."""
     __tracebackhide__ = True
     # A process that has loaded the pretend accelerator keeps it and its size, and so with its back end: others have pools of their own.
     own = {**os.environ, **(env or {})}
@@ -154,7 +154,7 @@ def observe_ranks(
 def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
     """What ``function(*args)`` returns in a process of its own, which is nobody's rank, has all imports and ends with the call."""
     with ProcessPoolExecutor(1, _context(), _use_one_thread) as pool:
-        return pool.submit(function, *args).result(timeout)
+        return pool.submit(function, *args).result(PATIENCE * timeout)
 
 
 def warm_up() -> None:

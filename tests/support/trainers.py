@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import os
-import runpy
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -196,12 +193,6 @@ def assert_same_weights(expected: dict[str, torch.Tensor], found: dict[str, torc
         if name.endswith("attn.c_attn.bias"):
             continue
         torch.testing.assert_close(found[name], value, rtol=1e-3, atol=atol, msg=lambda text, name=name: f"{what}, {name}: {text}")
-
-
-def run_zero_to_fp32(folder: Path) -> None:
-    """Runs the script that lies beside a checkpoint; the weights come into the same folder."""
-    with mock.patch.object(sys, "argv", ["zero_to_fp32.py", str(folder), str(folder)]):
-        runpy.run_path(str(folder / "zero_to_fp32.py"), run_name="__main__")
 
 
 def on_every_rank(value: Any) -> list[Any]:

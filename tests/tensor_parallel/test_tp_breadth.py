@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.support.tp_breadth import WORLDS, buildable, measure_all, saved
+from tests.tensor_parallel.breadth import WORLDS, buildable, measure_all, saved
 
 # One of each kind: grouped heads, fused projections, ALiBi, shared position tables, experts, state space, norms over all heads, a module
 # that hands its input through, code that asks which experts were chosen, code that counts values past a threshold.

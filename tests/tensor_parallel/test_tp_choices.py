@@ -12,7 +12,7 @@ from hf_zero.tensor_parallel.apply import apply_plan
 from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks
-from tests.support.tp_breadth import relative
+from tests.tensor_parallel.breadth import relative
 
 WIDTH, INNER, EXPERTS, VOCAB = 8, 16, 3, 24
 

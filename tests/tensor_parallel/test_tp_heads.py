@@ -9,7 +9,7 @@ import pytest
 
 from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks, zoo
-from tests.support.tp_breadth import Row, measure
+from tests.tensor_parallel.breadth import Row, measure
 
 GROUPED = {"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4}
 SIX = {"num_attention_heads": 12, "num_key_value_heads": 6, "head_dim": 4}

@@ -18,7 +18,7 @@ from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.planner import make_plan
 from hf_zero.tensor_parallel.split import tp_model_init
 from tests.support import ranks
-from tests.support.tp_breadth import relative
+from tests.tensor_parallel.breadth import relative
 
 RULES = [{"patterns": [r".*\.up\.weight$"], "partition_type": "COLUMN"}, {"patterns": ["down$"], "partition_type": "row"}]
 

@@ -17,7 +17,7 @@ from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import ConfigError
 from hf_zero.tensor_parallel.own_layers import mark_own_layers
 from tests.support import ranks
-from tests.support.mpu import Mpu, made
+from tests.tensor_parallel.mpu import Mpu, made
 
 WIDTH, INNER = 4, 8
 

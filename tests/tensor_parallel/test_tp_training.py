@@ -11,6 +11,7 @@ from hf_zero.errors import StateError
 from tests.support import parity, ranks
 from tests.support.models import CASES
 from tests.support.parity import Run
+from tests.support.processes import MOST_SECONDS
 from tests.support.tp_training import check_against_one_rank
 
 
@@ -49,7 +50,7 @@ def test_bf16() -> None:
 
 
 def test_config_asks_for_more_ranks_than_divide() -> None:
-    outcomes = ranks.observe_ranks(check_case, 2, "llama", 3, [Run()])
+    outcomes = ranks.observe_ranks(check_case, 2, "llama", 3, [Run()], grace=MOST_SECONDS)
     for words in ("does not fit the 2 rank(s)", "tensor_parallel.autotp_size: tp 3"):
         assert all(words in outcome.text for outcome in outcomes)
 

@@ -17,8 +17,8 @@ from hf_zero.tensor_parallel.plan import TpPlan
 from hf_zero.tensor_parallel.planner import make_plan
 from tests.support import ranks, zoo
 from tests.support.parity import Run
-from tests.support.tp_breadth import perturb
 from tests.support.tp_training import check_against_one_rank, zoo_case
+from tests.tensor_parallel.breadth import perturb
 
 HEADS = {
     "GPT2LMHeadModel": "lm_head",  # tied

@@ -75,7 +75,7 @@ def _against_plain(kind: str, checkpointing: bool, stages: tuple[int, ...]) -> N
 
 def test_a_prompt_is_saved_by_one_rank_alone() -> None:
     """PEFT calls the prompt's embedding on the rank that saves; it must be there, however large it is."""
-    ranks.run_ranks(_prompt_on_one_rank, 2, timeout=60)
+    ranks.run_ranks(_prompt_on_one_rank, 2)
 
 
 def _prompt_on_one_rank() -> None:

@@ -188,4 +188,4 @@ def _without_counters(folder: Path) -> None:
 
 
 def test_a_checkpoint_without_counters_of_batch_norms_loads(tmp_path: Path) -> None:
-    ranks.run_ranks(_without_counters, 2, tmp_path / "resnet", timeout=100.0, group_timeout=60.0)
+    ranks.run_ranks(_without_counters, 2, tmp_path / "resnet")

@@ -21,7 +21,7 @@ unsharded with the one before it, and where no output can be found at all autogr
 checkpointing unshards through the same pass and never reshards.
 - A submodule called by itself is unsharded for its own call; a parameter read by a module that does not own it is noticed by name
 (``outside_reads.py``) and unsharded, or declared with ``register_external_parameter``. Behind the forward a lookup communicates nothing
-and shows shape, type and device (``late_values.py``, [Note: late values]); the first computation with it unshards, by a vote ([Note:
+and shows shape, type and device ([Note: late values]); the first computation with it unshards, by a vote ([Note:
 reads behind the forward]).
 - Below the blocks that train nothing is unsharded in backward unless a rank asks ([Note: below what trains]): one vote in place of the
 gathers of a frozen backbone.

@@ -1,4 +1,4 @@
-"""Unshard parameters that are read outside of their block's forward: by submodules called alone, or by modules that do not own them."""
+"""Unshard parameters that are read outside of their block's forward: by modules called alone, by modules not owning them, by a loss."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
+from torch.utils._pytree import tree_leaves
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.external_parameters import external_parameters
-from hf_zero.core.schedule.late_values import lend
+from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.schedule import ForwardPhase
-from hf_zero.core.schedule.torch_internals import RAISED, hook_forward, in_backward, outside_transforms, replace_parameters
-from hf_zero.core.units.empty_values import guard_state_dict
+from hf_zero.core.schedule.torch_internals import in_backward, outside_transforms, replace_parameters
 from hf_zero.core.units.grouping import enclosing
+from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.sharded_parameter import OWNER
+from hf_zero.core.units.sharded_parameter import OWNER, ShardedParameter
 from hf_zero.core.units.tp_shard import WholeReader, Wholes, whole_reader_of
-from hf_zero.core.units.unit import find_unit, is_sharded
+from hf_zero.core.units.unit import Unit, find_unit, is_sharded
 from hf_zero.observe import note
 
 
@@ -79,7 +80,7 @@ class OutsideReads:
         self._backward = backward
         self._block_of_unit = {id(unit): block for block in (root, *blocks) for unit in block.units}
         self._wholes: Wholes = {}  # complete tensors of tensor-parallel shards, while a forward runs
-        self._handles: list[RemovableHandle] = []
+        self.parts: dict[int, list[ForwardHooks]] = {}  # by the id of their block's module
 
     def attach(self, enter: Callable[[Block], None], leave: Callable[[Block, Any], None]) -> None:
         """Hook every module with parameters of its own, guard all parameters, and resolve declared external parameters.
@@ -123,9 +124,10 @@ class OutsideReads:
 
     def detach(self) -> None:
         """Remove hooks and guards."""
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        for hooks in self.parts.values():
+            for hook in hooks:
+                hook.remove()
+        self.parts = {}
         for module in self._module.modules():
             if isinstance(module._parameters, GuardedParameters):
                 replace_parameters(module, dict(module._parameters.items()))
@@ -147,7 +149,7 @@ class OutsideReads:
             elif output is not RAISED:
                 self._backward.watch_part(output)
 
-        self._handles += hook_forward(module, before, after)
+        self.parts.setdefault(id(block.module), []).append(ForwardHooks(module, before, after))
 
     def _on_sharded_read(self, param: nn.Parameter) -> None:
         block = self._block_of(param)
@@ -213,3 +215,79 @@ class OutsideReads:
     def _block_around(self, name: str) -> Block:
         around = enclosing(name, self._blocks)
         return self._root if around is None else self._blocks[around]
+
+
+# Functions that need no values, by name.
+_LOOKS = frozenset(
+    (
+        *("size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "get_device", "__len__", "__hash__", "__dir__"),
+        *(
+            "is_floating_point",
+            "is_complex",
+            "is_contiguous",
+            "is_signed",
+            "is_conj",
+            "is_neg",
+            "is_inference",
+            "is_same_size",
+            "has_names",
+        ),
+        *("requires_grad_", "register_hook", "register_post_accumulate_grad_hook"),
+    )
+)
+_VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))  # attributes that are values
+
+
+class LateParameter(ShardedParameter):
+    """A parameter that shows a placeholder until some code computes with it.
+
+    [Note: late values] ``model.head.weight`` in a loss behind the forward wants values, and ``model.head.weight.dtype`` in a log wants
+    none; a gather for a log on one rank would collide with the next gather of the other ranks. The lookup is the same, so the parameter
+    is given its shape and this class there, both without communication, and torch tells of the first operation on it. Whatever points
+    the parameter elsewhere, a gather or a reshard, takes the class away.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Unshard first, unless ``func`` needs no values."""
+        if not _only_looks(func):
+            for leaf in tree_leaves((args, kwargs)):
+                if isinstance(leaf, LateParameter):
+                    _bring(leaf)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+
+def lend(param: nn.Parameter, bring: Callable[[nn.Parameter], None]) -> None:
+    """Show ``param``, which is sharded, and all parameters of its unit as placeholders; local.
+
+    Args:
+        param: The parameter.
+        bring: Called with a parameter of the unit when code computes with it; unshards the parameter.
+    """
+    owner = find_unit(param)
+    if owner is None:
+        return
+    unit, _ = owner
+    _bringers[unit] = bring
+    unit.show_placeholders()
+    for other in unit.params:
+        if other is not None and is_sharded(other) and type(other) is nn.Parameter:
+            other.__class__ = LateParameter
+
+
+_bringers: WeakKeyDictionary[Unit, Callable[[nn.Parameter], None]] = WeakKeyDictionary()
+
+
+def _bring(param: LateParameter) -> None:
+    owner = find_unit(param)
+    bring = _bringers.get(owner[0]) if owner is not None else None
+    if bring is not None and is_sharded(param):
+        bring(param)
+
+
+def _only_looks(func: Any) -> bool:
+    name = getattr(func, "__name__", "")
+    if name in ("__get__", "__set__", "__delete__"):
+        return getattr(getattr(func, "__self__", None), "__name__", "") not in _VALUES or name != "__get__"
+    return name in _LOOKS

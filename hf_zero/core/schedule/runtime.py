@@ -11,10 +11,12 @@ from torch import nn
 
 from hf_zero.core.schedule.backward_phase import BackwardPhase
 from hf_zero.core.schedule.block import Block
+from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.saved_tensors import SavedTensors
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.torch_internals import RAISED, hook_forward, in_backward
+from hf_zero.core.schedule.torch_internals import compiled_call, in_backward
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -39,6 +41,7 @@ class Runtime:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         forward: Actions of the hooks outside backward.
         backward: Actions of the hooks in backward.
+        saved: Hooks of what functions save for backward.
 
     Args:
         module: See the attribute.
@@ -65,9 +68,11 @@ class Runtime:
         self.forward = ForwardPhase(root, schedule)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
+        self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
         self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
         self._hooked = (root,) if root_alone else (root, *blocks)
+        self.saved = SavedTensors(module, 0 if root_alone else len(blocks))
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
             block.gradients = [entries[id(unit)] for unit in block.units if id(unit) in entries]
@@ -81,12 +86,14 @@ class Runtime:
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
-        for block in self._hooked:
-            self._handles += hook_forward(block.module, partial(self.enter, block), partial(self.leave, block))
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)
         else:
             self._outside_reads.guard_parts()
+        for block in self._hooked:
+            parts = self._outside_reads.parts.get(id(block.module), [])
+            self._hooks.append(ForwardHooks(block.module, partial(self.enter, block), partial(self.leave, block), parts))
+        self.follow_compile(inside=True)
         self.backward.attach()
         for entry in self.backward.reducer.gradients if self.backward.reducer is not None else ():
             entry.unit.trained_by = ref(self)
@@ -117,13 +124,31 @@ class Runtime:
 
     def detach(self) -> None:
         """Remove all hooks. Sharded parameters stay sharded until another engine takes the module."""
-        for handle in self._handles:
+        for handle in (*self._hooks, *self._handles):
             handle.remove()
+        self._hooks = []
         self._handles = []
         self.backward.detach()
         self._outside_reads.detach()
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
+
+    def follow_compile(self, inside: bool = False) -> None:
+        """Move the hooks of modules that torch.compile has compiled out of their graphs, [Note: compiled modules].
+
+        Args:
+            inside: Look at the parts inside of blocks too, which takes longer.
+        """
+        traced = _below_compiled(self.module) if inside else set()
+        for hooks in self._hooks:
+            hooks.follow_compile()
+            if hooks.parts and (inside or hooks.module is self.root.module):
+                hooks.drop_parts(traced)
+                for part in hooks.parts:
+                    part.follow_compile()
+        if self._hooks and self._hooks[0].compiled:  # the root's: all parts lie in its graphs, between the hooks of the blocks
+            for hooks in self._hooks:
+                hooks.drop_parts()
 
     def keep(self, handle: Handle) -> None:
         """Keep ``handle``, which ``detach`` removes together with the hooks."""
@@ -132,10 +157,11 @@ class Runtime:
     @property
     def attached(self) -> bool:
         """Return whether this runtime's hooks are on the module; another engine on the same module replaces them."""
-        return bool(self._handles)
+        return bool(self._hooks)
 
     def enter(self, block: Block) -> None:
         """Handle a forward of ``block``'s module that begins; collective if parameters are sharded."""
+        self.saved.enter(block, first=block is self.root and not block.open and not self.backward.begun)
         if self.backward.begun and not self.backward.mixed:
             if in_backward():
                 self.backward.recompute(block)
@@ -148,6 +174,7 @@ class Runtime:
 
     def leave(self, block: Block, output: Any) -> None:
         """Handle a forward of ``block``'s module that ends; ``output`` is ``RAISED`` if it failed."""
+        self.saved.leave(block)
         if not self.backward.begun or self.backward.mixed:
             raised = output is RAISED
             if not (raised or self.backward.begun):
@@ -210,3 +237,9 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self
+
+
+def _below_compiled(module: nn.Module) -> set[int]:
+    """Return the ids of the modules whose forwards a graph of an enclosing module contains."""
+    compiled = [outer for outer in module.modules() if compiled_call(outer) is not None]
+    return {id(inner) for outer in compiled for inner in outer.modules() if inner is not outer}

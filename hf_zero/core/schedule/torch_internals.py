@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
-from hf_zero.core.units.guards import HOOKED_MODULE, refuse_sharded
+from hf_zero.core.units.guards import HOOKED_MODULE
 from hf_zero.core.units.memory_uses import ordinary_tensors
 
 # -- torch.func ---------------------------------------------------------------------------------------------------------
@@ -107,38 +106,18 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
     return call
 
 
+def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
+    """Return the function that ``module.compile()`` has put in the place of forward and hooks; None without."""
+    call: Callable[..., Any] | None = module._compiled_call_impl
+    return call
+
+
+def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
+    """Set the function that calls of ``module`` run instead of forward and hooks."""
+    module._compiled_call_impl = call
+
+
 # -- modules ------------------------------------------------------------------------------------------------------------
-
-
-RAISED = object()  # takes the place of the output of a forward that raised
-
-
-def hook_forward(module: nn.Module, before: Callable[[], None], after: Callable[[Any], None]) -> list[RemovableHandle]:
-    """Call ``before`` and ``after`` around forwards of ``module``; ``after`` gets the output, or ``RAISED``.
-
-    A deep copy of the module takes the hooks along, and belongs to no engine: it refuses to run on sharded parameters.
-    """
-    around: BaseException | None = None  # the exception that the caller of the forward is handling
-
-    def pre(called: nn.Module, *_: Any) -> None:
-        nonlocal around
-        if called is module:
-            around = sys.exc_info()[1]
-            before()
-        else:
-            refuse_sharded(called)
-
-    def post(called: nn.Module, _args: Any, output: Any) -> None:
-        nonlocal around
-        if called is module:  # torch passes None for a forward that raised, and for one that returned None
-            raised = output is None and sys.exc_info()[1] is not around
-            around = None
-            after(RAISED if raised else output)
-
-    return [
-        module.register_forward_pre_hook(outside_compile(pre, module), prepend=True),
-        module.register_forward_hook(outside_compile(post, module), always_call=True),
-    ]
 
 
 def replace_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:

@@ -1,15 +1,13 @@
-"""Compare facts over ranks: settings, the model that each rank brings to ``initialize``, and first values of parameters.
-
-All ranks compare digests in one vote. Only where these differ do they send the facts themselves, and every rank raises the same error.
-Values are compared by their sums; values that differ are taken from rank 0.
-"""
+"""Compare facts over ranks: models and optimizers at initialize, values of parameters, and at each boundary what must be alike."""
 
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import nn
@@ -216,3 +214,152 @@ def _mark(tensor: torch.Tensor, in_file: bool) -> float:
 def has_no_values(tensor: torch.Tensor) -> bool:
     """Return whether a tensor is a placeholder for values that other stages of a pipeline have ([Note: held stages])."""
     return tensor.dim() > 0 and not any(tensor.stride())
+
+
+@dataclass(frozen=True)
+class Alike:
+    """Fact that must be the same on all ranks.
+
+    Attributes:
+        numbers: This rank's values: a few floats or integers.
+        refuse: Called with the network on every rank if the numbers differ; may exchange more, and raises.
+    """
+
+    numbers: Sequence[float]
+    refuse: Callable[[Collectives], NoReturn]
+
+
+class Agreed(NamedTuple):
+    """Result of a boundary's vote, the same on all ranks.
+
+    Attributes:
+        written: A script has written gradients of its own, on any rank.
+        signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
+        waits: A parameter that the last step has not trained has a gradient, on any rank.
+    """
+
+    written: bool
+    signal: int
+    waits: bool
+
+
+def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
+    """Compare the facts of all ranks in one message; collective, on the host.
+
+    The message has 24 bits for all facts that must be the same: a digest. The number of micro-steps is in it, so the digest changes
+    at each boundary, and two digests that are equal by chance differ at the next.
+
+    Args:
+        collectives: The ranks.
+        alike: Facts that must be the same on all ranks; the first that differs is refused.
+        anywhere: Numbers of this rank; the result is the maximum over ranks.
+
+    Returns:
+        The largest of each of ``anywhere``.
+    """
+    brought = [array("d", one.numbers).tobytes() for one in alike]
+    digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
+    most, least, *answers = collectives.largest_of([digest, -digest, *anywhere], "micro-steps")
+    if most != -least:
+        by_rank = collectives.gather_objects(brought, "what differs at the boundary")
+        next(one for index, one in enumerate(alike) if len({line[index] for line in by_rank}) > 1).refuse(collectives)
+    return [int(answer) for answer in answers]
+
+
+def same_pace(micro_steps: int) -> Alike:
+    """Return the number of micro-steps for a vote, which detects ranks that make fewer or more of them than others.
+
+    Args:
+        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
+
+    The error is a StateError that names the ranks and their numbers.
+    """
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        by_count: dict[int, list[int]] = {}
+        for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
+            by_count.setdefault(count, []).append(rank)
+        told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        raise StateError(
+            f"the ranks have begun different numbers of micro-steps: {told}, so they would train on different batches. Either "
+            "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "
+            "evenly), or the script caught an exception in a forward or backward and went on. Give all ranks the same number "
+            "of batches, and let an exception end the run"
+        )
+
+    return Alike([micro_steps], refuse)
+
+
+_NOTHING = 1e30  # takes the place of values that are not numbers
+_NUMBERS = frozenset((float, bool, int))
+
+
+def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
+    """Return the class of ``optimizer``, and each hyper-parameter of each of its groups, one line each.
+
+    Numbers are rounded to single precision, so that a rate is the same as a number and as a tensor.
+    """
+    kind = type(optimizer)
+    lines = [fact("optimizer", f"{kind.__module__}.{kind.__qualname__}"), fact("number of param groups", len(optimizer.param_groups))]
+    for index, group in enumerate(optimizer.param_groups):
+        lines += [fact(f"{key} of param group {index}", _shown(group[key])) for key in sorted(optimizer.defaults) if key in group]
+    return lines
+
+
+def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
+    """Return the hyper-parameters that are numbers, for the vote of a boundary.
+
+    A scheduler that differs on a rank, or a callback that edits one rank's rate, would have each rank update its part of the parameters
+    by its own rule. Rates on a device are not read: that would wait for it. The error is a StateError that names group, key, values and
+    ranks.
+    """
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        kinds = ranks_by_facts(facts_of(optimizer), collectives, "param groups")
+        raise StateError(
+            f"hyper-parameters are not the same on all ranks: {'; '.join(differing(kinds))}. A scheduler, a callback or the script has "
+            "changed them on some ranks only, and each rank updates its part of the parameters by its own: change them on every rank alike"
+        )
+
+    numbers = array("f")
+    keys = list(optimizer.defaults)
+    for group in optimizer.param_groups:
+        for key in keys:
+            value: Any = group.get(key)
+            if type(value) in _NUMBERS:
+                numbers.append(value)
+            else:
+                numbers.extend(_numbers(value))
+    return Alike(numbers, refuse)
+
+
+def same_clipping(max_norm: float) -> Alike:
+    """Return the norm that gradients are clipped to, for the vote of a boundary. The error is a StateError that names all values."""
+
+    def refuse(collectives: Collectives) -> NoReturn:
+        kinds = ranks_by_facts([fact("the norm that gradients are clipped to", max_norm)], collectives, "clipping")
+        raise StateError(f"{'; '.join(differing(kinds))} (0 is off): call clip_grad_norm_ with the same number on every rank")
+
+    return Alike([max_norm], refuse)
+
+
+def _numbers(value: Any) -> list[float]:
+    """Return the numbers of a hyper-parameter: one, those of a list, or a placeholder for other values."""
+    if isinstance(value, (tuple, list)):
+        return [number for item in value for number in _numbers(item)]
+    if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"):
+        return [float(value)]
+    return [_NOTHING]
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, torch.Tensor) and value.numel() == 1:
+        value = float(value)
+    if isinstance(value, float):
+        single = array("f", [value])
+        return next(
+            (text for text in (f"{value:.{digits}g}" for digits in range(6, 9)) if array("f", [float(text)]) == single), f"{value:.9g}"
+        )
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_shown, value))})"
+    return str(value) if value is None or isinstance(value, (bool, int, str)) else type(value).__name__

@@ -1,17 +1,20 @@
-"""Count an engine's steps and samples, and report them in log lines and monitors."""
+"""Count steps, time the phases of a step, and print the progress."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hf_zero import observe
 from hf_zero.core.optimizer.param_groups import learning_rates
-from hf_zero.core.step.clock import Clock
 from hf_zero.metrics import Sink
 from hf_zero.observe import log_rank0
+from hf_zero.system.sizes import gib, size_text
 
 
 @dataclass
@@ -110,3 +113,87 @@ class Reports:
         for sink in self.sinks:
             sink.close()
         self.sinks = []
+
+
+class Clock:
+    """Sums seconds per phase between two progress lines.
+
+    Attributes:
+        breakdown: Print the phases of each step; phases are then timed to their end on the device.
+        memory: Print the memory with each line.
+        watchers: Contexts entered around each phase, with its name; for tools that measure a run.
+    """
+
+    def __init__(self, device: torch.device, breakdown: bool, memory: bool) -> None:
+        self.breakdown = breakdown
+        self.memory = memory
+        self.watchers: list[Callable[[str], AbstractContextManager[Any]]] = []
+        self._device = device
+        self._seconds: dict[str, float] = {}
+        self._line_started = time.perf_counter()
+        self._line_samples = 0
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time one phase; costs nothing unless ``breakdown`` is set or there are watchers."""
+        with ExitStack() as watched:
+            for watcher in self.watchers:
+                watched.enter_context(watcher(name))
+            watched.enter_context(observe.phase(name))
+            if not self.breakdown:
+                yield
+                return
+            start = self.now()
+            try:
+                yield
+            finally:
+                self._seconds[name] = self._seconds.get(name, 0.0) + self.now() - start
+
+    @contextmanager
+    def aside(self) -> Iterator[None]:
+        """Exclude the time inside, of a save or a load, from all steps."""
+        with ExitStack() as watched:
+            for watcher in self.watchers:
+                watched.enter_context(watcher("aside"))
+            yield
+
+    def now(self) -> float:
+        """Return the time in seconds, after all work of the device is done."""
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+    def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
+        """Print and reset the phases of optimizer step ``step``.
+
+        Args:
+            step: Its number.
+            samples: Number of samples of the step, on all ranks.
+            offloaded: Bytes of this rank's offloaded state by tier.
+        """
+        self._line_samples += samples
+        if self.breakdown:
+            parts = " | ".join(f"{name}: {1000 * seconds:.2f} ms" for name, seconds in self._seconds.items())
+            log_rank0("step %d time | %s", step, parts)
+            self._seconds = {}
+        if self.memory:
+            tiers = "".join(f", optimizer states on {tier} {gib(nbytes)}" for tier, nbytes in offloaded.items())
+            log_rank0("step %d memory | %s%s", step, memory_line(self._device), tiers)
+
+    def samples_per_second(self) -> float:
+        """Return the global samples per second since the last call."""
+        now = time.perf_counter()
+        rate = self._line_samples / max(now - self._line_started, 1e-9)
+        self._line_started, self._line_samples = now, 0
+        return rate
+
+
+def memory_line(device: torch.device) -> str:
+    """Return a line with allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
+    if device.type == "cpu":
+        import resource
+
+        return f"peak resident {size_text(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, unit='GiB')}"
+    module = torch.get_device_module(device)
+    used, peak = module.memory_allocated(device), module.max_memory_allocated(device)
+    return f"allocated {size_text(used, unit='GiB')}, peak {size_text(peak, unit='GiB')}"

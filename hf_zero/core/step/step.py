@@ -14,10 +14,9 @@ from hf_zero.core.schedule.hops import GradientExchange, GradientPolicy
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.stages import StagePolicy
+from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.same_groups import same_clipping, same_groups
-from hf_zero.core.step.same_pace import Agreed, agree, same_pace
 from hf_zero.core.step.trained_units import TrainedUnits
 from hf_zero.core.step.written_gradients import have_written, note_added, refuse_added, take_written
 from hf_zero.core.step.written_values import WrittenValues

@@ -13,7 +13,7 @@ from torch.nn.modules.module import register_module_module_registration_hook, re
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
-from hf_zero.core.step.same_pace import Alike
+from hf_zero.core.step.agreement import Alike
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
 from hf_zero.observe import warn_once

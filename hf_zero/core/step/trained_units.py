@@ -9,7 +9,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.reducer import Reducer
-from hf_zero.core.step.same_pace import Alike
+from hf_zero.core.step.agreement import Alike
 from hf_zero.core.step.trained_set import Joining, TrainedSet, names_of
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.core.step.same_pace import Alike, agree
+from hf_zero.core.step.agreement import Alike, agree
 from hf_zero.core.units.registration import take_written_loose
 from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import adopt_writes

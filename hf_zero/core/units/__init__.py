@@ -46,7 +46,7 @@ not stays in its units (``Unit.trained_by``), and an engine that has lost parame
 (``Runtime.lost``). A deep copy of a sharded parameter belongs to a copy of its unit ([Note: deep copies], ``unit_copy.py``); a module
 whose parameters no engine unshards says so when it is called (``unprepared.py``). A state dict of sharded parameters holds shapes without
 values, which refuse to be written, computed with, and loaded into anything but the parameter that they stand for ([Note: no empty file],
-``empty_values.py``). A parameter itself has another class while it is empty, which lets questions pass and raises for what needs values
+``guards.py``). A parameter itself has another class while it is empty, which lets questions pass and raises for what needs values
 ([Note: the class of an empty parameter], ``sharded_parameter.py``); its ``data`` and ``detach()`` are stand-ins (``stand_in.py``). Whole
 models are written by ``checkpoint/model/model_files.py``: laid out from shapes, each unit written to its place as it is unsharded.
 """

@@ -1,19 +1,18 @@
-"""Refuse calls of modules whose parameters have no values yet.
-
-Such a module has sharded parameters that no engine unshards, or holds only the part of this rank and waits for an engine to divide the
-model. The part is noted on the module itself: the engine may get it inside of another one (an adapter, a class of the script), or a copy of
-it, whose parameters have no marks.
-"""
+"""Refuse forwards on sharded parameters, and values of parameters that are empty, by name."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
-from hf_zero.core.units.empty_values import guard_state_dict
-from hf_zero.core.units.unit import find_unit, is_sharded
+from hf_zero.core.units.packed import is_packed
+from hf_zero.core.units.stand_in import StandIn, refusal
+from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, whole_shape
+from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 
 # Attribute of an engine's forward hook: the module for which it was made. A deep copy of the module has the same hooks.
@@ -81,3 +80,113 @@ def called_before_engine(module: nn.Module, what: str) -> StateError:
         "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model whole (a "
         "teacher, say), load it before the configuration is created"
     )
+
+
+# Functions that move elements and compute none: libraries undo conversions of weights with them.
+_MOVES = frozenset(
+    f"aten::{name}"
+    for name in (
+        "view", "_unsafe_view", "_reshape_alias", "reshape", "cat", "stack", "clone", "contiguous", "_to_copy", "split", "split_with_sizes",
+        "chunk", "unbind", "repeat", "flip", "roll", "index_select", "index", "gather", "constant_pad_nd", "select", "slice", "detach",
+        "empty_like", "zeros_like", "ones_like", "full_like", "new_empty", "new_zeros", "new_ones", "new_full", "new_empty_strided",
+    )
+)  # fmt: skip
+
+
+class UnsavedTensor(StandIn):
+    """Placeholder of a sharded parameter in a state dict: shape, dtype and device of the unsharded parameter, no memory and no values.
+
+    [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it
+    for shared storages and undo weight conversions. All of this needs no values and works; a placeholder that is moved or copied gives
+    another placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address, its bytes
+    or its pickle. A load accepts only the placeholder of the same parameter, which it leaves unchanged. It refuses a copy, because a real
+    copy would have kept the values of its moment.
+    """
+
+    @staticmethod
+    def of(name: str, shape: torch.Size, dtype: torch.dtype, device: torch.device, param: nn.Parameter | None = None) -> UnsavedTensor:
+        """Return the placeholder of parameter ``name``; ``param`` is the parameter itself, None for a copy."""
+        tensor: UnsavedTensor = UnsavedTensor.make(name, shape, dtype, device)
+        tensor.source = param
+        return tensor
+
+    def refused(self, attempt: str) -> StateError:
+        """Return the error for ``attempt``, which also says where the tensor comes from."""
+        return refusal(self.parameter, f"this rank's state dict has no values of it, and {attempt}")
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Compute the shape and dtype of the result, which is a placeholder of the same parameter."""
+        if not (func.is_view or func._schema.name in _MOVES) or func in _SAME:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
+        options = dict(kwargs or {})
+        device = torch.device(options.pop("device", None) or first.device)
+        args, options = tree_map_only(torch.Tensor, _without_values, (args, options))
+        result = func(*args, **options)
+        return tree_map_only(torch.Tensor, lambda tensor: UnsavedTensor.of(first.parameter, tensor.shape, tensor.dtype, device), result)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> UnsavedTensor:
+        return UnsavedTensor.of(self.parameter, self.shape, self.dtype, self.device)
+
+
+_SAME = (torch.ops.aten.detach.default, torch.ops.aten.alias.default)
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def guard_state_dict(module: nn.Module) -> None:
+    """Let ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
+    if _stand_in not in module._state_dict_hooks.values():
+        module.register_state_dict_post_hook(_stand_in)
+        module.register_load_state_dict_pre_hook(_leave_alone)
+
+
+def _is_apart(param: nn.Parameter) -> bool:
+    """Return whether this rank does not have all values of ``param`` now: it is sharded, another rank's expert, or another stage's."""
+    return is_sharded(param) or is_expert(param) or is_elsewhere(param)
+
+
+def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: Any) -> None:
+    for leaf, param in module._parameters.items():
+        entry = state.get(name := f"{prefix}{leaf}")
+        if param is not None and isinstance(entry, torch.Tensor) and not isinstance(entry, nn.Parameter) and _is_apart(param):
+            shape = whole_shape(param) if is_expert(param) or is_elsewhere(param) else full_shape(param)
+            state[name] = UnsavedTensor.of(name, shape or full_shape(param), param.dtype, param.device, param)
+        if param is not None and is_packed(param) and is_sharded(param):
+            _stand_in_for_scales(param, name, state)
+
+
+def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
+    """Put placeholders into ``state`` for the scales that lie beside a packed weight in its unit, where the library's own entries are
+    empty.
+    """
+    unit, index = find_unit(param)  # type: ignore[misc]
+    beside = f"{unit.layout.slots[index].name}."
+    for slot in unit.layout.slots:
+        entry = state.get(key := f"{name}.{slot.name.removeprefix(beside)}") if slot.name.startswith(beside) else None
+        if entry is not None and find_unit(entry) is None:
+            state[key] = UnsavedTensor.of(key, slot.shape, entry.dtype, entry.device)
+
+
+def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+    """Keep a sharded parameter unchanged when its own placeholder is loaded into it.
+
+    Raises:
+        StateError: The placeholder belongs to another parameter, or to a copy; or values are loaded into a parameter that is sharded now.
+    """
+    for leaf, param in module._parameters.items():
+        entry = state.get(name := f"{prefix}{leaf}")
+        if param is not None and isinstance(entry, torch.Tensor) and entry.numel() and is_sharded(param) and not isinstance(entry, StandIn):
+            raise StateError(
+                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no whole tensor "
+                "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
+                "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
+            )
+        if param is None or not isinstance(entry, StandIn):
+            continue
+        if entry.source is not param or not _is_apart(param):
+            raise refusal(entry.parameter, f"a state dict without its values was loaded into {name}")
+        state[name] = param

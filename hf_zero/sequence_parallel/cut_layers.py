@@ -1,0 +1,151 @@
+"""Run a model's layers on slices, and what surrounds them on whole sequences: hooks at the places that ``token_flow`` has found.
+
+[Note: cut layers] Every rank gives the model whole sequences (tokens are small), so that embeddings, positions, masks and towers are what
+they are on one process. Each layer's arguments are cut where it begins: the residual stream from the first layer on is this rank's slice
+only. Modules that mix tokens in a way of their own get whole sequences (one all-gather, its gradient a reduce-scatter), compute with all of
+them, and keep their slice: each rank does the work of the group there. Gradients need no further care: every rank's loss is of its slice,
+so what whole computations leave at parameters are summands, as the gradients of slices are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel import sequence_functions
+from hf_zero.sequence_parallel.attention import SlicedAttention
+from hf_zero.sequence_parallel.between_layers import forget_methods, watch_methods
+from hf_zero.sequence_parallel.joining import cut, join
+from hf_zero.sequence_parallel.masks import modules_of
+from hf_zero.sequence_parallel.sequence_functions import trade_in_functions
+from hf_zero.sequence_parallel.token_flow import Boundary, Places, TokenFlow
+from hf_zero.system.trees import convert_inside
+from hf_zero.tensor_parallel.call_arguments import argument_names, convert_arguments, named_arguments
+
+
+class CutLayers:
+    """Hooks on the layers of one model and on what mixes tokens in them.
+
+    Attributes:
+        attention: State of the model's forwards over slices.
+        length: Tokens of whole sequences in the forward under way, and in its backward.
+    """
+
+    def __init__(self, model: nn.Module, attention: SlicedAttention, flow: TokenFlow, whole_tail: bool) -> None:
+        self.attention = attention
+        self.length = 0
+        self._collectives = attention.collectives
+        self._hooks: list[Any] = []
+        modules = dict(model.named_modules())
+        self._around = {modules[path.rpartition(".")[0].rpartition(".")[0]] for path in flow.items}
+        for container in self._around:
+            watch_methods(container, self)
+        for path, boundary in flow.items.items():
+            self._before(modules[path], self._cut_arguments, boundary)
+        for path, boundary in flow.mixers.items():
+            self._before(modules[path], self._join_arguments, boundary)
+            self._hooks.append(modules[path].register_forward_hook(partial(self._cut_results, boundary.outputs), always_call=True))
+        if flow.functions:
+            trade_in_functions(modules_of(model))
+        for path in flow.functions:
+            self._hooks.append(modules[path].register_forward_pre_hook(self._enter_functions))
+            self._hooks.append(modules[path].register_forward_hook(self._leave_functions, always_call=True))
+        if whole_tail:
+            last = flow.items[flow.last]
+            self._hooks.append(modules[flow.last].register_forward_hook(partial(self._join_results, last.outputs)))
+
+    def remove(self) -> None:
+        """Takes the hooks off."""
+        for hook in self._hooks:
+            hook.remove()
+        for container in self._around:
+            forget_methods(container)
+
+    def under_way(self, module: nn.Module) -> bool:
+        """Return whether slices are under way in ``module``, one of the model's."""
+        return not self.attention.inside_whole and self.attention.trades(module)
+
+    def slice_length(self) -> int:
+        """Return the tokens of a slice."""
+        return self.length // self._collectives.world
+
+    def joined(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the whole of a slice (batch, tokens, ...); collective."""
+        return join(self._collectives, tensor, 1)
+
+    def cut_again(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return this rank's slice of a whole (batch, tokens, ...)."""
+        return cut(self._collectives, tensor, 1) if tensor.dim() == 3 and tensor.shape[1] == self.length else tensor
+
+    def _before(self, module: nn.Module, work: Callable[..., Any], boundary: Boundary) -> None:
+        names = argument_names(module)
+        self._hooks.append(module.register_forward_pre_hook(partial(work, boundary, names), with_kwargs=True))
+
+    def _cut_arguments(self, boundary: Boundary, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if self.attention.inside_whole or not self.attention.trades(module):
+            return None
+        self._require_known(boundary, module, args, kwargs)
+        return convert_arguments(args, kwargs, names, boundary.inputs, partial(self._cut, module))
+
+    def _join_arguments(self, boundary: Boundary, names: list[str], module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if not self.attention.trades(module):
+            return None
+        self.attention.inside_whole += 1
+        if self.attention.inside_whole > 1:
+            return None
+        self._require_known(boundary, module, args, kwargs)
+        return convert_arguments(args, kwargs, names, boundary.inputs, partial(self._join, module))
+
+    def _require_known(self, boundary: Boundary, module: nn.Module, args: Any, kwargs: Any) -> None:
+        """Refuse tensors of whole sequences that were not there when tokens were followed: nobody knows where their tokens are."""
+        for key, tensor in named_arguments(module, args, kwargs):
+            if key in boundary.inputs or key in boundary.whole or tensor.shape[-2:] == (self.length, self.length):
+                continue
+            if self.length in tensor.shape:
+                raise UnsupportedError(
+                    f"sequence parallelism: {type(module).__name__} got {key} of shape {tuple(tensor.shape)}, which it does not get in a "
+                    f"plain call of the model; sequences have {self.length} tokens, and how to cut {key} is not known"
+                )
+
+    def _cut_results(self, places: Places, module: nn.Module, args: Any, output: Any) -> Any:
+        if not self.attention.trades(module) or not self.attention.inside_whole:
+            return None
+        self.attention.inside_whole -= 1
+        return None if self.attention.inside_whole or output is None else self._results(output, places, partial(self._cut, module))
+
+    def _enter_functions(self, module: nn.Module, args: Any) -> None:
+        if self.under_way(module):
+            sequence_functions.enter(self._collectives)
+
+    def _leave_functions(self, module: nn.Module, args: Any, output: Any) -> None:
+        if self.under_way(module):
+            sequence_functions.leave()
+
+    def _join_results(self, places: Places, module: nn.Module, args: Any, output: Any) -> Any:
+        return self._results(output, places, partial(self._join, module)) if self.attention.trades(module) else None
+
+    @staticmethod
+    def _results(output: Any, places: Places, convert: Callable[[torch.Tensor, int], torch.Tensor]) -> Any:
+        for key, dim in places.items():
+            output = convert_inside(output, key, dim, convert)
+        return output
+
+    def _cut(self, module: nn.Module, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return cut(self._collectives, tensor, dim) if self._is_whole(module, tensor, dim) else tensor
+
+    def _join(self, module: nn.Module, tensor: torch.Tensor, dim: int) -> torch.Tensor:
+        return tensor if self._is_whole(module, tensor, dim) else join(self._collectives, tensor, dim)
+
+    def _is_whole(self, module: nn.Module, tensor: torch.Tensor, dim: int) -> bool:
+        size, ranks = tensor.shape[dim], self._collectives.world
+        if size not in (self.length, self.length // ranks):
+            raise UnsupportedError(
+                f"sequence parallelism: {type(module).__name__} has to do with {size} tokens, where sequences have {self.length} and the "
+                f"slices of {ranks} ranks {self.length // ranks}; only models that keep one hidden state per token are supported"
+            )
+        return size == self.length

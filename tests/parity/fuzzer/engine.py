@@ -1,0 +1,285 @@
+"""A script of the fuzzer through the engine: one rank's side of a comparison."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+import hf_zero
+from hf_zero import utils
+from tests.parity.fuzzer import model as script_model
+from tests.parity.fuzzer.grammar import Cell
+from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+from tests.parity.fuzzer.plain import SETTINGS, averaged_twice, length_of, new_moments, new_weights
+
+
+def config_of(cell: Cell) -> dict[str, Any]:
+    """The configuration of a cell, in DeepSpeed's words."""
+    zero: dict[str, Any] = {"stage": cell.stage}
+    if cell.stage == 3:
+        zero["stage3_param_persistence_threshold"] = cell.persist
+        zero["stage3_gather_16bit_weights_on_model_save"] = True
+        if not cell.keep:
+            zero["stage3_max_reuse_distance"] = 0
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": script_model.ROWS,
+        "gradient_accumulation_steps": cell.accumulation,
+        "gradient_clipping": cell.clip,
+        "zero_optimization": zero,
+    }
+    if not cell.client:
+        config["optimizer"] = {"type": "AdamW", "params": {**SETTINGS, "betas": list(SETTINGS["betas"])}}
+    if cell.dtype == "bf16":
+        config["bf16"] = {"enabled": True}
+    return config
+
+
+class Zero(Side):
+    """The engine's side; its methods are those of ``script_plain.Plain``, and show the same things.
+
+    Args:
+        cell: Where the script runs.
+        rank: This process's.
+        folder: Of this script's checkpoints, the same on every rank.
+    """
+
+    def __init__(self, cell: Cell, rank: int, folder: Path) -> None:
+        super().__init__(cell, rank)
+        self.folder = folder
+        parameters = list(self.model.parameters())
+        self.client = torch.optim.AdamW(parameters, foreach=False, fused=False, **SETTINGS) if cell.client else None
+        arguments: dict[str, Any] = {"optimizer": self.client} if cell.client else {"model_parameters": parameters}
+        self.engine: Any = hf_zero.initialize(model=self.model, config=config_of(cell), **arguments)[0]
+        self.loss: Tensor | None = None
+        self.saves = 0
+
+    def close(self) -> None:
+        """Free everything, files included."""
+        self.engine.destroy()
+        if self.rank == 0:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+    # -- training ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, data: int) -> Seen:
+        self.loss = self.engine(*batch(data, self.rank))
+        return {"loss": self.loss.detach().clone()}
+
+    def backward(self) -> Seen:
+        loss, self.loss = self.loss, None
+        self.engine.backward(loss)
+        return {}
+
+    def step(self) -> Seen:
+        self.engine.step()
+        return {}
+
+    # -- forwards ---------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, data: int) -> Seen:
+        self.engine.eval()
+        with torch.no_grad():
+            logits = self.engine(batch(data, self.rank)[0])
+        self.engine.train()
+        return {"logits": logits.clone()}
+
+    def infer(self, data: int) -> Seen:
+        self.engine.eval()
+        with torch.inference_mode():
+            self.kept = self.engine(batch(data, self.rank)[0])
+        self.engine.train()
+        return {"logits": self.kept.clone()}
+
+    def call_module(self, data: int) -> Seen:
+        self.model.eval()
+        with torch.no_grad():
+            logits = self.model(batch(data, self.rank)[0])
+        self.model.train()
+        return {"logits": logits.clone()}
+
+    def forward_lost(self, data: int) -> Seen:
+        return {"loss": self.engine(*batch(data, self.rank)).detach().clone()}
+
+    def generate(self, data: int, lengths: str) -> Seen:
+        self.engine.eval()
+        tokens, logits = self.engine.module.generate(batch(data, self.rank)[0], length_of(lengths, self.rank))
+        self.engine.train()
+        return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
+
+    # -- caught errors ------------------------------------------------------------------------------------------------------
+
+    def fail_forward(self, layer: str, who: Any, data: int) -> Seen:
+        if who in ("all", self.rank):
+            self.model.get_submodule(layer).fails = "forward"
+            try:
+                self.engine(*batch(data, self.rank))
+            except ScriptError:
+                return {}
+            raise AssertionError("the forward did not raise")
+        return {}
+
+    def fail_backward(self, layer: str, data: int) -> Seen:
+        self.model.get_submodule(layer).fails = "backward"
+        loss = self.engine(*batch(data, self.rank))
+        try:
+            self.engine.backward(loss)
+        except ScriptError:
+            self.engine.zero_grad()
+            return {}
+        raise AssertionError("the backward did not raise")
+
+    def bad_save(self, who: Any, what: str) -> Seen:
+        bad: Any = None if what == "none" else 3
+        self.engine.save_checkpoint(bad if who in ("all", self.rank) else str(self.folder), tag="bad")
+        return {}
+
+    # -- files --------------------------------------------------------------------------------------------------------------
+
+    def save(self) -> Seen:
+        self.engine.save_checkpoint(str(self.folder), tag=f"tag{self.saves}")
+        self.saves += 1
+        return {}
+
+    def load(self, which: str) -> Seen:
+        path, _ = self.engine.load_checkpoint(str(self.folder), tag=None if which == "last" else "tag0")
+        assert path is not None
+        return {}
+
+    def save_model(self) -> Seen:
+        self.engine.save_16bit_model(str(self.folder / "model"))
+        if self.rank:
+            return {}
+        found = load_file(self.folder / "model" / "model.safetensors")
+        return {name: found[name] for name, _ in self.model.named_parameters()}
+
+    def state_dict(self) -> Seen:
+        found = self.engine._consolidated_16bit_state_dict()
+        return {name: found[name].clone() for name, _ in self.model.named_parameters()} if self.rank == 0 else {}
+
+    # -- what trains ----------------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, layer: str, how: str, trains: int) -> Seen:
+        added = script_model.add_adapter(self.model, layer, self.dtype, bool(trains))
+        if how == "group":
+            (self.client or self.engine.optimizer).add_param_group({"params": added})
+        return {}
+
+    def remove_adapter(self, layer: str) -> Seen:
+        del self.model.get_submodule(layer).adapter
+        return {}
+
+    # -- values ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, param: str, how: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        script_model.write(parameter, how, noise(param, self._shape(parameter), 1))
+        return {}
+
+    def load_module(self, how: str) -> Seen:
+        weights = {name: value.to(self.dtype) for name, value in new_weights(self.model).items()}
+        if how == "engine":
+            self.engine.load_module_state_dict(weights, strict=False)
+        else:
+            self.model.load_state_dict(weights, strict=False)
+        return {}
+
+    def gather_write(self, param: str, modifier: Any, who: Any) -> Seen:
+        parameter = self.model.get_parameter(param)
+        with hf_zero.zero.GatheredParameters([parameter], modifier_rank=None if modifier == "none" else modifier):
+            if who in ("all", self.rank):
+                parameter.data.copy_(noise(param, parameter.shape, 2))
+        return {}
+
+    def average(self, how: str) -> Seen:
+        named = dict(self.model.named_parameters())
+        with hf_zero.zero.GatheredParameters(list(named.values())) if how == "gathered" else nullcontext():
+            return self.average_of(named)
+
+    def average_in(self, how: str) -> Seen:
+        named = dict(self.model.named_parameters())
+        with hf_zero.zero.GatheredParameters(list(named.values()), modifier_rank=0) if how == "gathered" else nullcontext():
+            return self.take_average(named)
+
+    def swa(self, data: int) -> Seen:
+        averaged = averaged_twice(self.engine.module).eval()
+        with torch.no_grad():
+            return {"logits": averaged(batch(data, self.rank)[0]).clone()}
+
+    def read(self, param: str, what: str, who: Any) -> Seen:
+        if who in ("all", self.rank):
+            script_model.read(what, self.engine.module, param)
+        return {}
+
+    # -- gradients and the optimizer ------------------------------------------------------------------------------------------
+
+    def write_grad(self, param: str, who: Any) -> Seen:
+        parameter = self.model.get_parameter(param)
+        if who in ("all", self.rank):
+            parameter.grad = noise(f"{param} {self.rank}", self._shape(parameter), 3).to(self.dtype)
+        return {}
+
+    def set_grad(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        utils.safe_set_full_grad(parameter, noise(param, self._shape(parameter), 4))
+        return {}
+
+    def get_grad(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        found = utils.safe_get_full_grad(parameter)
+        return {"gradient": torch.zeros(self._shape(parameter)) if found is None else found.float()}
+
+    def set_master(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        utils.safe_set_full_fp32_param(parameter, noise(param, self._shape(parameter), 5))
+        return {}
+
+    def get_master(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        found = utils.safe_get_full_fp32_param(parameter)
+        return {} if found is None or not parameter.requires_grad else {"master": found.clone()}
+
+    def set_moments(self, param: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        for key, value in new_moments(param, self._shape(parameter)).items():
+            utils.safe_set_full_optimizer_state(parameter, value, key)
+        return {}
+
+    def set_lr(self, lr: float) -> Seen:
+        for group in self.engine.optimizer.param_groups:
+            group["lr"] = lr
+        return {}
+
+    def zero_grad(self, how: str) -> Seen:
+        {"engine": self.engine, "module": self.model, "optimizer": self.engine.optimizer}[how].zero_grad()
+        return {}
+
+    # -- what is compared -------------------------------------------------------------------------------------------------------
+
+    def weights(self) -> dict[str, Tensor]:
+        """Whole parameters by name; collective."""
+        named = dict(self.model.named_parameters())
+        with hf_zero.zero.GatheredParameters(list(named.values())):
+            return {name: parameter.detach().clone() for name, parameter in named.items()}
+
+    def masters(self) -> dict[str, Tensor]:
+        """Whole masters of what trains, by name; collective."""
+        found = {name: utils.safe_get_full_fp32_param(parameter) for name, parameter in self.model.named_parameters()}
+        return {name: value.detach().float().clone() for name, value in found.items() if value is not None}
+
+    def moments(self, key: str) -> dict[str, Tensor]:
+        """A state of the optimizer by the parameter's name, where there is one; collective."""
+        found = {name: utils.safe_get_full_optimizer_state(parameter, key) for name, parameter in self.model.named_parameters()}
+        return {name: value.detach().float().clone() for name, value in found.items() if value is not None}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's buffers by name."""
+        return {name: value.clone() for name, value in self.model.named_buffers()}
+
+    def _shape(self, parameter: Any) -> torch.Size:
+        return torch.Size(getattr(parameter, "ds_shape", parameter.shape))

@@ -1,0 +1,189 @@
+"""What scripts may not do yet: patterns that the fuzzer leaves out until they are mended, each with scripts that show the fault.
+
+Delete an entry when ``python -m tests.parity.fuzzer.report known`` says that it is closed, and move its scripts to ``MENDED``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tests.parity.fuzzer.grammar import Cell, Operation, Script, keep_valid, parse
+
+
+class Known(NamedTuple):
+    """A fault that is open.
+
+    Attributes:
+        issue: Section of the issue that it belongs to.
+        pattern: Settings of the cell and operations that come in this order, whatever stands between them, parted by "|"; a value may
+            be several, parted by "/". "at" is where an operation stands, as in ``phases``.
+        reason: What goes wrong.
+        scripts: Small ones that show it.
+    """
+
+    issue: str
+    pattern: str
+    reason: str
+    scripts: tuple[str, ...] = ()
+
+
+_TRAIN = "forward data=0; backward; step"
+KNOWN_OPEN: tuple[Known, ...] = ()
+
+_UP, _GAIN, _BIAS = "blocks.0.up.weight", "blocks.1.gain", "blocks.0.up.bias"
+_IN_PLACE = ("mul", "clamp", "copy", "data_mul", "data_copy")
+
+# Scripts that failed once, and some that stand for what has always been exact: they run each time.
+MENDED: tuple[str, ...] = (
+    *(
+        f"cell stage={stage} dtype=bf16 ranks=2 accumulation=2 clip=0.5; {_TRAIN}; forward data=1; backward; step; save; "
+        "forward data=2; infer data=20; backward; step; forward data=3; backward; step; load which=last; "
+        f"generate data=21 lengths=by_rank; {_TRAIN}"
+        for stage in range(4)
+    ),
+    f"cell stage=3 ranks=2 recompute=pieces; {_TRAIN}; forward data=1; backward; step",
+    f"cell stage=3 ranks=2 tied=1; {_TRAIN}; fail_backward layer=blocks.1 data=20; forward data=1; backward; "
+    "set_moments param=head.weight; step",
+    "cell stage=1 ranks=2; forward data=0; backward; write_grad param=embed.weight who=all; step; save_model",
+    # States of what trains beside parameters that were frozen before their first gradient; an adapter that is gone when it would join.
+    *(f"cell stage={stage} ranks=2; freeze layer=head; forward data=0; backward; step" for stage in range(4)),
+    "add_adapter layer=blocks.1 how=group trains=0; forward data=0; backward; step; unfreeze layer=blocks.1; forward data=1; backward; "
+    "remove_adapter layer=blocks.1; step",
+    # Pieces that nearly cancel out: autograd rounds their sum to 16 bit, the package adds them in fp32.
+    "cell stage=0 dtype=bf16 ranks=2 recompute=pieces; forward data=3; backward; step",
+    # Gradients that came late in backwards of which none completes the step: the second ``step`` does.
+    *(
+        f"cell stage={stage} accumulation=2 recompute=pieces; forward data=0; backward; forward data=1; backward; step; step"
+        for stage in (2, 3)
+    ),
+    # Buffers in their own type, and after a load those of one rank.
+    f"cell stage=0 dtype=bf16 buffers=1; {_TRAIN}",
+    f"cell stage=3 dtype=bf16 ranks=2 buffers=1; {_TRAIN}",
+    *(f"cell stage={stage} ranks=2 buffers=1; {_TRAIN}; save; load which=last" for stage in (0, 3)),
+    # What is trained.
+    *(f"cell stage={stage} ranks=2; {_TRAIN}; freeze layer=head; forward data=1; backward; step" for stage in range(4)),
+    *(f"cell stage={stage} ranks=2 frozen=blocks.0; unfreeze layer=blocks.0; {_TRAIN}" for stage in range(4)),
+    *(f"cell stage={stage} ranks=2 client=1; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}" for stage in range(4)),
+    # Values that are assigned.
+    *(f"cell stage={stage} ranks=2; write param={_UP} how=assign; get_master param={_UP}" for stage in range(3)),
+    f"cell stage=3 ranks=2; write param={_UP} how=assign; swa data=20",
+    *(f"cell stage=3 ranks=2 recompute={how}; forward data=0; write param={_UP} how=assign; backward; step" for how in ("none", "block")),
+    *(f"cell stage={stage}; forward data=0; write param={_UP} how=assign; backward; step" for stage in range(4)),
+    *(f"cell stage={stage} ranks=2; forward data=0; backward; write param={_GAIN} how=assign; step" for stage in range(3)),
+    # Values that are written in place, or by the module itself.
+    *(
+        f"cell stage={stage} dtype=bf16 ranks=2; write param={_GAIN} how={how}; {_TRAIN}"
+        for stage in range(3)
+        for how in ("mul", "data_copy")
+    ),
+    *(f"cell stage={stage} dtype=bf16 ranks=2; load_module how=module; {_TRAIN}" for stage in range(3)),
+    *(
+        f"cell stage={stage} dtype=bf16 ranks=2; average how=plain; {_TRAIN}; average_in how=plain; forward data=1; backward; step"
+        for stage in range(3)
+    ),
+    *(f"cell stage=3 ranks=2 persist=1000; write param={_BIAS} how={how}; {_TRAIN}" for how in ("assign", "mul")),
+    # Values that are written inside a gather.
+    *(f"cell stage={stage} dtype=bf16 ranks=2; gather_write param={_GAIN} modifier=none who=all; {_TRAIN}" for stage in range(3)),
+    *(f"cell stage={stage} ranks=2; gather_write param={_GAIN} modifier=none who=0; {_TRAIN}" for stage in range(3)),
+    f"cell stage=3 ranks=2; forward data=0; gather_write param={_UP} modifier=none who=all; backward; step",
+    *(f"cell stage=3 ranks=2 persist=1000; gather_write param={_BIAS} modifier=none who={who}; {_TRAIN}" for who in ("all", 0)),
+    *(
+        f"cell stage={stage} ranks=2; gather_write param={_GAIN} modifier={modifier} who={1 - modifier}; {_TRAIN}"
+        for stage in range(4)
+        for modifier in (0, 1)
+    ),
+    *(f"cell stage={stage} ranks=2 frozen=blocks.0; gather_write param={_UP} modifier=0 who=0; {_TRAIN}" for stage in range(3)),
+    *(f"cell stage={stage} ranks=2 frozen=blocks.0; gather_write param={_UP} modifier=none who=1; {_TRAIN}" for stage in range(3)),
+    # Values that are not there.
+    *(f"cell stage=3 ranks=2; write param={_UP} how={how}; {_TRAIN}" for how in _IN_PLACE),
+    f"cell stage=3 ranks=2; load_module how=module; {_TRAIN}",
+    f"cell stage=3 ranks=2; average how=plain; {_TRAIN}",
+    *(f"cell stage=3 ranks=2; compute param={_UP} what={what}; {_TRAIN}" for what in ("sum", "float", "clone", "compare")),
+    # PyTorch's own error, before the ranks meet: a value was written in place behind a forward that another rank's write came before.
+    f"cell stage=0 ranks=2; forward data=0; gather_write param={_UP} modifier=none who=1; write param={_GAIN} how=clamp; backward",
+    # Gradients.
+    *(
+        f"cell stage={stage}; forward data=0; backward; write_grad param=embed.weight who=all; get_grad param=embed.weight"
+        for stage in range(3)
+    ),
+    *(
+        f"cell stage={stage} ranks=2; {_TRAIN}; forward data=1; backward; zero_grad how=engine; write_grad param={_UP} who=all; step"
+        for stage in range(3)
+    ),
+    # What one rank does alone.
+    f"cell stage=3 ranks=2; forward data=0; read param={_UP} what=attribute who=0; backward; step; {_TRAIN}",
+    f"cell stage=3 ranks=2; forward data=0; read param={_GAIN} what=attribute who=0; evaluate data=20; backward; step",
+    f"cell stage=3 ranks=2; forward data=0; read param={_UP} what=repr who=0; backward; step; {_TRAIN}",
+    *(f"cell stage={stage} ranks=2 recompute=pieces; {_TRAIN}" for stage in range(3)),
+    *(f"cell stage={stage} ranks=2; fail_forward layer=blocks.0 who=0 data={data}; {_TRAIN}" for stage in range(4) for data in (0, 20)),
+    *(f"cell stage={stage} ranks=2; bad_save who=0 what=none" for stage in (0, 3)),
+)
+
+
+def known(script: Script, faults: Sequence[Known] = KNOWN_OPEN) -> Known | None:
+    """The first of ``faults`` that ``script`` would meet."""
+    return next((one for one in faults if matches(one.pattern, script)), None)
+
+
+def without_known(script: Script, faults: Sequence[Known] = KNOWN_OPEN) -> Script:
+    """The script without the operations that would complete one of ``faults``; its cell is changed where that alone is one."""
+    cell = script.cell
+    for one in faults:
+        settings, *operations = _parts(one.pattern)
+        if not operations and _fits_cell(settings, cell):
+            # The setting that is least common goes back to its default.
+            name = settings.split()[-1].split("=")[0]
+            cell = Cell(**{**vars(cell), name: getattr(Cell(), name)})
+    kept: list[Operation] = []
+    for operation in script.operations:
+        if known(Script(cell, (*kept, operation)), faults) is None:
+            kept.append(operation)
+    return Script(cell, tuple(keep_valid(Script(cell, tuple(kept)))))
+
+
+def matches(pattern: str, script: Script) -> bool:
+    """Whether ``script`` runs where ``pattern`` says and has its operations in their order."""
+    settings, *operations = _parts(pattern)
+    if not _fits_cell(settings, script.cell):
+        return False
+    left = list(zip(script.operations, phases(script.operations), strict=True))
+    for wanted in operations:
+        place = next((index for index, found in enumerate(left) if _fits(wanted, *found)), None)
+        if place is None:
+            return False
+        left = left[place + 1 :]
+    return True
+
+
+def phases(operations: Sequence[Operation]) -> list[str]:
+    """Where each operation stands: "b" while a loss waits for its backward, else "c" while gradients wait for their step, else "a"."""
+    found, held, waits = [], False, False
+    for operation in operations:
+        found.append("b" if held else "c" if waits else "a")
+        if operation.name in ("forward", "backward", "step"):
+            held, waits = operation.name == "forward", operation.name == "backward" or operation.name == "forward" and waits
+    return found
+
+
+def _parts(pattern: str) -> list[str]:
+    return [part.strip() for part in pattern.split("|")]
+
+
+def _fits_cell(settings: str, cell: Cell) -> bool:
+    return all(str(getattr(cell, name)) in values.split("/") for name, values in _pairs(settings.split()))
+
+
+def _fits(wanted: str, operation: Operation, phase: str) -> bool:
+    names, *arguments = wanted.split()
+    given = {"at": phase, **dict(operation.args)}
+    return operation.name in names.split("/") and all(str(given.get(key)) in values.split("/") for key, values in _pairs(arguments))
+
+
+def _pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
+    return [(name, value) for name, value in (text.split("=", 1) for text in texts)]
+
+
+def mended() -> list[Script]:
+    """The scripts that failed once."""
+    return [parse(text) for text in MENDED]

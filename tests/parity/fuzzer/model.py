@@ -1,0 +1,251 @@
+"""The tiny causal model that scripts of the fuzzer train, its data, and values that both sides of a comparison draw alike."""
+
+from __future__ import annotations
+
+import zlib
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.parity.fuzzer.grammar import Cell
+
+VOCABULARY, WIDTH, INNER, LENGTH, ROWS = 11, 6, 10, 4, 2  # odd shares of two ranks: pieces of parameters lie on both
+Seen = dict[str, Any]  # what an operation of a script shows, by name
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+class ScriptError(RuntimeError):
+    """What a forward or backward of the model raises when a script asks for it."""
+
+
+class Adapter(nn.Module):
+    """A product of two thin matrices that a script adds to a layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.down = nn.Linear(WIDTH, 2, bias=False)
+        self.up = nn.Linear(2, WIDTH, bias=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.up(self.down(hidden))
+
+
+class Layer(nn.Module):
+    """A repeated block: two matrices, a vector, running statistics, an adapter where a script has added one.
+
+    Attributes:
+        fails: "forward" or "backward" makes the next one raise a ``ScriptError``.
+        recompute: "block" recomputes the layer in backward; "pieces" recomputes its two halves, as often as the data asks.
+    """
+
+    def __init__(self, recompute: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(WIDTH, INNER)
+        self.down = nn.Linear(INNER, WIDTH)
+        self.gain = nn.Parameter(torch.ones(WIDTH))
+        self.recompute = recompute
+        self.fails = ""
+
+    def forward(self, hidden: Tensor, pieces: int = 1) -> Tensor:
+        if self.recompute == "none" or not torch.is_grad_enabled():
+            hidden = self._first(hidden, hidden) if pieces == 1 else torch.cat([self._first(part, part) for part in hidden.split(1)])
+        elif self.recompute == "block":
+            hidden = checkpoint(self._first, hidden, hidden, use_reentrant=False)
+        else:
+            hidden = torch.cat([checkpoint(self._first, part, part, use_reentrant=True) for part in hidden.chunk(pieces)])
+        fails, self.fails = self.fails, ""
+        if fails == "forward":
+            raise ScriptError("a forward that a script catches")
+        if fails == "backward":
+            hidden.register_hook(_raise)
+        return hidden
+
+    def _first(self, hidden: Tensor, rest: Tensor) -> Tensor:
+        out = self.down(torch.tanh(self.up(hidden))) * self.gain
+        if hasattr(self, "adapter"):
+            out = out + self.adapter(hidden)
+        return rest + out
+
+
+class ScriptModel(nn.Module):
+    """Embedding, two layers, head. The loss is returned where labels are given, else logits of every position."""
+
+    def __init__(self, cell: Cell) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Layer(cell.recompute) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=not cell.tied)
+        if cell.tied:
+            self.head.weight = self.embed.weight
+        self.has_buffers = bool(cell.buffers)
+        if self.has_buffers:
+            self.register_buffer("table", 1 + torch.rand(WIDTH) / 300)  # in bf16 another table
+            self.register_buffer("running", torch.zeros(WIDTH))
+            self.register_buffer("squares", torch.ones(WIDTH))
+            self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, tokens: Tensor, labels: Tensor | None = None) -> Tensor:
+        hidden = self.embed(tokens)
+        if self.has_buffers:
+            hidden = self._through_buffers(hidden)
+        pieces = 1 + int(tokens[0, 0]) % 2
+        for block in self.blocks:
+            hidden = block(hidden, pieces)
+        logits = self.head(hidden).float()
+        return logits if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    def generate(self, tokens: Tensor, length: int) -> tuple[Tensor, list[Tensor]]:
+        """Return ``tokens`` continued greedily by ``length`` tokens, and the logits of each of them."""
+        seen = []
+        with torch.no_grad():
+            for _ in range(length):
+                seen.append(self(tokens)[:, -1])
+                tokens = torch.cat([tokens, seen[-1].argmax(-1, keepdim=True)], 1)
+        return tokens, seen
+
+    def _through_buffers(self, hidden: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.running.lerp_(hidden.detach().to(self.running.dtype).mean((0, 1)), 0.25)
+                self.squares.lerp_(hidden.detach().to(self.running.dtype).square().mean((0, 1)), 0.25)
+                self.count += 1
+            return (hidden * self.table).to(hidden.dtype)
+        return ((hidden * self.table - self.running) / self.squares.sqrt()).to(hidden.dtype)
+
+
+class Side:
+    """What both sides of a comparison are made of, and the operations that they do alike.
+
+    Args:
+        cell: Where the script runs.
+        rank: The one whose values are shown.
+    """
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        self.cell, self.rank = cell, rank
+        self.dtype = DTYPES[cell.dtype]
+        self.model = build(cell)
+        self.shadow: dict[str, Tensor] = {}  # averages of parameters by name
+
+    def freeze(self, layer: str) -> Seen:
+        self.model.get_submodule(layer).requires_grad_(False)
+        return {}
+
+    def unfreeze(self, layer: str) -> Seen:
+        self.model.get_submodule(layer).requires_grad_(True)
+        return {}
+
+    def compute(self, param: str, what: str) -> Seen:
+        return {what: compute(what, self.model.get_parameter(param))}
+
+    def average_of(self, named: dict[str, nn.Parameter]) -> Seen:
+        """Take whole parameters into their averages, and show these."""
+        for name, parameter in named.items():
+            value = parameter.detach().float()
+            self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
+        return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
+
+    def take_average(self, named: dict[str, nn.Parameter]) -> Seen:
+        """Write averages to the whole parameters that have one."""
+        with torch.no_grad():
+            for name, parameter in named.items():
+                if name in self.shadow:
+                    parameter.data.copy_(self.shadow[name])
+        return {}
+
+
+def _raise(_grad: Tensor) -> None:
+    raise ScriptError("a backward that a script catches")
+
+
+def build(cell: Cell) -> ScriptModel:
+    """Return the model of a cell, the same on every rank and both sides, in fp32."""
+    torch.manual_seed(1)
+    model = ScriptModel(cell)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(noise(name, parameter.shape, 0) + (1.0 if name.endswith("gain") else 0.0))
+    if cell.frozen != "none":
+        model.get_submodule(cell.frozen).requires_grad_(False)
+    return model
+
+
+def add_adapter(model: nn.Module, layer: str, dtype: torch.dtype, trains: bool) -> list[nn.Parameter]:
+    """Give ``layer`` an adapter, the same on both sides, and return its parameters."""
+    adapter = Adapter()
+    with torch.no_grad():
+        for name, parameter in adapter.named_parameters():
+            parameter.copy_(noise(f"{layer}.{name}", parameter.shape, 0))
+    model.get_submodule(layer).adapter = adapter.to(dtype).requires_grad_(trains)
+    return list(adapter.parameters())
+
+
+def noise(name: str, shape: Any, seed: int) -> Tensor:
+    """Return values that depend on the name and the seed, fp32, of a size that a comparison in bf16 cannot miss."""
+    source = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
+    return torch.randn(tuple(shape), generator=source) * 0.4
+
+
+def batch(data: int, rank: int) -> tuple[Tensor, Tensor]:
+    """Return the tokens and labels, (``ROWS``, ``LENGTH``) each, of a rank's micro-step."""
+    source = torch.Generator().manual_seed(1000 * (rank + 1) + data)
+    tokens = torch.randint(0, VOCABULARY, (2, ROWS, LENGTH), generator=source)
+    return tokens[0], tokens[1]
+
+
+def write(parameter: nn.Parameter, how: str, value: Tensor) -> None:
+    """Change a whole parameter the way ``how`` says; ``value`` has its shape."""
+    value = value.to(parameter.dtype)
+    if how == "assign":
+        parameter.data = value
+    elif how == "data_mul":
+        parameter.data.mul_(0.5)
+    elif how == "data_copy":
+        parameter.data.copy_(value)
+    else:
+        with torch.no_grad():
+            if how == "mul":
+                parameter.mul_(-0.5)
+            elif how == "clamp":
+                parameter.clamp_(-0.1, 0.1)
+            else:
+                parameter.copy_(value)
+
+
+def compute(what: str, parameter: Tensor) -> Tensor:
+    """Return what a script makes of a parameter's values."""
+    with torch.no_grad():
+        if what == "sum":
+            return parameter.sum()
+        if what == "norm":
+            return parameter.norm()
+        if what == "float":
+            return parameter.detach().float() * 2
+        if what == "clone":
+            return parameter.detach().clone()
+        if what == "compare":
+            return (parameter > 0).sum()
+        return torch.cat([parameter.detach().reshape(-1), torch.zeros(1, dtype=parameter.dtype)])
+
+
+def read(what: str, model: nn.Module, name: str) -> None:
+    """Look at what needs no values of the parameter ``name``; a rank may do that alone."""
+    if what == "attribute":  # as a script's log does
+        layer, _, last = name.rpartition(".")
+        assert getattr(model.get_submodule(layer), last).dtype.is_floating_point
+        return
+    parameter = dict(model.named_parameters(remove_duplicate=False))[name]
+    if what == "dtype":
+        assert parameter.dtype.is_floating_point
+    elif what == "shape":
+        assert len(tuple(parameter.shape)) == parameter.ndim and parameter.device is not None
+    elif what == "repr":
+        assert repr(parameter) and str(model)
+    elif what == "grad":
+        assert parameter.grad is None or parameter.grad.shape is not None
+    elif what == "requires_grad":
+        assert parameter.requires_grad in (True, False)
+    else:
+        assert len(list(model.named_parameters())) == len(dict(model.named_parameters()))

@@ -1,0 +1,444 @@
+"""A script of the fuzzer in plain PyTorch: one process that trains on the data of all ranks, with fp32 masters for bf16."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from copy import deepcopy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.parity.fuzzer import model as script_model
+from tests.parity.fuzzer.grammar import Cell
+from tests.parity.fuzzer.model import ScriptError, Seen, Side, batch, noise
+
+SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weight_decay": 0.5}
+
+
+class MustRefuse(RuntimeError):
+    """No outcome of an operation can be right: the package has to refuse it, then or before anything reads the values."""
+
+
+@dataclass
+class State:
+    """Everything that a checkpoint or a comparison needs of one side.
+
+    Attributes:
+        weights: Parameters by name, as the forward reads them.
+        masters: fp32 masters of what the optimizer holds, by name.
+        moments: The optimizer's state of each parameter, by name.
+        groups: Names of each param group.
+        rates: Learning rate of each group.
+        buffers: Of each rank, by name.
+        steps: Optimizer steps so far.
+        norm: Of all gradients at the last step, before clipping.
+    """
+
+    weights: dict[str, Tensor] = field(default_factory=dict)
+    masters: dict[str, Tensor] = field(default_factory=dict)
+    moments: dict[str, dict[str, Tensor]] = field(default_factory=dict)
+    groups: list[list[str]] = field(default_factory=list)
+    rates: list[float] = field(default_factory=list)
+    buffers: list[dict[str, Tensor]] = field(default_factory=list)
+    steps: int = 0
+    norm: float | None = None
+
+
+class Plain(Side):
+    """One side of a comparison; each method but the helpers is an operation of ``script_grammar.KINDS`` and shows what it saw.
+
+    Where PyTorch and the package's documents leave a choice, ``candidates`` holds every permitted state after an operation, the literal
+    one first; ``settle`` takes the one that the other side has.
+    """
+
+    def __init__(self, cell: Cell, rank: int) -> None:
+        super().__init__(cell, rank)
+        for parameter in self.model.parameters():
+            parameter.data = parameter.data.to(self.dtype)
+        self.buffers = [{name: value.clone() for name, value in self.model.named_buffers()} for _ in range(cell.ranks)]
+        self.masters: dict[str, Tensor] = {}
+        self.groups: list[list[str]] = []
+        self.optimizer: Any = None
+        self._add_group([name for name, _ in self.model.named_parameters()])
+        self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
+        self.losses: list[Tensor] = []
+        self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
+        self.awaits = False  # a backward came after the last call of `step`
+        self.norm: float | None = None
+        self.failed_alone: int | None = None  # the batch of a forward that raised on one rank, until the next forward
+        self.saved: list[State] = []
+        self.candidates: list[State] = []
+
+    # -- training ---------------------------------------------------------------------------------------------------------
+
+    def forward(self, data: int) -> Seen:
+        failed, self.failed_alone = self.failed_alone, None
+        if failed not in (None, data):
+            raise MustRefuse(f"rank 0 has lost batch {failed}")
+        self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
+        return {"loss": self.losses[self.rank].detach().clone()}
+
+    def backward(self) -> Seen:
+        losses, self.losses = self.losses, []
+        for loss in losses:
+            (loss / self.cell.accumulation).backward()
+            for name, parameter in self.model.named_parameters():
+                if parameter.grad is not None:
+                    self.sums[name] = self.sums.get(name, 0) + parameter.grad.float()
+                    parameter.grad = None
+        self.micro += 1
+        self.awaits = True
+        return {}
+
+    def step(self) -> Seen:
+        self.calls, self.awaits = self.calls + 1, False
+        if self.calls < self.cell.accumulation:
+            return {}
+        self.calls = 0
+        if not self.micro and not self.sums:
+            return {}
+        self.adopt()
+        model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
+        grouped = {name for group in self.groups for name in group}
+        # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
+        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward.
+        idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
+        fresh = [name for name in idle if self.masters[name] not in self.optimizer.state]  # those wait for their first gradient
+        idle = [name for name in idle if name not in fresh]
+        bare = [name for name in model if name not in grouped and model[name].requires_grad]
+        before = self.state()
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, bare)]):
+            self.restore(before)
+            used = dict(sums)
+            for names, chosen in zip((idle, fresh), choice[:2], strict=True):
+                used.update({name: torch.zeros_like(self.masters[name]) for name in names if chosen})
+            if choice[2]:
+                self._join(bare)
+                used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
+            self._update(used)
+            self.candidates.append(self.state())
+        return {}
+
+    def _update(self, sums: dict[str, Tensor]) -> None:
+        model = dict(self.model.named_parameters())
+        used = {name: total / self.cell.ranks for name, total in sums.items() if name in self.masters and name in model}
+        if not used:
+            return
+        norm = torch.stack([value.double().norm() for value in used.values()]).norm().item()
+        factor = min(1.0, self.cell.clip / (norm + 1e-6)) if self.cell.clip else 1.0
+        for name, value in used.items():
+            self.masters[name].grad = value * factor
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        with torch.no_grad():
+            for name in used:
+                model[name].copy_(self.masters[name])
+        self.steps, self.norm = self.steps + 1, norm
+
+    # -- forwards ---------------------------------------------------------------------------------------------------------
+
+    def evaluate(self, data: int) -> Seen:
+        with torch.no_grad():
+            return {"logits": self._own(data, self.model.eval())}
+
+    def infer(self, data: int) -> Seen:
+        with torch.inference_mode():
+            return {"logits": self._own(data, self.model.eval()).clone()}
+
+    call_module = evaluate
+
+    def forward_lost(self, data: int) -> Seen:
+        return {"loss": [self.model(*batch(data, rank)) for rank in self._each_rank()][self.rank].detach()}
+
+    def generate(self, data: int, lengths: str) -> Seen:
+        self.model.eval()
+        self._enter(self.rank)
+        tokens, logits = self.model.generate(batch(data, self.rank)[0], length_of(lengths, self.rank))
+        self.model.train()
+        return {"tokens": tokens, **{f"logits {place}": value for place, value in enumerate(logits)}}
+
+    def _own(self, data: int, model: Any) -> Tensor:
+        self._enter(self.rank)
+        logits: Tensor = model(batch(data, self.rank)[0])
+        self.model.train()
+        return logits
+
+    # -- caught errors ------------------------------------------------------------------------------------------------------
+
+    def fail_forward(self, layer: str, who: Any, data: int) -> Seen:
+        self.failed_alone = data if who == 0 and self.cell.ranks > 1 else None
+        for rank in self._each_rank():
+            if who in ("all", rank):
+                self.model.get_submodule(layer).fails = "forward"
+                try:
+                    self.model(*batch(data, rank))
+                except ScriptError:
+                    continue
+        return {}
+
+    def fail_backward(self, layer: str, data: int) -> Seen:
+        for rank in self._each_rank():
+            self.model.get_submodule(layer).fails = "backward"
+            loss = self.model(*batch(data, rank))
+            try:
+                loss.backward()
+            except ScriptError:
+                self.model.zero_grad()
+        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+        return {}
+
+    def bad_save(self, who: Any, what: str) -> Seen:
+        raise TypeError(f"a folder that is {what} on {who}")
+
+    # -- files --------------------------------------------------------------------------------------------------------------
+
+    def save(self) -> Seen:
+        self.adopt()
+        self.saved.append(deepcopy(self.state()))
+        return {}
+
+    def load(self, which: str) -> Seen:
+        found = self.saved[-1 if which == "last" else 0]
+        model = dict(self.model.named_parameters())
+        if found.weights.keys() != model.keys():
+            raise KeyError(f"the checkpoint has other parameters: {sorted(found.weights.keys() ^ model.keys())}")
+        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+        held = {name for group in self.groups for name in group} & model.keys()
+        for source in range(self.cell.ranks):  # [Note: buffers of a checkpoint] those of one rank, whichever
+            state = deepcopy(found)
+            state.buffers = [found.buffers[source]] * self.cell.ranks
+            state.groups, state.norm = deepcopy(self.groups), self.norm
+            state.masters = {name: found.masters.get(name, found.weights[name].float()) for name in held}
+            state.rates = [*found.rates, *[group["lr"] for group in self.optimizer.param_groups[len(found.rates) :]]]
+            self.candidates.append(state)
+        return {}
+
+    def save_model(self) -> Seen:
+        return self.state_dict()
+
+    def state_dict(self) -> Seen:
+        return {name: value.detach().clone() for name, value in self.model.named_parameters()} if self.rank == 0 else {}
+
+    # -- what trains ----------------------------------------------------------------------------------------------------------
+
+    def add_adapter(self, layer: str, how: str, trains: int) -> Seen:
+        added = script_model.add_adapter(self.model, layer, self.dtype, bool(trains))
+        if how == "group":
+            self._add_group([name for name, value in self.model.named_parameters() if any(value is one for one in added)])
+        return {}
+
+    def remove_adapter(self, layer: str) -> Seen:
+        gone = [name for name, _ in self.model.named_parameters() if name.startswith(f"{layer}.adapter")]
+        del self.model.get_submodule(layer).adapter
+        self.groups = [[name for name in group if name not in gone] for group in self.groups]
+        for name in gone:
+            self.sums.pop(name, None)
+            if name in self.masters:
+                self.optimizer.state.pop(self.masters.pop(name), None)
+        return {}
+
+    def _add_group(self, names: list[str]) -> None:
+        added = {name: self._master(name) for name in names}
+        self.masters.update(added)
+        self.groups.append(names)
+        if self.optimizer is None:
+            self.optimizer = torch.optim.AdamW(list(added.values()), foreach=False, fused=False, **SETTINGS)
+        else:
+            self.optimizer.add_param_group({"params": list(added.values())})
+
+    def _join(self, names: list[str]) -> None:
+        for name in names:
+            self.masters[name] = self._master(name)
+            self.optimizer.param_groups[0]["params"].append(self.masters[name])
+            self.groups[0] = [*self.groups[0], name]
+
+    def _master(self, name: str) -> Tensor:
+        return self.model.get_parameter(name).detach().float().clone()
+
+    # -- values ---------------------------------------------------------------------------------------------------------------
+
+    def write(self, param: str, how: str) -> Seen:
+        parameter = self.model.get_parameter(param)
+        script_model.write(parameter, how, noise(param, parameter.shape, 1))
+        return {}
+
+    def load_module(self, how: str) -> Seen:
+        self.model.load_state_dict(new_weights(self.model), strict=False)
+        return {}
+
+    def gather_write(self, param: str, modifier: Any, who: Any) -> Seen:
+        name, parameter = self._canonical(param), self.model.get_parameter(param)
+        self.adopt()
+        old, new = self.state(), noise(param, parameter.shape, 2).to(self.dtype)
+        parameter.data.copy_(new)
+        self.adopt()
+        written = self.state()
+        # Without a modifier changes count that all ranks make alike; with one, those of that rank.
+        alone = who != "all" and self.cell.ranks > 1
+        if modifier == "none":
+            self.candidates = [] if alone else [written if who in ("all", 0) else old]
+        else:
+            self.candidates = [written if who in ("all", modifier) else old]
+        if not self.candidates:
+            raise MustRefuse(f"{name} was written on rank {who} alone")
+        if len(self.candidates) == 1:
+            self.restore(self.candidates.pop())
+        return {}
+
+    def average(self, how: str) -> Seen:
+        return self.average_of(dict(self.model.named_parameters()))
+
+    def average_in(self, how: str) -> Seen:
+        return self.take_average(dict(self.model.named_parameters()))
+
+    def swa(self, data: int) -> Seen:
+        self._enter(self.rank)
+        averaged = averaged_twice(self.model)
+        return {"logits": self._own(data, averaged.eval())}
+
+    def read(self, param: str, what: str, who: Any) -> Seen:
+        return {}
+
+    # -- gradients and the optimizer ------------------------------------------------------------------------------------------
+
+    def write_grad(self, param: str, who: Any) -> Seen:
+        if who == 0 and self.cell.ranks > 1:
+            if not self.model.get_parameter(param).requires_grad:
+                return {}  # no rank trains it, see [Note: choices of a step]
+            raise MustRefuse(f"the gradient of {param} was written on rank 0 alone")
+        parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.ranks)]
+        self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)
+        return {}
+
+    def set_grad(self, param: str) -> Seen:
+        self.sums[self._canonical(param)] = noise(param, self.model.get_parameter(param).shape, 4) * self.cell.ranks
+        return {}
+
+    def get_grad(self, param: str) -> Seen:
+        found = self.sums.get(self._canonical(param))
+        return {"gradient": torch.zeros(self.model.get_parameter(param).shape) if found is None else found / self.cell.ranks}
+
+    def set_master(self, param: str) -> Seen:
+        self.adopt()
+        name, parameter = self._canonical(param), self.model.get_parameter(param)
+        with torch.no_grad():
+            self.masters[name].copy_(noise(param, parameter.shape, 5))
+            parameter.copy_(self.masters[name])
+        return {}
+
+    def get_master(self, param: str) -> Seen:
+        self.adopt()
+        return {"master": self.masters[self._canonical(param)].detach().clone()} if self.model.get_parameter(param).requires_grad else {}
+
+    def set_moments(self, param: str) -> Seen:
+        state = self.optimizer.state[self.masters[self._canonical(param)]]
+        if not state:
+            raise KeyError(f"{param} has no moments yet")
+        for key, value in new_moments(param, self.model.get_parameter(param).shape).items():
+            state[key].copy_(value)
+        return {}
+
+    def set_lr(self, lr: float) -> Seen:
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        return {}
+
+    def zero_grad(self, how: str) -> Seen:
+        if self.awaits and self.calls + 1 >= self.cell.accumulation:  # in the middle of an accumulation gradients are kept
+            self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+        return {}
+
+    # -- states -----------------------------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Carry what a script wrote to parameters into their masters; elements that are as they were keep their fp32 bits."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self.masters:
+                    changed = self.masters[name].to(self.dtype) != parameter
+                    self.masters[name].copy_(torch.where(changed, parameter.float(), self.masters[name]))
+
+    def state(self) -> State:
+        """A copy of everything."""
+        return State(
+            {name: value.detach().clone() for name, value in self.model.named_parameters()},
+            {name: value.detach().clone() for name, value in self.masters.items()},
+            {name: _copied(self.optimizer.state[value]) for name, value in self.masters.items() if value in self.optimizer.state},
+            [list(group) for group in self.groups],
+            [group["lr"] for group in self.optimizer.param_groups],
+            [{name: value.clone() for name, value in buffers.items()} for buffers in self.buffers],
+            self.steps,
+            self.norm,
+        )
+
+    def restore(self, state: State) -> None:
+        """Go back to ``state``, which has this model's parameters."""
+        for name, parameter in self.model.named_parameters():
+            parameter.data.copy_(state.weights[name])  # a graph that waits for its backward does not hear of it
+        self.optimizer.state.clear()
+        for name in state.masters.keys() - self.masters.keys():
+            self.masters[name] = state.masters[name].clone()
+        self.masters = {name: value for name, value in self.masters.items() if name in state.masters}
+        for name, value in self.masters.items():
+            value.copy_(state.masters[name])
+            if name in state.moments:
+                self.optimizer.state[value] = _copied(state.moments[name])
+        self.groups = [list(group) for group in state.groups]
+        for group, names, rate in zip(self.optimizer.param_groups, self.groups, state.rates, strict=True):
+            group["params"], group["lr"] = [self.masters[name] for name in names], rate
+        self.buffers = [{name: value.clone() for name, value in buffers.items()} for buffers in state.buffers]
+        self.steps, self.norm = state.steps, state.norm
+
+    def follow(self, masters: dict[str, Tensor]) -> None:
+        """Go on from the other side's masters, which are within rounding of these: see [Note: parity in 16 bit]."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in masters and name in self.masters:
+                    self.masters[name].copy_(masters[name])
+                    parameter.data.copy_(masters[name])
+
+    def _canonical(self, name: str) -> str:
+        wanted = self.model.get_parameter(name)
+        return next(found for found, parameter in self.model.named_parameters() if parameter is wanted)
+
+    def _each_rank(self) -> Iterator[int]:
+        """Every rank in turn, the model with the buffers of that rank."""
+        for rank in range(self.cell.ranks):
+            self._enter(rank)
+            yield rank
+
+    def _enter(self, rank: int) -> None:
+        for name, value in self.buffers[rank].items():
+            self.model._buffers[name] = value
+
+
+def length_of(lengths: str, rank: int) -> int:
+    """How many tokens a rank generates."""
+    return 2 + (rank if lengths == "by_rank" else 0)
+
+
+def new_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Whole weights that a script loads into a model, by name, fp32."""
+    shapes = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
+    names = {id(parameter): name for name, parameter in reversed(shapes)}
+    return {name: noise(names[id(parameter)], getattr(parameter, "ds_shape", parameter.shape), 6) for name, parameter in shapes}
+
+
+def new_moments(name: str, shape: Any) -> dict[str, Tensor]:
+    """Moments that a script writes for a parameter."""
+    return {"exp_avg": noise(name, shape, 7), "exp_avg_sq": noise(name, shape, 8).square()}
+
+
+def averaged_twice(model: nn.Module) -> nn.Module:
+    """torch's own average of a model, updated twice."""
+    averaged = torch.optim.swa_utils.AveragedModel(model)
+    averaged.update_parameters(model)
+    averaged.update_parameters(model)
+    return averaged
+
+
+def _copied(state: dict[str, Any]) -> dict[str, Any]:
+    return {key: value.clone() if isinstance(value, Tensor) else value for key, value in state.items()}

@@ -1,0 +1,111 @@
+"""Say which files of tests take how long, from the report that pytest writes, for the table in CONTRIBUTING.md.
+
+    make test TEST_ARGS="--junitxml=build/tests.xml"
+    python -m tools.times_of_tests build/tests.xml               # the 25 longest files
+    python -m tools.times_of_tests build/tests.xml --tests 40    # the 40 longest tests
+    python -m tools.times_of_tests build/tests.xml --write       # the table of CONTRIBUTING.md, and tests/data/seconds.json
+
+Seconds are those of set-up, call and tear-down of each test on the wall, so that their sum is the length of the run times its processes.
+``tests/conftest.py`` sorts files by the data: several processes end together only if the longest files begin first. Write it on a quiet
+machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections import Counter, defaultdict
+from pathlib import Path
+from xml.etree import ElementTree
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PAGE = REPOSITORY / "CONTRIBUTING.md"
+DATA = REPOSITORY / "tests" / "data" / "seconds.json"
+START, STOP = "<!-- times: made by python -m tools.times_of_tests -->", "<!-- end of times -->"
+
+
+def seconds_by_file(report: Path) -> tuple[dict[str, float], Counter[str]]:
+    """Return the seconds and the number of tests of each file.
+
+    Args:
+        report: The XML file of ``pytest --junitxml``.
+
+    Raises:
+        ValueError: The report names no test.
+    """
+    seconds, counts = defaultdict[str, float](float), Counter[str]()
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = _file_of(case.get("classname", ""))
+        seconds[name] += float(case.get("time", "0"))
+        counts[name] += 1
+    if not counts:
+        raise ValueError(f"{report} names no test; write it with pytest --junitxml={report}")
+    return seconds, counts
+
+
+def seconds_by_test(report: Path) -> dict[str, float]:
+    """Return the seconds of each test, all its parameters together."""
+    seconds = defaultdict[str, float](float)
+    for case in ElementTree.parse(report).iter("testcase"):
+        name = re.sub(r"\[.*", "", case.get("name", ""), flags=re.S)
+        seconds[f"{_file_of(case.get('classname', ''))}::{name}"] += float(case.get("time", "0"))
+    return seconds
+
+
+def _longest(seconds: dict[str, float], length: int) -> list[tuple[str, float]]:
+    """Return the entries with the most seconds, longest first."""
+    return sorted(seconds.items(), key=lambda entry: -entry[1])[:length]
+
+
+def _file_of(classname: str) -> str:
+    """Return the path of a test's file, below ``tests/``."""
+    names = classname.split(".")
+    last = next((index for index, name in enumerate(names) if name.startswith("test_")), len(names) - 1)
+    return "/".join(names[1 : last + 1]) + ".py"
+
+
+def table(seconds: dict[str, float], counts: Counter[str], length: int) -> str:
+    """Return the table of the longest files as Markdown, with the rest in its last row."""
+    total = sum(seconds.values())
+    lines = ["| file in `tests/` | tests | seconds | share |", "|---|---|---|---|"]
+    longest = _longest(seconds, length)
+    for name, spent in longest:
+        lines.append(f"| {name} | {counts[name]} | {spent:.0f} | {100 * spent / total:.1f} % |")
+    rest = total - sum(spent for _, spent in longest)
+    others = len(seconds) - len(longest)
+    tests = sum(counts.values()) - sum(counts[name] for name, _ in longest)
+    lines.append(f"| {others} others | {tests} | {rest:.0f} | {100 * rest / total:.1f} % |")
+    return "\n".join(lines)
+
+
+def main() -> int:
+    """Print or write the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("report", type=Path, help="XML of pytest --junitxml")
+    parser.add_argument("--length", type=int, default=25, help="number of files")
+    parser.add_argument("--tests", type=int, default=0, help="print this many tests instead")
+    parser.add_argument("--write", action="store_true", help="write the table of CONTRIBUTING.md and the data that files are sorted by")
+    arguments = parser.parse_args()
+    if arguments.tests:
+        for name, spent in _longest(seconds_by_test(arguments.report), arguments.tests):
+            print(f"{spent:8.1f}  {name}")
+        return 0
+    seconds, counts = seconds_by_file(arguments.report)
+    text = table(seconds, counts, arguments.length)
+    if not arguments.write:
+        print(text)
+        return 0
+    page = PAGE.read_text(encoding="utf-8")
+    if START not in page or STOP not in page:
+        print(f"{PAGE} has no lines {START!r} and {STOP!r}: the table belongs between them", file=sys.stderr)
+        return 1
+    before, after = page.split(START)[0], page.split(STOP)[1]
+    DATA.write_text(json.dumps({name: round(spent, 1) for name, spent in sorted(seconds.items())}, indent=1) + "\n", encoding="utf-8")
+    PAGE.write_text(f"{before}{START}\n\n{text}\n\n{STOP}{after}", encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
