@@ -92,10 +92,10 @@ class EngineCheckpoints:
         if engine.stepper is not None and any(entry.has_local or entry.shard is not None for entry in engine.stepper.reducer.gradients):
             warn_once("save_checkpoint() between backward and step: the gradients accumulated so far are not part of a checkpoint")
         start = time.monotonic()
-        WrittenValues(engine.units, self._collectives.data).agree(self._collectives.data)
         settings = self._settings
 
         def ask() -> tuple[SaveRequest, TrainingState]:
+            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = SaveRequest(
                 _folder(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",

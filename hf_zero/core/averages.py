@@ -119,7 +119,7 @@ class AveragedWeights:
         if self.calls % self._every:
             return False
         for unit in engine.units:
-            adopt_writes(unit)
+            adopt_writes(unit, engine.runtime.idle)
         self.rows.lay_out(engine.units)
         self._average(self.rows.pairs(engine.units, _named(engine)))
         self._update_buffers(engine)

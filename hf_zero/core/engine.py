@@ -221,6 +221,7 @@ class Engine(nn.Module):
         self.runtime.require_forward("step()")
         if not self.accumulation.awaits_step:
             self._begin_written()
+        self.stepper.reducer.shown.replaced = False  # type: ignore[union-attr]
         if not self.accumulation.step_called():
             return
         with self.clock.phase("step"):
@@ -244,14 +245,14 @@ class Engine(nn.Module):
                 hook(self)
 
     def _begin_written(self) -> None:
-        """Begin a micro-step without a backward if the script has written gradients to ``param.grad``. Collective.
+        """Begin a micro-step without a backward if the script has written gradients. Collective.
 
         Without such gradients this is an ordinary call of ``step``, which may be the one that updates.
         """
         if self.stepper is None:
             return
         agreed = self.stepper.agree()
-        written = agreed.written or (agreed.waits and not self.accumulation.in_window)
+        written = agreed.written or self.stepper.reducer.shown.replaced or (agreed.waits and not self.accumulation.in_window)
         boundary = self.accumulation.begin(None) if written else self.accumulation.repeats()
         if not (written or boundary):
             return

@@ -68,7 +68,7 @@ class Generation(StandsBefore):
 
     Args:
         runtime: The hooks of the engine.
-        units: The flat buffers.
+        units: All units of the engine; the list changes when parameters join.
         collectives: All data-parallel ranks.
         gather: ``"auto"`` decides by the free memory; True always unshards the model once, False never.
         synced: Whether ranks run the same number of forwards, together.
@@ -81,9 +81,13 @@ class Generation(StandsBefore):
         self.gather = gather
         self.synced = synced
         self._runtime = runtime
-        self._units = [unit for unit in units if unit.reshards]
+        self._all_units = units
         self._collectives = collectives
         self._told: set[bool] = set()
+
+    @property
+    def _units(self) -> list[Unit]:
+        return [unit for unit in self._all_units if unit.reshards]
 
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
         """Call ``generate``, which runs ``module``; collective."""
@@ -114,11 +118,12 @@ class Generation(StandsBefore):
             log_rank0("generate() %s: %s (hf_zero.gather_for_generation in the configuration decides it)", what, seen)
 
     def _unsharded(self, generate: Callable[[], Any]) -> Any:
-        for unit in self._units:
+        units = self._units
+        for unit in units:
             unit.start_unshard(exact=True)
         pinned: list[Unit] = []
         try:
-            for unit in self._units:
+            for unit in units:
                 unit.pin()
                 pinned.append(unit)
             return generate()

@@ -109,7 +109,7 @@ class OffloadedStates:
             self._runtime.backward.reducer.shown.end()
         for unit in self._units:
             if all(has_memory(tensor) for tensor in unit.own.tensors()):
-                adopt_writes(unit)
+                adopt_writes(unit, self._runtime.idle)
         tensors = [tensor for kind in kinds for tensor in self._tensors(kind) if tensor.device.type == self._device.type]
         if self._pool is None or self._pool.memory.pin != pin_memory:
             self._pool = HostPool(HostMemory(self._device, pin_memory))

@@ -17,7 +17,7 @@ from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.written_gradients import write_gradient, written_gradient
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, all_gather_updated, publish
+from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
 from hf_zero.errors import StateError
 
 
@@ -69,7 +69,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     owner = _find(param)
     if owner is None:
         return None
-    adopt_writes(owner[0])
+    adopt_present_writes(owner[0])
     return gather_param(*owner, master_of(owner[0]), "master")
 
 
@@ -80,7 +80,7 @@ def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         StateError: No engine trains ``param``, or the shapes differ.
     """
     unit, index = _must_find(param, "safe_set_full_fp32_param")
-    adopt_writes(unit)
+    adopt_present_writes(unit)
     write_param(unit, index, master_of(unit), value)
     _publish(unit)
 
@@ -118,7 +118,8 @@ def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
         return _mean_over_ranks(gradients, index)
     held = gradients.held()
     grad = gather_param(unit, index, held, "gradient") if held is not None else None
-    if training.defers and _everyone(gradients).any_rank(gradients.has_local, "waiting gradients"):
+    waits = gradients.collected.late or (training.defers and gradients.has_local)
+    if _everyone(gradients).any_rank(waits, "waiting gradients"):
         waiting = _mean_over_ranks(gradients, index)
         grad = waiting if grad is None else grad + waiting
     return grad
@@ -147,7 +148,7 @@ def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
     result is a copy.
     """
     slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
-    own = gradients.collected.whole()[slot.range.start : slot.range.stop].clone()
+    own = gradients.collected.own()[slot.range.start : slot.range.stop].clone()
     network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()
     own = own.mul_(gradients.exchange.policy.post_scale) if gradients.exchange.reduces else own.div_(network.world)
     return own.view(slot.shape)
@@ -162,7 +163,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     unit, index = _must_find(param, "safe_set_full_grad")
     training = _training[unit]
     write_gradient(training.gradients, index, value * training.scaler.scale)
-    training.shown.forget_written(param)
+    training.shown.replace_written(param)
 
 
 def safe_update_full_grad_vectorized(
@@ -206,7 +207,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
     owner = _find(param)
     if owner is None:
         return None
-    adopt_writes(owner[0])
+    adopt_present_writes(owner[0])
     return owner[0].shard_part(owner[1], master_of(owner[0]))
 
 
@@ -242,7 +243,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
         StateError: No engine trains ``param``.
     """
     unit, index = _must_find(param, "safe_set_local_fp32_param")
-    adopt_writes(unit)
+    adopt_present_writes(unit)
     unit.shard_part(index, master_of(unit)).copy_(value)
     _publish(unit)
 
@@ -257,8 +258,8 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
     training = _training[unit]
     training.shown.drop_removed([param])
     _require_own(training, unit, index, "safe_set_local_grad")
-    unit.shard_part(index, training.gradients.writable()).copy_(value * training.scaler.scale)
-    training.shown.forget_written(param)
+    unit.shard_part(index, training.gradients.writable(index)).copy_(value * training.scaler.scale)
+    training.shown.replace_written(param)
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -269,3 +270,40 @@ def _after_zero_grad() -> None:
 
 def test_a_gradient_written_after_zero_grad_counts_alone() -> None:
     ranks.run_ranks(_after_zero_grad, 2)
+
+
+def _set_between() -> None:
+    """A gradient that is set between micro-steps replaces those of the micro-steps before, reduced or not, and later ones are added."""
+    for stage in (0, 1, 2, 3):
+        for deferred in (False, True):
+            engine = _engine(
+                stage,
+                gradient_clipping=0.0,
+                gradient_accumulation_steps=2,
+                optimizer={"type": "SGD", "params": {"lr": 0.5}},
+                zero_optimization={"stage3_param_persistence_threshold": 0},
+            )
+            plain = _model()
+            with engine.no_sync() if deferred and stage < 2 else nullcontext():
+                engine.backward(engine(_rows(0)).square().mean())
+            engine.step()
+            weight = engine.module[2].weight
+            value = torch.randn(10, 10, generator=torch.Generator().manual_seed(7))
+            hf_zero.utils.safe_set_full_grad(weight, value)
+            engine.backward(engine(_rows(1)).square().mean())
+            torch.testing.assert_close(engine.global_steps, 0)
+            engine.step()
+            assert engine.global_steps == 1
+            losses = [plain(_rows(step)).square().mean() / 2 for step in (0, 1)]
+            losses[0].backward()
+            plain[2].weight.grad = value
+            losses[1].backward()
+            torch.optim.SGD(plain.parameters(), lr=0.5).step()
+            for mine, other in zip(engine.module.parameters(), plain.parameters(), strict=True):
+                found = hf_zero.utils.safe_get_full_fp32_param(mine)
+                torch.testing.assert_close(found, other.data, rtol=1e-5, atol=1e-6, msg=f"stage {stage}, deferred {deferred}")
+            engine.destroy()
+
+
+def test_a_gradient_set_between_micro_steps_replaces_those_before() -> None:
+    ranks.run_ranks(_set_between, 2)

@@ -320,6 +320,29 @@ def test_what_is_assigned_to_a_divided_parameter_is_refused(moment: str, who: tu
     ranks.run_ranks(_written_divided, 2, moment, who)
 
 
+def _several_divided() -> None:
+    """What is assigned to parameters of several units is one error that names all, and the next use has nothing to refuse."""
+    engine = _divided()
+    rows = _rows(0, ranks.rank(), torch.float32)
+    for moment in ("before backward", "before step"):
+        loss = engine(rows).square().mean()
+        if moment == "before step":
+            engine.backward(loss)
+        for index in (0, 2):
+            engine.module[index].linear.weight.data = torch.zeros(6, 6)
+        with pytest.raises(StateError, match=r"were given data while they were divided") as caught:
+            engine.backward(loss) if moment == "before backward" else engine.step()
+        assert all(name in str(caught.value) for name in ("0.linear.weight", "2.linear.weight"))
+        engine.zero_grad()
+        engine.backward(engine(rows).square().mean())
+        engine.step()
+    engine.destroy()
+
+
+def test_what_is_assigned_to_several_divided_parameters_is_one_error() -> None:
+    ranks.run_ranks(_several_divided, 2)
+
+
 def _read_next() -> None:
     """The next use is not always a backward: a forward, a gather or a save finds it too."""
     engine = _divided()
@@ -341,3 +364,82 @@ def _read_next() -> None:
 
 def test_the_next_use_of_an_assigned_parameter_is_refused() -> None:
     ranks.run_ranks(_read_next, 2)
+
+
+class _Decaying(_Block):
+    """A block that shrinks its matrix in place in each forward for training, as tables of codes do."""
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.linear.weight.data.mul_(0.75)
+        return super().forward(hidden)
+
+
+def _in_forward(stage: int, bf16: bool, persist: int) -> None:
+    """What a forward writes through ``data`` counts like any write: torch counts no version of it, and no address changes."""
+    dtype = torch.bfloat16 if bf16 else torch.float32
+    torch.manual_seed(3)
+    plain = nn.Sequential(*[_Decaying() for _ in range(3)])
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 4,
+        "bf16": {"enabled": bf16},
+        "gradient_clipping": 0.0,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": persist, "stage3_max_reuse_distance": 0},
+    }
+    model = nn.Sequential(*[_Decaying() for _ in range(3)])
+    model.load_state_dict(plain.state_dict())
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=LR), config=config)[0]
+    plain = plain.to(dtype)
+    masters = [nn.Parameter(param.detach().float()) for param in plain.parameters()]
+    optimizer = torch.optim.SGD(masters, lr=LR)
+    for step in range(3):
+        plain(torch.cat([_rows(step, rank, dtype) for rank in range(ranks.world())])).square().mean().backward()
+        engine.backward(engine(_rows(step, ranks.rank(), dtype)).square().mean())
+        engine.step()
+        for param, master in zip(plain.parameters(), masters, strict=True):
+            master.data.copy_(torch.where(master.to(dtype) == param, master, param.float()))
+            master.grad, param.grad = param.grad.float(), None
+        optimizer.step()
+        bound = {"rtol": 2e-2, "atol": 4e-3} if bf16 else {"rtol": 1e-5, "atol": 1e-6}
+        for param, copied, master in zip(model.parameters(), plain.parameters(), masters, strict=True):
+            copied.data.copy_(master.data)
+            torch.testing.assert_close(hf_zero.utils.safe_get_full_fp32_param(param), master.data, **bound)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "persist"), [(0, 0), (2, 0), (3, 0), (3, 1000)])
+def test_what_a_forward_writes_through_data_counts(stage: int, persist: int) -> None:
+    for bf16 in (False, True):
+        ranks.run_ranks(_in_forward, 2, stage, bf16, persist)
+
+
+def _differing_gather() -> None:
+    """What ranks have written differently in a gather is dropped, through ``data`` too, and training goes on without it."""
+    written, beside = _divided(), _divided()
+    weight = written.module[1].linear.weight
+    for step in range(2):
+        with (
+            pytest.raises(StateError, match=r"1\.linear\.weight: written inside GatheredParameters"),
+            hf_zero.zero.GatheredParameters(list(written.module.parameters())),
+        ):
+            weight.data.fill_(float(ranks.rank()))
+        with (
+            pytest.raises(StateError, match="another rank has left" if ranks.rank() else None) as caught,
+            hf_zero.zero.GatheredParameters(list(written.module.parameters())),
+        ):
+            weight.data.fill_(0.5)
+            if ranks.rank() == 0:
+                raise StateError("of the script")
+        assert ranks.rank() or "of the script" in str(caught.value)
+        for engine in (written, beside):
+            engine.backward(engine(_rows(step, ranks.rank(), torch.float32)).square().mean())
+            engine.step()
+        for mine, other in zip(written.module.parameters(), beside.module.parameters(), strict=True):
+            found, expected = hf_zero.utils.safe_get_full_fp32_param(mine), hf_zero.utils.safe_get_full_fp32_param(other)
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    written.destroy()
+    beside.destroy()
+
+
+def test_what_ranks_write_differently_is_dropped() -> None:
+    ranks.run_ranks(_differing_gather, 2)

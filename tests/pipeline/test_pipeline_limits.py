@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 import hf_zero
 from hf_zero.config.mesh import Claim, solve
@@ -60,6 +62,26 @@ def after_destroy() -> None:
     third = parity.initialize(model, with_stages(Run(1), 2))
     assert float(case.forward(third, batch)) == expected
     third.destroy()
+
+
+def refused_writes(folder: str) -> None:
+    """What one stage's ranks cannot take is an error on all: the others have no such parameter, and would wait."""
+    case = zoo_case("LlamaForCausalLM", {"num_hidden_layers": 2})
+    engine = parity.initialize(case.build(), with_stages(Run(1), 2))
+    engine.backward(case.forward(engine, parity.prepare(case.rows(0, 0, 0), parity.DTYPES["fp32"])))
+    weight = engine.module.model.layers[1].mlp.up_proj.weight
+    if ranks.rank() == 1:
+        weight.data = torch.zeros(3)
+    says = r"layers\.1\.mlp\.up_proj\.weight has shape .* was given data of shape \(3,\)"
+    with pytest.raises(hf_zero.errors.StateError, match=says):
+        engine.step()
+    with pytest.raises(hf_zero.errors.StateError if ranks.rank() == 1 else hf_zero.errors.CheckpointError, match=says):
+        engine.save_checkpoint(folder)
+    engine.destroy()
+
+
+def test_a_write_that_one_stage_refuses_is_refused_by_all(tmp_path: Path) -> None:
+    ranks.run_ranks(refused_writes, 2, str(tmp_path), ordered=False)  # the stages have collectives of their own
 
 
 def test_a_destroyed_engine_leaves_nothing_on_the_model() -> None:

@@ -13,9 +13,9 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.registration import network_of_loose, note_written_loose
+from hf_zero.core.units.registration import look_at_loose, network_of_loose
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
+from hf_zero.core.units.values import adopt_present_writes, adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
 from hf_zero.native.crc32 import crc32_chunks
 
@@ -65,6 +65,9 @@ class GatheredParameters:
                     register_external_parameter(fwd_module, param)
 
     def __enter__(self) -> GatheredParameters:
+        for unit in self._wanted if self._modifier_rank is not None else ():
+            if unit.state is UnitState.UNSHARDED and not unit.gathers:
+                adopt_present_writes(unit)  # what is refused is refused before anything is gathered
         for unit, indices in self._wanted.items():
             if self._modifier_rank is None and unit.alone.serves(indices):
                 unit.alone.add(indices)
@@ -94,16 +97,16 @@ class GatheredParameters:
         while self._alone:
             unit = self._alone.pop()
             unit.alone.remove(self._wanted[unit])
+        dropped = refusal is not None or (kind is not None and self._modifier_rank is not None)
         while self._entered:
             unit, was_whole = self._entered.pop()
             if kind is None and self._modifier_rank is not None and unit.pins.modifier_of_outer is None:
                 with torch.no_grad():
                     broadcast_from(unit, self._modifier_rank)
-            unit.unpin(reshard=not was_whole)
+            unit.unpin(reshard=not was_whole, adopt=not dropped or unit.collectives.data.world == 1)
         if kind is None and self._modifier_rank is not None:
             for param, network in self._loose:
                 network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
-                note_written_loose(param, None)
         if refusal is not None and kind is None:
             raise refusal
 
@@ -115,11 +118,11 @@ class GatheredParameters:
             The error to raise on every rank without an exception, if changes differ or a rank has left the block with an exception.
         """
         for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
-            if (checksum := _checksum(loose.data)) != before:
-                note_written_loose(loose, checksum)
+            look_at_loose(loose, checksum if (checksum := _checksum(loose.data)) != before else None)
         for unit, sums in self._sums.items():
             now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
-            unit.written |= {index: checksum for index, checksum in now.items() if checksum != sums[index]}
+            for index, checksum in now.items():
+                unit.written.look(index, checksum if checksum != sums[index] else None)
         held: dict[Unit, list[int]] = {unit: self._wanted[unit] for unit in self._alone if not unit.gathers}
         held |= {unit: [*range(len(unit.params))] for unit, was_whole in self._entered if not (was_whole or unit.gathers)}
         by_network: dict[int, list[Unit]] = {}

@@ -70,7 +70,7 @@ class Collector:
     def __init__(self, unit: Unit, policy: GradientPolicy, pool: BufferPool) -> None:
         self.flat: torch.Tensor | None = None
         self.pool = pool
-        self.places = [_place(slot) for slot in unit.layout.slots]
+        self.places = [(slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset) for slot in unit.layout.slots]
         self.used = [False] * len(unit.layout.slots)
         self.piecemeal = False
         self.in_place: set[int] = set()
@@ -188,6 +188,24 @@ class Collector:
                 if not written:
                     flat[slot.range.start : slot.range.stop].zero_()
         return flat
+
+    def own(self) -> torch.Tensor:
+        """Return all gradients of this rank that were not reduced, late ones included, (padded_numel,); nothing is allocated to be sent."""
+        if self.flat is not None:
+            flat = self.whole()
+        else:
+            layout, device = self._unit.layout, self._unit.collectives.topology.device
+            flat = torch.zeros(layout.padded_numel, dtype=self._policy.accumulation_dtype, device=device)
+        return flat if self._aside is None else flat + self._aside
+
+    def replace(self, index: int) -> None:
+        """Discard the gradients of one parameter that were not reduced: a gradient that the script writes replaces them."""
+        self.used[index] = True  # of a parameter that is frozen too
+        self._write_kept()
+        where = self._unit.layout.slots[index].range
+        for waiting in (self.flat, self._aside):
+            if waiting is not None:
+                waiting[where.start : where.stop].zero_()
 
     def take(self, wide: bool = False) -> torch.Tensor:
         """Return ``whole()``; this object then has no gradients."""
@@ -448,8 +466,9 @@ class UnitGradients:
         self.finish_hop()
         return self.total.held()
 
-    def writable(self) -> torch.Tensor:
-        """Return ``reduced()`` in the accumulation dtype, for callers that change it."""
+    def writable(self, index: int) -> torch.Tensor:
+        """Return ``reduced()`` in the accumulation dtype, for callers that replace the gradient of parameter ``index``."""
+        self.collected.replace(index)
         self.total.shard = self.reduced().to(self.exchange.policy.accumulation_dtype)
         return self.total.shard
 
@@ -467,11 +486,6 @@ class UnitGradients:
             yield self._reduction.message
         if self.total.shard is not None:
             yield self.total.shard
-
-
-def _place(slot: ParamSlot) -> tuple[torch.Size, tuple[int, ...], int]:
-    """Return the shape, strides and first element of a parameter inside its unit."""
-    return slot.shape, torch.empty(slot.shape, device="meta").stride(), slot.offset
 
 
 def _refuse_empty(slot: ParamSlot) -> None:

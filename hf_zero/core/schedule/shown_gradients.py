@@ -21,11 +21,15 @@ class ShownGradients:
     hidden before the next backward, of which the forward before it gives notice in time. They are not shown if they are on another device,
     nor if a step has begun on a copy.
 
+    Attributes:
+        replaced: A script has set a gradient of the coming step (``safe_set_full_grad``) since the last call of ``step``.
+
     Args:
         gradients: Of all trainable units.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
+        self.replaced = False
         self._gradients = gradients
         self._views: dict[int, tuple[nn.Parameter, torch.Tensor]] = {}  # by id of the parameter
 
@@ -86,6 +90,7 @@ class ShownGradients:
         """
         return param.grad is not None and not self.has(param)
 
-    def forget_written(self, param: torch.Tensor) -> None:
-        """Replace what a script has assigned to ``param.grad`` by the shown gradient, or by None; local."""
+    def replace_written(self, param: torch.Tensor) -> None:
+        """Note that a script has set the gradient of the coming step, in place of what it has assigned to ``param.grad``; local."""
+        self.replaced = True
         param.grad = self._views[id(param)][1] if id(param) in self._views else None

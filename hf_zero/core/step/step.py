@@ -26,7 +26,9 @@ from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
-_ADDED = 2  # in the vote of a step: a backward has added to a gradient that a script had written
+# In the vote of a step, more than that gradients were written:
+_ADDED = 2  # a backward has added to one that a script had written
+_REFUSED = 3  # values were written to a parameter that it cannot take
 
 
 @dataclass(frozen=True)
@@ -146,16 +148,17 @@ class Stepper:
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
         """
-        look = WrittenValues(self.runtime.units(), self.collectives.data)
+        look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle)
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also takes tensors that a script has put into the groups out of them
-        written = _ADDED if self.reducer.added_to else int(have_written(self.reducer))
+        written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else int(have_written(self.reducer))
         told = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
             told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
-        look.require_none_refused()
+        if told[0] == _REFUSED:
+            look.refuse(self.everyone)
         if told[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
         return Agreed(bool(told[0]), told[1], bool(told[2]))

@@ -148,7 +148,8 @@ class TrainedSet:
         """Return the parameters that wait with a gradient on any rank, in the model's order; collective.
 
         Raises:
-            StateError: On all ranks, if one of the parameters is in no param group on another rank.
+            StateError: On all ranks, if one of the parameters is in no param group on another rank, or is frozen and some ranks alone have
+                written a gradient of it.
         """
         self._read()  # no event reports modules that were removed
         self._flags, self._outside = self._requiring(), None
@@ -160,6 +161,14 @@ class TrainedSet:
             raise StateError(
                 f"{', '.join(sorted(somewhere)[:5])}: first trained after initialize(), but on some ranks the parameter is not in "
                 "the model, or not in a param group of the optimizer. Add modules and param groups on all ranks in the same way"
+            )
+        everywhere = somewhere.intersection(*by_rank)
+        alone = next((entry.name for entry in found if not entry.param.requires_grad and entry.name not in everywhere), "")
+        if alone:
+            ranks = ", ".join(str(rank) for rank, names in enumerate(by_rank) if alone in names)
+            raise StateError(
+                f"{alone} requires no gradient and has one ({alone}.grad) on rank(s) {ranks} of {len(by_rank)} only, but the engine "
+                "averages gradients over all ranks: write the gradient on every rank, with zeros on ranks that have nothing to add"
             )
         return found
 

@@ -63,8 +63,13 @@ class TrainedUnits:
 
     def waits(self) -> bool:
         """Return whether a parameter that rests, or is in no trained unit, has a gradient on this rank; local."""
-        rested = (entry.collected.used[index] for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
+        rested = (self._has_gradient(entry, index) for entry in self._reducer.gradients for index in self._resting.get(id(entry.unit), ()))
         return any(rested) or bool(self._trained.waiting())
+
+    def _has_gradient(self, entry: UnitGradients, index: int) -> bool:
+        """Return whether a parameter has a gradient on this rank, of a backward or written by the script; local."""
+        param = entry.unit.params[index]
+        return entry.collected.used[index] or (param is not None and self._reducer.shown.is_written(param))
 
     def follow(self, waits: bool) -> bool:
         """Lay out units and segments for the parameters that are trained now; collective.
@@ -84,7 +89,7 @@ class TrainedUnits:
         entries = list(self._reducer.gradients)
         joining = self._trained.agree_on_joining(self._everyone) if waits else []
         idle = [(entry, self._trained.idle(entry.unit, self._resting.get(id(entry.unit), ()))) for entry in entries]
-        used = [entry.collected.used[index] for entry, indices in idle for index in indices]
+        used = [self._has_gradient(entry, index) for entry, indices in idle for index in indices]
         anywhere = iter(self._data.any_of(used, "frozen parameters") if used else ())
         resting = {id(entry.unit): frozenset(index for index in indices if not next(anywhere)) for entry, indices in idle}
         for entry in entries:

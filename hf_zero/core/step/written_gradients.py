@@ -125,7 +125,7 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
         slot = gradients.unit.layout.slots[index]
         gradients.reduced()[slot.range.start : slot.range.stop].copy_(value.reshape(-1))
         return
-    write_param(gradients.unit, index, gradients.writable(), value)
+    write_param(gradients.unit, index, gradients.writable(index), value)
 
 
 def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:

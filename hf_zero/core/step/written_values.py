@@ -21,34 +21,39 @@ class WrittenValues:
     that were not compared at their end, are in a digest that the ranks compare in the vote of the step.
 
     Attributes:
+        refused: Error of a write that is refused; empty if there is none.
         digest: Digest of refused and recorded writes; 0 if there are none.
 
     Args:
         units: All units of the engine, in the same order on all ranks.
         network: Network of the ranks that hold the engine's parameters that belong to no unit.
+        idle: No backward of the forwards so far can follow.
     """
 
-    def __init__(self, units: Sequence[Unit], network: Collectives) -> None:
-        self._refused = ""
+    def __init__(self, units: Sequence[Unit], network: Collectives, idle: bool) -> None:
+        self.refused = ""
         self._names: list[str] = []
         for unit in units:
             try:
-                adopt_writes(unit)
+                adopt_writes(unit, idle)
             except StateError as error:
-                self._refused = self._refused or str(error)
-            if unit.written:
-                self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.items())]
-                unit.written.clear()
+                self.refused = self.refused or str(error)
+            self._names += [f"{unit.layout.slots[index].name} {checksum}" for index, checksum in sorted(unit.written.take().items())]
         self._names += [f"{name} {checksum}" for name, checksum in sorted(take_written_loose(network).items())]
-        noted = self._refused or self._names
-        self.digest = zlib.crc32(repr((self._refused, self._names)).encode()) if noted else 0
+        noted = self.refused or self._names
+        self.digest = zlib.crc32(repr((self.refused, self._names)).encode()) if noted else 0
 
     def alike(self) -> Alike:
         """Return the digest for a vote, with the error that names parameter and ranks."""
-        return Alike([self.digest], self._refuse)
+        return Alike([self.digest], self.refuse)
 
-    def _refuse(self, collectives: Collectives) -> NoReturn:
-        told: list[tuple[str, list[str]]] = collectives.gather_objects((self._refused, self._names), "written parameters")
+    def refuse(self, collectives: Collectives) -> NoReturn:
+        """Raise the error of a write that was refused on any of the ranks, or was made on some only; collective.
+
+        Raises:
+            StateError: On all ranks.
+        """
+        told: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
         for rank, (refused, _) in enumerate(told):
             if refused:
                 raise StateError(f"{refused} (rank {rank})")
@@ -57,7 +62,7 @@ class WrittenValues:
         ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
         raise StateError(
             f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)}, and not written, or "
-            "written with other values, on the remaining ranks: the ranks would train different models. Write the same "
+            "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
             "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )
 
@@ -69,13 +74,5 @@ class WrittenValues:
         """
         if collectives.world > 1:
             agree(collectives, [self.alike()])
-        self.require_none_refused()
-
-    def require_none_refused(self) -> None:
-        """Raise the error of a refused write, on all ranks alike.
-
-        Raises:
-            StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one.
-        """
-        if self._refused:
-            raise StateError(self._refused)
+        if self.refused:
+            raise StateError(self.refused)

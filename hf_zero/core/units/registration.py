@@ -15,6 +15,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import FROZEN
+from hf_zero.core.units.noted_writes import NotedWrites
 from hf_zero.core.units.packed import OUTER, inner_tensors, is_packed, is_wrapped, mark_inner, mark_packed, with_outer
 from hf_zero.core.units.sharded_parameter import OWNER, set_class, whole_class
 from hf_zero.core.units.stand_in import refusal
@@ -79,7 +80,7 @@ def _own(unit: Unit, index: int, param: Any) -> None:
 
 
 _loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models in no unit -> their network and name
-_written_loose: WeakKeyDictionary[Collectives, dict[str, int]] = WeakKeyDictionary()
+_written_loose: WeakKeyDictionary[Collectives, NotedWrites[str]] = WeakKeyDictionary()
 
 
 def register_loose(param: torch.Tensor, network: Collectives, name: str) -> None:
@@ -93,22 +94,17 @@ def network_of_loose(param: torch.Tensor) -> Collectives | None:
     return None if found is None else found[0]
 
 
-def note_written_loose(param: torch.Tensor, checksum: int | None) -> None:
-    """Record that ``param``, a parameter given to ``register_loose``, has new values, for the vote of the next step or save; local.
-
-    A ``checksum`` of None removes the record, because the ranks have the same values.
+def look_at_loose(param: torch.Tensor, checksum: int | None) -> None:
+    """Record the new values of ``param``, a parameter given to ``register_loose``, if it has any, for the vote of the next step or save;
+    local. See ``NotedWrites.look``.
     """
     network, name = _loose[param]
-    noted = _written_loose.setdefault(network, {})
-    if checksum is None:
-        noted.pop(name, None)
-    else:
-        noted[name] = checksum
+    _written_loose.setdefault(network, NotedWrites()).look(name, checksum)
 
 
 def take_written_loose(network: Collectives) -> dict[str, int]:
     """Return and remove the records of parameters that the ranks of ``network`` hold, by name; local."""
-    return _written_loose.pop(network, {})
+    return _written_loose.pop(network, NotedWrites[str]()).take()
 
 
 def unregister(param: torch.Tensor) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,6 +18,7 @@ from hf_zero.comm.quantized import all_gather_codes, coded
 from hf_zero.core.units.alone import AloneParams
 from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
+from hf_zero.core.units.noted_writes import NotedWrites
 from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.secondary import SecondaryCopy
 from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage, require_memory
@@ -25,6 +26,7 @@ from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
+from hf_zero.system.planning import planning
 
 
 @dataclass(frozen=True)
@@ -105,12 +107,19 @@ class Training(Protocol):
     Attributes:
         module: The module whose parameters are in the units.
         trains: Whether the engine still trains it.
+        idle: Whether no forward or backward runs, and no backward can follow.
+        units: Returns all its units.
     """
 
     module: nn.Module
 
     @property
     def trains(self) -> bool: ...
+
+    @property
+    def idle(self) -> bool: ...
+
+    def units(self) -> Sequence[Unit]: ...
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Note that the parameter at ``index`` of ``unit`` is about to move to another unit."""
@@ -144,8 +153,7 @@ class Unit:
         quantized: Whether the schedule's all-gathers carry codes.
         exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise those of their codes.
         gathers: Number of ``GatheredParameters`` contexts that hold it now.
-        written: Parameters that this rank has seen written since the last step, by position, with a checksum of the values; the ranks
-            compare them.
+        written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
         rests: Whether all of its parameters rest: no step reduces or updates it, see [Note: what is trained].
         trained_by: Weak reference to the ``Training`` of its engine; None if nothing trains it.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
@@ -162,7 +170,7 @@ class Unit:
         self.trainable = any(slot.group != FROZEN for slot in layout.slots)
         self.rests = False
         self.gathers = 0
-        self.written: dict[int, int] = {}
+        self.written: NotedWrites[int] = NotedWrites()
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
@@ -266,7 +274,26 @@ class Unit:
             self._enter(UnitState.UNSHARDED)
         if exact and not self.exact:
             self.start_all_gather(exact=True).wait()
-        self.whole.refuse_assigned()
+        self.refuse_assigned()
+
+    def refuse_assigned(self) -> None:
+        """Raise if ``data`` was assigned to parameters without values, and drop it; local.
+
+        Raises:
+            StateError: Some was assigned to parameters of this unit; the message names all of the engine, whose data is dropped too.
+        """
+        names = self.whole.drop_assigned()
+        training = self.trained_by() if names and self.trained_by is not None else None
+        for unit in training.units() if training is not None else ():
+            names += unit.whole.drop_assigned()
+        if names:
+            several = len(names) > 1
+            raise StateError(
+                f"parameter{'s' * several} {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''} "
+                f"{'were' if several else 'was'} given data while {'they were' if several else 'it was'} divided (ZeRO stage 3) or "
+                "offloaded, and the data is dropped. Set it on all ranks inside "
+                "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
+            )
 
     def show_placeholders(self) -> None:
         """Give sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
@@ -286,12 +313,13 @@ class Unit:
             self.whole.hide()
             self.alone.show()
 
-    def reshard(self, leave: bool = False, for_autograd: bool = False) -> bool:
+    def reshard(self, leave: bool = False, for_autograd: bool = False, adopt: bool = True) -> bool:
         """Drop the whole buffer and keep the shard; return whether it did. A pinned unit, and one that never reshards, does not change.
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
             for_autograd: ``show_placeholders`` shows the present values, until ``whole.forget_left``.
+            adopt: Keep what was written to the parameters.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -299,22 +327,53 @@ class Unit:
             self.alone.show()
         if not self.reshards or self.pins or self.state is UnitState.SHARDED:
             return False
+        shown = self.state is UnitState.UNSHARDED
         self._wait()
-        self._adopt_written()
+        if shown and adopt:
+            self._adopt_written()
         self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True
 
     def _adopt_written(self) -> None:
-        """Keep this rank's part of the values that were written while the parameters were unsharded; local."""
+        """Keep this rank's part of the values that were written while the parameters were unsharded; local.
+
+        [Note: writes that torch does not count] ``param.data.mul_(2)`` leaves version and address of a parameter as they are. So what
+        the buffer has of this rank's shard is compared with the shard, which costs the host 2/N of a pass over the parameters on N ranks.
+        On a device nothing waits for a comparison: the shard is overwritten, and the next step compares it with the master. Not compared
+        are buffers with the values of codes and shards in files, and on a device units with secondary copies.
+        """
+        counted = set[int]()
         for index, value in self.whole.written_values():
-            self.written[index] = 0  # in a forward the values may follow a rank's data
+            counted.add(index)
+            self.written.add(index)
             if not self.exact and self.whole.holds(value):  # for codes: an element that still equals its code's value was not written
                 own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, coded(self.shard))
                 part = self.layout.slots[index].range.intersect(self.owned).shift(-self.layout.slots[index].offset)
                 value = value.reshape(-1).clone()
                 value[part.start : part.stop] = torch.where(value[part.start : part.stop] == coded_own, own, value[part.start : part.stop])
             self.alone.adopt_value(index, value)
+        if self.exact and not (self.shard_storage.on_disk or planning()):
+            self._adopt_uncounted(counted)
+
+    def _adopt_uncounted(self, counted: Collection[int]) -> None:
+        """Keep writes that torch has not counted, but for the parameters at ``counted``, whose values are elsewhere; local."""
+        own, shard = self.whole.flat[self.owned.start : self.owned.stop], self.own.shard
+        on_host = own.device.type == "cpu"
+        if shard.device != own.device or (on_host and torch.equal(own.view(torch.uint8), shard.view(torch.uint8))):
+            return
+        if not on_host and self.secondary.here:
+            return
+        if not (on_host or counted):
+            shard.copy_(own)
+            return
+        for index, slot in enumerate(self.layout.slots):
+            if index in counted:
+                continue
+            if on_host:
+                self.alone.adopt_value(index, self.whole.flat[slot.range.start : slot.range.stop])
+            else:
+                self.shard_part(index, shard).copy_(self.shard_part(index, own))
 
     def _wait(self) -> None:
         pending, self._pending = self._pending, None
@@ -358,13 +417,13 @@ class Unit:
         _pinned.add(self)
         return was_whole
 
-    def unpin(self, reshard: bool = True) -> None:
-        """Undo the last ``pin``; with ``reshard`` the last one also reshards the unit."""
+    def unpin(self, reshard: bool = True, adopt: bool = True) -> None:
+        """Undo the last ``pin``; with ``reshard`` the last one also reshards the unit, for ``adopt`` see ``reshard``."""
         self.pins.remove()
         if not self.pins:
             _pinned.discard(self)
             if reshard:
-                self.reshard(leave=True)
+                self.reshard(leave=True, adopt=adopt)
 
     @property
     def pinned(self) -> bool:

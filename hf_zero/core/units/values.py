@@ -65,28 +65,45 @@ def write_back(unit: Unit) -> None:
     unit.whole.note_versions()
 
 
-def adopt_writes(unit: Unit) -> None:
+def adopt_writes(unit: Unit, idle: bool = True) -> None:
     """Carry what a script has written to the parameters of ``unit`` into its shard and its master; local. See docs/parameters.md.
 
     It covers unsharded parameters: memory assigned to them (``param.data = value``), and writes in place, also to ``.data``.
     Of masters in a wider type those elements are replaced whose value in the parameters' type is another.
 
+    Args:
+        unit: The unit.
+        idle: See ``WholeBuffer.adopt``.
+
     Raises:
-        StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one.
+        StateError: A script assigned ``data`` to a sharded parameter, or to an unsharded one ``data`` of another shape, or between a
+            forward and its backward.
     """
     if unit.own.offloaded:
         return  # the holder of ``offload_states`` has carried it over before
-    unit.whole.refuse_assigned()
+    unit.refuse_assigned()
     if unit.state is not UnitState.UNSHARDED:
         unit.alone.adopt()
+        if unit.reshards and unit.own.resting()[0].device.type != "cpu" and _is_beside(unit):  # [Note: writes that torch does not count]
+            unit.own.refresh_master()
         return
-    assigned, written = unit.whole.adopt()
+    assigned, written = unit.whole.adopt(idle)
     if unit.reshards and unit.exact:
         _adopt_own(unit)
     if assigned or written or (unit.trainable and _is_beside(unit)):
         unit.own.refresh_master()
     if written:
         unit.whole.note_versions()
+
+
+def adopt_present_writes(unit: Unit) -> None:
+    """Carry writes over as ``adopt_writes`` does, at a moment that is idle if the engine of ``unit`` is; local.
+
+    Raises:
+        StateError: See ``adopt_writes``.
+    """
+    training = unit.trained_by() if unit.trained_by is not None else None
+    adopt_writes(unit, idle=training is None or training.idle)
 
 
 def _is_beside(unit: Unit) -> bool:

@@ -149,12 +149,8 @@ class WholeBuffer:
         self._given += given
         return given
 
-    def refuse_assigned(self) -> None:
-        """Raise if ``data`` was assigned to parameters without values, and drop it: [Note: data for a divided parameter]; local.
-
-        Raises:
-            StateError: Some data was assigned; the message names the first parameter.
-        """
+    def drop_assigned(self) -> list[str]:
+        """Drop data that was assigned to parameters without values, and return their names: [Note: data for a divided parameter]; local."""
         for index in self._note_assigned():
             param, empties = self._params[index], self._shown is Shown.NOTHING
             value = self._empty[index] if empties else self._placeholder(index)
@@ -163,12 +159,7 @@ class WholeBuffer:
                 if not empties:
                     self._placed[index], self._versions[index] = value.data_ptr(), param._version
         given, self._given = self._given, []
-        if given:
-            raise StateError(
-                f"parameter {self._layout.slots[given[0]].name} was given data while it was divided (ZeRO stage 3) or offloaded, and the "
-                "data is dropped. Set it on all ranks inside "
-                "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
-            )
+        return [self._layout.slots[index].name for index in dict.fromkeys(given)]
 
     def written_values(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Yield position and values of parameters that were written in place, or given other memory, since they were shown."""
@@ -182,14 +173,17 @@ class WholeBuffer:
                     raise _other_shape(self._layout.slots[index].name, view, param)
                 yield index, param.data
 
-    def adopt(self) -> tuple[bool, bool]:
+    def adopt(self, idle: bool = True) -> tuple[bool, bool]:
         """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
+
+        Args:
+            idle: No backward may follow that reads the values before: autograd has saved views of the buffer.
 
         Returns:
             Whether there were any; whether one was written in place since its values were shown; writes to ``.data`` are not seen.
 
         Raises:
-            StateError: The other memory has another shape.
+            StateError: The other memory has another shape, or it is not ``idle`` and the values differ.
         """
         assigned = written = False
         start, width = self.flat.data_ptr(), self.flat.element_size()
@@ -200,6 +194,11 @@ class WholeBuffer:
             if param.data_ptr() != address or param.shape != slot.shape:
                 if param.shape != view.shape:
                     raise _other_shape(slot.name, view, param)
+                if not idle and not torch.equal(view, param.data):
+                    raise StateError(
+                        f"parameter {slot.name} was given data between a forward and its backward, which needs the values before. They "
+                        "cannot be replaced before the backward, to save the model or to read it: do that after the backward"
+                    )
                 view.copy_(param.data)
                 param.data = view
                 assigned = True

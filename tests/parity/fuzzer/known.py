@@ -102,6 +102,25 @@ MENDED: tuple[str, ...] = (
     *(f"cell stage=3 ranks=2; compute param={_UP} what={what}; {_TRAIN}" for what in ("sum", "float", "clone", "compare")),
     # PyTorch's own error, before the ranks meet: a value was written in place behind a forward that another rank's write came before.
     f"cell stage=0 ranks=2; forward data=0; gather_write param={_UP} modifier=none who=1; write param={_GAIN} how=clamp; backward",
+    # Values that are written in place through `data`, which torch does not count, between forward and backward.
+    *(
+        f"cell stage=3 dtype={dtype} ranks=2 {more}; forward data=0; write param={_UP} how=data_mul; backward; step; save_model"
+        for dtype in ("fp32", "bf16")
+        for more in ("keep=1", "recompute=block", "frozen=blocks.0")
+    ),
+    "cell stage=3 ranks=2 tied=1; forward data=0; write param=head.weight how=data_copy; backward; step",
+    "cell stage=3 ranks=2 tied=1; forward data=0; gather_write param=embed.weight modifier=none who=all; backward; step",
+    # The old values are in the graph, the new ones would be in the file.
+    *(f"cell stage={stage} ranks=2; forward data=0; write param={_UP} how=assign; save; backward; step" for stage in range(3)),
+    f"cell stage=0; forward data=0; write param={_UP} how=assign; get_master param={_UP}; backward; step",
+    f"cell stage=1 ranks=2; forward data=0; write param={_UP} how=assign; gather_write param={_BIAS} modifier=0 who=0; backward; step",
+    f"cell stage=0 ranks=2; forward_lost data=20; write param={_UP} how=assign; save; {_TRAIN}",
+    # The same values on all ranks in the end, and a backward before that.
+    *(
+        f"cell stage={stage} ranks=2 {more}; forward data=0; gather_write param=head.weight modifier=none who=0; evaluate data=20; "
+        "gather_write param=head.weight modifier=none who=1; backward; step"
+        for stage, more in ((0, "frozen=none"), (2, "frozen=head"), (3, "persist=1000"))
+    ),
     # Gradients.
     *(
         f"cell stage={stage}; forward data=0; backward; write_grad param=embed.weight who=all; get_grad param=embed.weight"
@@ -111,7 +130,22 @@ MENDED: tuple[str, ...] = (
         f"cell stage={stage} ranks=2; {_TRAIN}; forward data=1; backward; zero_grad how=engine; write_grad param={_UP} who=all; step"
         for stage in range(3)
     ),
+    *(
+        f"cell stage={stage} ranks=2; freeze layer=blocks.0; {_TRAIN}; {more}; forward data=1; backward; {how} param={_UP}{who}; "
+        f"step; {_TRAIN}"
+        for stage, more in ((0, "set_lr lr=0.05"), (2, "unfreeze layer=blocks.0"), (3, "set_lr lr=0.05"))
+        for how, who in (("set_grad", ""), ("write_grad", " who=all"))
+        if stage < 3 or how == "set_grad"
+    ),
+    f"cell stage=1 ranks=2 frozen=blocks.0; forward data=0; backward; write_grad param={_BIAS} who=0; step",
+    *(f"cell stage={stage} ranks=2; forward data=0; backward; zero_grad how=engine; set_grad param={_UP}; step" for stage in (0, 3)),
+    *(
+        f"cell stage={stage} ranks=2 accumulation=2 recompute=pieces; forward data=8; backward; get_grad param={_UP}; step; "
+        "forward data=1; backward; step"
+        for stage in range(4)
+    ),
     # What one rank does alone.
+    "cell stage=3 ranks=2 frozen=embed; unfreeze layer=embed; forward data=0; backward; step; generate data=21 lengths=by_rank",
     f"cell stage=3 ranks=2; forward data=0; read param={_UP} what=attribute who=0; backward; step; {_TRAIN}",
     f"cell stage=3 ranks=2; forward data=0; read param={_GAIN} what=attribute who=0; evaluate data=20; backward; step",
     f"cell stage=3 ranks=2; forward data=0; read param={_UP} what=repr who=0; backward; step; {_TRAIN}",

@@ -306,8 +306,6 @@ class Plain(Side):
 
     def write_grad(self, param: str, who: Any) -> Seen:
         if who == 0 and self.cell.ranks > 1:
-            if not self.model.get_parameter(param).requires_grad:
-                return {}  # no rank trains it, see [Note: choices of a step]
             raise MustRefuse(f"the gradient of {param} was written on rank 0 alone")
         parts = [noise(f"{param} {rank}", self.model.get_parameter(param).shape, 3).to(self.dtype) for rank in range(self.cell.ranks)]
         self.sums[self._canonical(param)] = torch.stack([part.float() for part in parts]).sum(0)
