@@ -26,7 +26,7 @@ from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 from hf_zero.memory.copies import CopyLane, Mark
 from hf_zero.memory.residents import is_resident
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values
 
 LEAST_BYTES = 4096
 """Smaller memory stays on the device: on the host it would take a page."""
@@ -200,7 +200,7 @@ class HostActivations:
         return SavedOnHost(piece, group, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, spread)
 
     def _stays(self, tensor: Tensor) -> bool:
-        if isinstance(tensor, Parameter) or not (type(tensor) is Tensor or planning()) or tensor.layout is not torch.strided:
+        if isinstance(tensor, Parameter) or not (type(tensor) is Tensor or not has_values(tensor)) or tensor.layout is not torch.strided:
             return True
         if tensor.device.type == "cpu" and not self.copies_always:
             return True

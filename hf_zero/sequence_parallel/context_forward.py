@@ -31,7 +31,6 @@ from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, requi
 from hf_zero.sequence_parallel.ring import RingAttention, require_ring
 from hf_zero.sequence_parallel.row_masks import RowMasks
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
-from hf_zero.system.planning import planning
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
 _cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())
@@ -127,7 +126,7 @@ class DividedForwards:
         self._is_mean = batch.get("num_items_in_batch") is None
         self.attention.calls = 0
         self._masks.enter(batch["position_ids"].shape[-1])
-        self._randomness.enter(model.training and not planning())  # a pretended device draws nothing
+        self._randomness.enter(model.training and not self.layout.collectives.pretended)  # a pretended device draws nothing
         self._open = True
         return (), batch
 
@@ -146,7 +145,7 @@ class DividedForwards:
                 "context parallelism: the batch was cut by UlyssesSPDataLoaderAdapter, which cuts for sequence parallelism; give all ranks "
                 "of a group the same whole batch"
             )
-        if not self._compared and not planning():
+        if not self._compared and not self.layout.collectives.pretended:
             self._compare(given)
         small = {name: value for name, value in given.items() if _is_no_sequence(value)}
         rows = {name: value for name, value in given.items() if name == "attention_mask" and getattr(value, "dim", lambda: 0)() == 4}
