@@ -15,8 +15,9 @@ from typing import Any
 import torch
 import torch.utils.checkpoint
 
+from hf_zero.activation_checkpointing.host_activations import HostActivations
 from hf_zero.activation_checkpointing.random_states import random_states
-from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, HostInputs, SavedPart
+from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, SavedPart
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.device import default_device
 from hf_zero.config.schema.storage import ActivationCheckpointing
@@ -28,7 +29,7 @@ class _Checkpointing:
 
     def __init__(self, settings: ActivationCheckpointing, collectives: Collectives | None) -> None:
         self.settings = settings
-        self.host = HostInputs() if settings.cpu_checkpointing else None
+        self.host = HostActivations() if settings.cpu_checkpointing else None
         axis = collectives if settings.partition_activations and collectives is not None and collectives.world > 1 else None
         self.divided = DividedInputs(axis) if axis is not None else None
 
@@ -78,7 +79,7 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Drops saved inputs that no backward has asked for; call it between iterations that do not run backward."""
+    """Frees device memory of inputs on their way to the host; call it between iterations that do not run backward."""
     if _present.host is not None:
         _present.host.forget()
 
@@ -91,6 +92,8 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     here = _present
     contexts = _Contexts(here.settings, getattr(function, "__qualname__", type(function).__name__))
     with ExitStack() as stack:
+        if here.host is not None:
+            here.host.advance()
         if here.moves_inputs:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(here.save, here.load))
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)

@@ -10,14 +10,17 @@ from torch import nn
 from hf_zero.assembly.mesh import is_to_split, mesh_of, shards
 from hf_zero.assembly.packed_weights import refuse_packed
 from hf_zero.comm.axes import divide_experts, divide_stages, model_parallel_group
-from hf_zero.comm.topology import Topology, build_topology, divide_replicas, join_topologies
+from hf_zero.comm.topology import Topology, build_topology, context_topology, divide_replicas, join_topologies
 from hf_zero.config.batch import count_replicas_once
 from hf_zero.config.mesh import Mesh
+from hf_zero.errors import UnsupportedError
 from hf_zero.expert_parallel.apply import divide_model
 from hf_zero.expert_parallel.find import modules_of_experts
 from hf_zero.expert_parallel.held import mark_again
 from hf_zero.pipeline.apply import divide_layers, plan_pipeline, put_forward
-from hf_zero.sequence_parallel.state import SequenceParallel, sequence_parallel_of
+from hf_zero.sequence_parallel.forward import SliceSettings
+from hf_zero.sequence_parallel.state import ContextParallel, SequenceParallel, sequence_groups, sequence_parallel_of
+from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 from hf_zero.tensor_parallel.own_layers import mark_own_layers
 from hf_zero.tensor_parallel.split import is_split, model_topology, split_model
 
@@ -51,7 +54,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
         UnsupportedError: A combination of axes that is not provided.
     """
     described = mesh_of(source, mpu, mesh, model)
-    sequence = sequence_parallel_of(described.sp, mpu)
+    sequence = _context_parallel(source, mpu, model, described) if described.cp > 1 else sequence_parallel_of(described.sp, mpu)
     if described.pp > 1:
         whole = divide_stages(described.pp, described.tp)
     else:
@@ -63,7 +66,27 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
 
 def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
     """Return ``source`` with a ``train_batch_size`` over replicas, if it was given over all ranks of ``mesh`` or over one group."""
-    return count_replicas_once(source, mesh.replicas, (mesh.ranks, 1) if mesh.sp > 1 else (mesh.ranks,))
+    mistaken = (mesh.ranks, mesh.ranks // mesh.sp, mesh.ranks // mesh.tp, 1) if mesh.sp * mesh.cp > 1 else (mesh.ranks,)
+    return count_replicas_once(source, mesh.replicas, mistaken)
+
+
+def _context_parallel(source: dict[str, Any], mpu: Any, model: nn.Module, mesh: Mesh) -> SequenceParallel:
+    """Return the groups of ``mesh`` that divide sequences, inside the data-parallel axis; collective.
+
+    Raises:
+        UnsupportedError: A script's object has sequence-parallel groups of its own.
+    """
+    if isinstance(mpu, ContextParallel):
+        return mpu
+    if sequence_groups(mpu) is not None:
+        raise UnsupportedError(
+            f"context parallelism over {mesh.cp} ranks and sequence-parallel groups of the mpu object cannot be combined: give "
+            "sequence_parallel_size and hf_zero.context_parallel_size in the configuration, without mpu"
+        )
+    settings = SliceSettings(None, True, None, trade_in_attention, standing_in)
+    own = source.get("hf_zero")
+    strategy = str((own if isinstance(own, dict) else {}).get("context_parallel_strategy") or "allgather").lower()
+    return ContextParallel(*context_topology(_topology(mpu, model, mesh.tp), mesh.cp, mesh.sp), settings, strategy)
 
 
 def _topology(mpu: Any, model: nn.Module, model_parallel: int) -> Topology:

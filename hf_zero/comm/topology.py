@@ -240,6 +240,38 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     return newest_is("sequence", topology)
 
 
+def context_topology(base: Topology, context: int, sequence: int = 1) -> tuple[Topology, Topology, Topology | None]:
+    """Return ``base`` with the axis of the ranks that share sequences through context parallelism, and the parts of that axis; collective.
+
+    Args:
+        base: Axes of which the data-parallel one is not divided yet, maybe with a model axis.
+        context: Ranks among which keys and values are gathered.
+        sequence: Adjacent ranks inside each of those places, which trade heads (sequence parallelism).
+
+    Returns:
+        ``base`` with the ``context * sequence`` adjacent ranks of its axis as ``sequence``; the ``context`` ranks with this one's place
+        among those that trade heads; and these, or None for 1.
+
+    Raises:
+        ConfigError: ``context * sequence`` does not divide the ranks of the axis.
+    """
+    size, device = context * sequence, base.device
+    key = "hf_zero.context_parallel_size" + (" x sequence_parallel_size" if sequence > 1 else "")
+    require_divisor(size, base.world, key, "data-parallel ranks", least=2)
+    axes = lines_of(base)
+    together = [line for axis in axes for line in _adjacent(axis, size)]
+    apart = [line for axis in axes for line in _across(_adjacent(axis, size))]
+    backend = "cpu:gloo" if len(together) > 1 and str(dist.get_backend()) == "gloo" else None  # [Note: cpu:gloo]
+    same_slice, joint = divide_twice(base.group, ("context", size), apart, together, device, backend)
+    topology = newest_is("sequence", replace(base, sequence=axis_over(joint, device), same_slice=same_slice, replica=base.rank // size))
+    if sequence == 1:
+        return topology, axis_over(joint, device), None
+    across = [line[place::sequence] for line in together for place in range(sequence)]
+    inside = [part for line in together for part in _adjacent(line, sequence)]
+    groups = divide_twice(base.group, ("context", size, sequence), across, inside, device)
+    return topology, axis_over(groups[0], device), axis_over(groups[1], device)
+
+
 def join_sequence(sequence: dist.ProcessGroup, joint: dist.ProcessGroup) -> Topology:
     """Return all ranks of ``joint`` with the sequence axis ``sequence``, two process groups of the caller; collective over ``joint``.
 

@@ -125,6 +125,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
         problems.refuse("optimizer.type", data["optimizer"]["type"], text)
     _check_shard_group(data.get("zero_optimization", {}), data.get("hf_zero", {}).get("param_shard_size"), problems)
     _check_quantization(data, problems)
+    _check_passes(data.get("compile") or {}, problems)
     bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
     if stage in (1, 2) and bucket % _ALIGNMENT:
         # DeepSpeed's sentence, whole and last: scripts look for it in what is raised, which pytest cuts in the middle.
@@ -158,6 +159,14 @@ def _check_patterns(patterns: list[str] | str | None, problems: Problems) -> Non
         except re.error as error:
             text = f"has {show(pattern)}, which is no pattern ({error}); allowed: parts of names, `*` for any characters"
             problems.error("data_types.keep_in_fp32_modules", text)
+
+
+def _check_passes(section: dict[str, Any], problems: Problems) -> None:
+    """Refuse passes of DeepCompile that divide a model over ranks; all others only change when the same work is done."""
+    homes = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
+    for name in section.get("passes") or () if section.get("deepcompile") else ():
+        if name in homes:
+            problems.refuse("compile.passes", name, f"no pass of a compiler divides a model here: set `{homes[name]}`")
 
 
 def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems: Problems) -> None:

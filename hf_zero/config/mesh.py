@@ -43,7 +43,7 @@ class Mesh:
     Attributes:
         dp_replicate: Shard groups, each of which holds everything.
         dp_shard: Ranks of a shard group that train on samples of their own.
-        cp: Ranks that share sequences through context parallelism; always 1.
+        cp: Ranks that share sequences through context parallelism.
         sp: Ranks that share sequences through sequence parallelism.
         tp: Ranks that hold one layer together.
         claims: Sizes that the sources gave.
@@ -103,6 +103,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
     found = {
         "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),
         "sp": ("sequence_parallel_size", requested_slices(config)),
+        "cp": ("hf_zero.context_parallel_size", requested_context(config)),
         EXPERT: ("expert_parallel.autoep_size", requested_experts(config)),
         "pp": ("pipeline.stages", requested_stages(config)),
     }
@@ -139,6 +140,11 @@ def requested_ranks(config: Mapping[str, Any]) -> int:
 def requested_slices(config: Mapping[str, Any]) -> int:
     """Return ``sequence_parallel_size`` of a configuration as the user gave it; 1 where it is not given."""
     return max(1, _number(config.get("sequence_parallel_size")) or 1)
+
+
+def requested_context(config: Mapping[str, Any]) -> int:
+    """Return ``hf_zero.context_parallel_size`` of a configuration as the user gave it; 1 where it is not given."""
+    return max(1, _number(_section(config, "hf_zero").get("context_parallel_size")) or 1)
 
 
 def requested_experts(config: Mapping[str, Any]) -> int:
@@ -215,7 +221,7 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
 
     Raises:
         ConfigError: Claims contradict each other, or their product is not the number of ranks. The message shows all of them.
-        UnsupportedError: Context parallelism, or sequence and tensor parallelism together.
+        UnsupportedError: Sequence and tensor parallelism together, or a pipeline with divided sequences.
     """
     said = tuple(dict.fromkeys(claims))
     sizes = _agreed(said)
@@ -266,31 +272,26 @@ def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
 
 
 def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
-    context, sequence, model = (
-        next((claim for claim in claims if claim.axis == axis and claim.size > 1), None) for axis in ("cp", "sp", "tp")
-    )
-    if context is not None:
-        raise UnsupportedError(
-            f"{context.source} is {context.size}: context parallelism is not provided. Sequence parallelism divides sequences over ranks "
-            f"too: ParallelismConfig(sp_size={context.size}, sp_backend='deepspeed'), or sequence_parallel_size in the configuration"
-        )
+    sequence, model = (next((claim for claim in claims if claim.axis == axis and claim.size > 1), None) for axis in ("sp", "tp"))
     _require_served_pipeline(claims, sizes)
     if sequence is not None and model is not None:
         raise UnsupportedError(
             f"{model.source} is {model.size} and {sequence.source} is {sequence.size}, tensor and sequence parallelism: the two cannot be "
-            "combined; zero_optimization.stage 3 shards the parameters over all ranks of both axes"
+            "combined; context parallelism (hf_zero.context_parallel_size) divides sequences beside tensor parallelism, and "
+            "zero_optimization.stage 3 shards the parameters over all ranks of both axes"
         )
 
 
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
-    """Refuse a pipeline with sequence parallelism, whose slices cannot be computed in parts of a batch; all other axes are allowed."""
+    """Refuse a pipeline with divided sequences, whose slices cannot be computed in parts of a batch; all other axes are allowed."""
     if sizes.get("pp", 1) == 1:
         return
-    other = next((claim for claim in claims if claim.axis == "sp" and claim.size > 1), None)
+    other = next((claim for claim in claims if claim.axis in ("sp", "cp") and claim.size > 1), None)
     if other is not None:
+        kind = "sequence" if other.axis == "sp" else "context"
         raise UnsupportedError(
-            f"a pipeline of {sizes['pp']} stages and sequence parallelism ({other}) cannot be combined: the script joins the "
-            "losses of slices over a whole batch, and a pipeline computes it in parts. Pipelines can be combined with data, "
+            f"a pipeline of {sizes['pp']} stages and {kind} parallelism ({other}) cannot be combined: the losses of slices are joined "
+            "over a whole batch, and a pipeline computes it in parts. Pipelines can be combined with data, "
             "tensor and expert parallelism and shard groups; for long sequences tensor parallelism divides activations too. "
             f"The mesh is described by\n{_listed(claims)}"
         )

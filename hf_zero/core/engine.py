@@ -150,7 +150,8 @@ class Engine(nn.Module):
             self.runtime.backward.expect(scaled)
             _running_scales.append(scale)
             try:
-                scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
+                with self.runtime.saved.backward():
+                    scaled.backward(retain_graph=retain_graph, **kwargs)  # type: ignore[no-untyped-call]
             except BaseException as error:
                 self._explain(self, error, "backward")
                 self.runtime.backward.break_off(error)

@@ -15,6 +15,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers
+from hf_zero.integrations.activation_offload import serve_offload
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
@@ -68,7 +69,7 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [stand_before_saves, count_samples_once, listen_where_wanted]
+engine.on_build += [stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(let_go)
 engine.reasons_to_wait.append(keeps_too_few)

@@ -185,6 +185,29 @@ SAME_SAMPLES = Method(
     around="hf_zero.integrations.pipelines:get_tp_size",
     since=(5,),
 )
+CONTEXT_SIZE = Method(
+    "transformers.trainer",
+    "Trainer.get_cp_size",
+    "Trainer would count the tokens of each rank of context parallelism (hf_zero.context_parallel_size)",
+    around="hf_zero.integrations.pipelines:get_cp_size",
+    since=(5,),
+)
+_CUT = "under context parallelism accelerate's own cuts batches for torch's attention, and drops masks"
+PREPARE_CP = Method("accelerate.accelerator", "Accelerator._prepare_cp", _CUT, around="hf_zero.integrations.context:prepare", since=(1, 12))
+CONTEXT = Method(
+    "accelerate.accelerator",
+    "Accelerator.maybe_context_parallel",
+    _CUT,
+    around="hf_zero.integrations.context:maybe_context_parallel",
+    since=(1, 12),
+)
+CONTEXT_INPUTS = Method(
+    "transformers.trainer",
+    "Trainer._prepare_context_parallel_inputs",
+    "under context parallelism Trainer refuses attention other than sdpa, and cuts batches that it evaluates",
+    around="hf_zero.integrations.context:prepare_inputs",
+    since=(5,),
+)
 TOKENS = Method(
     "transformers.trainer",
     "Trainer._track_num_input_tokens",
@@ -310,7 +333,7 @@ METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
     STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
-    FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT,
+    FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
 )  # fmt: skip
 
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())

@@ -22,8 +22,10 @@ from torch.utils import _pytree as pytree
 from hf_zero.core.engine import Engine
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers
+from hf_zero.integrations.pipelines import parts_here
 
-# Accelerator -> stages of its pipeline, and ranks that hold each layer together: all of these compute the same samples.
+# Accelerator -> stages of its pipeline, and adjacent ranks that hold each layer, or parts of each sequence, together: all of these compute
+# the same samples.
 _sharers: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 _gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # what gather_for_metrics has gathered so far
 
@@ -34,14 +36,15 @@ def count_samples_once(engine: Engine) -> None:
     Raises:
         UnsupportedError: accelerate or transformers have no method any more without which samples would be counted several times.
     """
-    model_axis = engine.collectives.topology.model
-    if model_axis is None:
+    topology = engine.collectives.topology
+    model_axis, parts = topology.model, parts_here()
+    if model_axis is None and parts == 1:
         return
     callers.require(callers.PREPARE, callers.GATHER, callers.METRICS, callers.EVALUATE)
     for call in callers.running(callers.PREPARE)[:1]:
-        pipe = engine.collectives.topology.pipe
-        stages = pipe.world if pipe is not None else 1
-        _sharers.setdefault(call.caller, (stages, model_axis.world // stages))
+        stages = topology.pipe.world if topology.pipe is not None else 1
+        layers = model_axis.world // stages if model_axis is not None else 1
+        _sharers.setdefault(call.caller, (stages, layers * parts))
 
 
 def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:

@@ -55,7 +55,11 @@ def claims_of_accelerate() -> list[Claim]:
     """What the process' ParallelismConfig says, where an Accelerator with a DeepSpeed plugin has been made."""
     module = sys.modules.get("accelerate.state")
     state = vars(module)["AcceleratorState"]._shared_state if module is not None else {}
-    return list(claims_of_sizes(state.get("parallelism_config"))) if _MESH in state else []
+    if _MESH not in state:
+        return []
+    mesh: Mesh = state[_MESH]
+    # Of context parallelism with sequence parallelism inside, the ParallelismConfig was given the product.
+    return list(mesh.claims if mesh.cp * mesh.sp > mesh.cp > 1 else claims_of_sizes(state.get("parallelism_config")))
 
 
 def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
@@ -124,7 +128,10 @@ def _require_same(state: Any, given: Any) -> None:
     present = vars(state).get("parallelism_config")
     if given is None or given is present:
         return
-    if dict.fromkeys(claims_of_sizes(given)) != dict.fromkeys(claims_of_sizes(present)):
+    mesh: Mesh = vars(state)[_MESH]
+    if dict.fromkeys(claims_of_sizes(given)) != dict.fromkeys(claims_of_sizes(present)) and not set(claims_of_sizes(given)) <= set(
+        mesh.claims
+    ):
         raise ConfigError(
             f"an Accelerator of this process has {vars(state)[_MESH]}, and another ParallelismConfig is given: {given!r}. All "
             "Accelerators of a process share one; AcceleratorState._reset_state() begins anew"
@@ -144,12 +151,23 @@ def _solve(state: Any) -> Mesh:
     for name, plugin in plugins.items():
         said = [*claims_of_config(plugin.deepspeed_config, f" of the plugin {name!r}" if several else ""), *said]
     mesh = solve([*claims_of_sizes(config), *said], state.num_processes, fits_own_node)
-    if config is not None and mesh.sp != getattr(config, "sp_size", 1):
+    if mesh.cp > 1:
+        _require_context_sizes(config, mesh)
+    elif config is not None and mesh.sp != getattr(config, "sp_size", 1):
         raise ConfigError(
             f"sequence_parallel_size is {mesh.sp} in the configuration, and the ParallelismConfig has sp_size 1: give it sp_size={mesh.sp} "
             "too, by which accelerate cuts what its loaders give"
         )
     return mesh
+
+
+def _require_context_sizes(config: Any, mesh: Mesh) -> None:
+    """Refuse sequence parallelism of a ParallelismConfig inside context parallelism: accelerate would cut what its loaders give."""
+    if getattr(config, "sp_size", 1) > 1:
+        raise ConfigError(
+            f"ParallelismConfig.sp_size is {config.sp_size} beside context parallelism over {mesh.cp} ranks: accelerate cuts batches for "
+            f"sp_size alone. Give sequence_parallel_size {config.sp_size} in the configuration, and cp_size {mesh.cp} here or there"
+        )
 
 
 def _plugins(state: Any) -> dict[str, Any]:
@@ -164,13 +182,35 @@ def _tell(state: Any, mesh: Mesh) -> None:
             section = plugin.deepspeed_config.get("tensor_parallel") or {}
             plugin.deepspeed_config["tensor_parallel"] = {**section, "autotp_size": mesh.tp}
     config = vars(state).get("parallelism_config")
+    if mesh.cp > 1:
+        _tell_strategy(state, config)
     made = torch_mesh(mesh, state.device.type) if config is not None or mesh.sharers > 1 or mesh.dp_replicate > 1 else None
     if config is not None:
-        for axis, size in mesh.sizes.items():
+        sizes = mesh.sizes if mesh.cp == 1 else {**mesh.sizes, "cp": mesh.cp * mesh.sp, "sp": 1}  # ranks that share a whole batch
+        for axis, size in sizes.items():
             if axis in config._sizes:
                 config._set_size(axis, size)
         config.device_mesh = made
     state.device_mesh = made
+
+
+def _tell_strategy(state: Any, config: Any) -> None:
+    """Writes ``cp_comm_strategy`` of a ParallelismConfig into the configurations.
+
+    Raises:
+        ConfigError: A configuration says something else.
+    """
+    asked = getattr(getattr(config, "cp_handler", None), "cp_comm_strategy", None)
+    for plugin in _plugins(state).values():
+        own = plugin.deepspeed_config.get("hf_zero") or {}
+        present = own.get("context_parallel_strategy")
+        if asked not in (None, "allgather") and present is not None and str(present).lower() != asked:
+            raise ConfigError(
+                f"cp_comm_strategy of the ParallelismConfig is {asked!r} and hf_zero.context_parallel_strategy of the configuration is "
+                f"{present!r}; say it once, or the same in both"
+            )
+        if asked is not None and present is None:
+            plugin.deepspeed_config["hf_zero"] = {**own, "context_parallel_strategy": asked}
 
 
 def torch_mesh(mesh: Mesh, device_type: str) -> Any:

@@ -39,6 +39,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default 1024, or what the model has positions for)")
     parser.add_argument("--trainable", default="all", metavar="WHAT", help="all, lora:r=16, or match:REGEX of parameter names")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute activations in backward")
+    parser.add_argument("--offload-activations", action="store_true", help="activations (or layers' inputs) wait on the host for backward")
     parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="kernel of attention (default sdpa)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks compute (default cuda)")
     parser.add_argument("--link", metavar="RATE", help="what a rank sends to other nodes, such as 400Gbit")
@@ -125,7 +126,8 @@ def _wish(options: argparse.Namespace) -> fit.Wish:
         link=bytes_per_second_of(options.link, "--link") if options.link else None,
         node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
     )
-    model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, options.checkpoint_activations)
+    activations = options.checkpoint_activations, options.offload_activations
+    model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, *activations)
     return fit.Wish(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
 
 

@@ -82,6 +82,8 @@ def require_flags(options: argparse.Namespace, wish: Wish) -> None:
         )
     if options.plot is not None:
         raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
+    if options.offload_activations:
+        raise ConfigError("--offload-activations is of one configuration: a search does not try it; plan the best one with it (--config)")
     cluster, limits = wish.cluster, wish.hardware
     if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
         raise ConfigError(

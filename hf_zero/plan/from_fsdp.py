@@ -75,10 +75,10 @@ class Translation:
         kept.setdefault("num_processes", ranks)
         if kept["num_processes"] is None:
             return None
-        slices = self.config.get("sequence_parallel_size")
+        slices = self.config.get("sequence_parallel_size") or (self.config.get("hf_zero") or {}).get("context_parallel_size")
         mesh = kept.pop("parallelism_config", None) or {}
-        if slices:  # accelerate cuts what loaders give by it
-            kept["parallelism_config"] = {name: value for name, value in mesh.items() if "sp_" in name}
+        if slices:  # accelerate cuts what loaders give by it, and scripts ask for it
+            kept["parallelism_config"] = {name: value for name, value in mesh.items() if "sp_" in name or "cp_" in name}
         answers: dict[str, Any] = {
             "deepspeed_config_file": str(file),
             "zero3_init_flag": self.config["zero_optimization"]["stage"] == 3,

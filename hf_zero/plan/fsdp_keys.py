@@ -294,7 +294,9 @@ MESH_KEYS: tuple[FsdpKey, ...] = (
         size,
         {
             1: _ONE,
-            None: Case("none", "these ranks train on sequences of their own; sequence_parallel_size (sp_size) divides sequences too"),
+            None: Case(
+                "set", "keys and values are gathered per layer, or passed around", (Setting("hf_zero.context_parallel_size", HERE),)
+            ),
         },
     ),
     FsdpKey(("sp_size",), size, {1: _ONE, None: Case("set", "Ulysses", (Setting("sequence_parallel_size", HERE),))}),

@@ -17,6 +17,7 @@ class ModelWish:
         attention: sdpa, flash or eager.
         trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of names.
         checkpointing: Recompute activations in backward.
+        moves: Activations, or where they are recomputed the inputs of layers, wait on the host for backward.
     """
 
     name: str
@@ -24,3 +25,4 @@ class ModelWish:
     attention: str = "sdpa"
     trainable: str = "all"
     checkpointing: bool = False
+    moves: bool = False

@@ -48,12 +48,14 @@ class PlannedModel:
         batch: Keyword arguments of its forward, of (samples, length); tensors are made where torch makes them.
         vocabulary: Size of the last dimension of its logits; 0 where it has none.
         positions: Tokens of the longest sequence that its configuration speaks of; 0 where it speaks of none.
+        moves: What its functions save waits on the host for backward.
     """
 
     module: nn.Module
     batch: Callable[[int, int], Batch]
     vocabulary: int = 0
     positions: int = 0
+    moves: bool = False
 
 
 def build_model(wish: ModelWish) -> PlannedModel:
@@ -66,7 +68,7 @@ def build_model(wish: ModelWish) -> PlannedModel:
     module = planned.module
     if wish.checkpointing:
         _checkpoint(module)
-    return replace(planned, module=choose_trainable(module, wish.trainable))
+    return replace(planned, module=choose_trainable(module, wish.trainable), moves=wish.moves)
 
 
 def sequence_of(asked: int | None, positions: int) -> int:

@@ -299,7 +299,8 @@ class _Run:
             with self._counted(found):
                 with self.books.of_kind("other"):
                     batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, length).items()}
-                engine.backward(loss_of(engine(**batch)))
+                with torch.autograd.graph.save_on_cpu() if self.model.moves else nullcontext():
+                    engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
         with self._counted(found):
             engine.step()

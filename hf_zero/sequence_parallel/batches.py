@@ -31,7 +31,7 @@ _TOKENS = ("input_ids", "inputs_embeds")
 _PER_TOKEN = ("attention_mask", "position_ids", "labels", "shift_labels")
 _MARKED = ("input_ids", "position_ids")  # whole numbers, which engines and Trainer never cast to another tensor
 _MEDIA = ("pixel_", "image_", "video_", "audio_", "input_features", "feature_attention_mask", "input_values", "second_per_grid")
-_LABELS = "labels before the shift"  # name in messages
+LABELS = "labels before the shift"  # name in messages
 _behind = WeakTensorKeyDictionary()  # shifted labels of slices: the slice of the labels that they were made of
 _cut = WeakTensorKeyDictionary()  # tensors of the slices that adapters have given; whether they counted the positions
 
@@ -48,6 +48,11 @@ def counted_by_adapter(positions: torch.Tensor) -> bool | None:
     """Return whether an adapter has made these positions; False for positions of a batch, None for those that come from no adapter."""
     found: bool | None = _cut.get(positions)
     return found
+
+
+def mark_slice(batch: Batch, counted: bool) -> None:
+    """Records that the tokens and positions of ``batch`` are a slice; ``counted`` says that no batch had the positions."""
+    _cut.update({batch[name]: counted for name in _MARKED if name in batch})
 
 
 def labels_behind(shifted: torch.Tensor | None) -> torch.Tensor | None:
@@ -191,10 +196,10 @@ class UlyssesSPDataLoaderAdapter:
         batches: deque[Batch] = deque()
         for row, each, told in zip(received, layouts, everyone, strict=True):
             found = _unpack(row, each)
-            labels = found.pop(_LABELS, None)
+            labels = found.pop(LABELS, None)
             if labels is not None:
                 _behind[found["shift_labels"]] = labels
-            _cut.update({found[name]: told.counted for name in _MARKED if name in found})
+            mark_slice(found, told.counted)
             batches.append({**found, **told.rest})
         return batches, any(told.last for told in everyone)
 
@@ -232,6 +237,23 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
     Raises:
         ConfigError: The batch is no dictionary, or something in it has no dimension of tokens.
     """
+    tensors, rest, _ = whole_batch(batch, ranks)
+    # Media are whole on every rank: which tokens are an image's is the model's to know.
+    return {
+        name: value.expand(ranks, *value.shape) if is_medium(name) else value.unflatten(1, (ranks, -1)).transpose(0, 1)
+        for name, value in tensors.items()
+    }, rest
+
+
+def whole_batch(batch: Any, multiple: int, shifts: bool = True) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
+    """Return a batch with the tensors that slices need, (batch, tokens, ...), still whole; the values that are no tensors; and the tokens
+    that were added at the end. Arguments and errors as ``prepare``.
+
+    Args:
+        batch: As for ``prepare``.
+        multiple: Number that the tokens become a multiple of.
+        shifts: ``labels`` become ``shift_labels``; False leaves them, for models whose loss shifts nothing.
+    """
     if not isinstance(batch, Mapping):
         raise ConfigError(f"sequence parallelism: a batch must be a dictionary with input_ids; the loader gives {type(batch).__name__}")
     batch = dict(batch)
@@ -248,23 +270,21 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
         batch = {name: value for name, value in batch.items() if name not in _TOLD_BY_POSITIONS}
     else:
         batch["position_ids"] = torch.arange(length, device=first.device).expand(rows, -1)
-    labels = batch.pop("labels", None)
+    labels = batch.pop("labels", None) if shifts else None
     if labels is not None and batch.get("shift_labels") is None:
         _require_tokens("labels", labels, rows, length)
-        batch[_LABELS] = labels
+        batch[LABELS] = labels
         ahead = (0, 0) * (labels.dim() - 2) + (0, 1)
         batch["shift_labels"] = torch.nn.functional.pad(labels[:, 1:], ahead, value=IGNORED)
-    extra = -length % ranks
+    extra = -length % multiple
     tensors = {name: value for name, value in batch.items() if isinstance(value, torch.Tensor)}
     for name, value in tensors.items():
-        if is_medium(name):  # whole on every rank: which tokens are an image's is the model's to know
-            tensors[name] = value.expand(ranks, *value.shape)
+        if is_medium(name):
             continue
         _require_tokens(name, value, rows, length)
         every = value.expand(rows, *value.shape[1:]) if value.shape[0] == 1 else value
-        padded = _padded(name, every, extra)
-        tensors[name] = padded.unflatten(1, (ranks, -1)).transpose(0, 1)
-    return tensors, {name: value for name, value in batch.items() if name not in tensors}
+        tensors[name] = _padded(name, every, extra)
+    return tensors, {name: value for name, value in batch.items() if name not in tensors}, extra
 
 
 def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> None:

@@ -90,8 +90,11 @@ class WholeMasks:
                 "its slice of a mask (batch, tokens); masks of four dimensions are not supported"
             )
         if id(value) not in self._joined:
-            self._joined[id(value)] = (value, join_slices(self.collectives, value, -1, key))
+            self._joined[id(value)] = (value, self._join(value, key))
         return self._joined[id(value)][1]
+
+    def _join(self, value: torch.Tensor, key: str) -> torch.Tensor:
+        return join_slices(self.collectives, value, -1, key)
 
 
 def _require_plain(name: str, arguments: dict[str, Any]) -> None:

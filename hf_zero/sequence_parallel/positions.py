@@ -64,12 +64,15 @@ class OwnPositions:
             tokens = args[0] if args else kwargs.get("input_ids")
             if tokens is None:  # embeddings: all of them count
                 return given + padding + 1
-            return self._slice(count(join_slices(self._collectives, tokens, -1, "input_ids"), padding))
+            return self._slice(count(self._join(tokens, "input_ids"), padding))
         mask = kwargs.get("attention_mask")
         if mask is None or mask.dim() != 2:  # of four dimensions: refused where masks are made
             return given
-        whole = join_slices(self._collectives, mask, -1, "attention_mask").long()
+        whole = self._join(mask, "attention_mask").long()
         return self._slice(whole.cumsum(dim=1) * whole - 1)
+
+    def _join(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        return join_slices(self._collectives, value, -1, what)
 
     def _slice(self, whole: torch.Tensor) -> torch.Tensor:
         return whole.chunk(self._collectives.world, dim=1)[self._collectives.rank]

@@ -44,6 +44,24 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
         ConfigError: The model has another implementation, or heads that do not divide.
         UnsupportedError: It is of a kind that cannot be sliced.
     """
+    found = attention_of(model, implementation)
+    _require_causal(model)
+    if not reason_to_cut_layers(model):
+        heads = getattr(model.config, "num_attention_heads", None)
+        if isinstance(heads, int):
+            require_even_heads(heads, ranks)
+        return found, None
+    return found, _token_flow(model, ranks, found, stand_in)
+
+
+def attention_of(model: nn.Module, implementation: str | None) -> str:
+    """Return the attention implementation of a model whose sequences can be divided as far as its configuration says. Errors as
+    ``require_sliceable``.
+
+    Args:
+        model: The model, or an adapter around it.
+        implementation: What the script asks for; None takes the model's.
+    """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
         raise UnsupportedError(f"sequence parallelism: {type(model).__name__} is no model of transformers; use DistributedAttention")
@@ -59,13 +77,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
     _require_alike(name, config)
-    _require_causal(model)
-    if not _reason_to_cut_layers(model):
-        heads = getattr(config, "num_attention_heads", None)
-        if isinstance(heads, int):
-            require_even_heads(heads, ranks)
-        return str(found), None
-    return str(found), _token_flow(model, ranks, str(found), stand_in)
+    return str(found)
 
 
 def _token_flow(model: nn.Module, ranks: int, implementation: str, stand_in: StandIn) -> TokenFlow:
@@ -76,15 +88,15 @@ def _token_flow(model: nn.Module, ranks: int, implementation: str, stand_in: Sta
         flow = find_token_flow(model, ranks, partial(stand_in, implementation))
     except Exception as error:  # noqa: BLE001 - whatever the model raises
         raise UnsupportedError(
-            f"sequence parallelism: {name} ({_reason_to_cut_layers(model)}) cannot be looked into, because it does not run on tensors "
+            f"sequence parallelism: {name} ({reason_to_cut_layers(model)}) cannot be looked into, because it does not run on tensors "
             f"without values: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     if flow.problems:
-        raise UnsupportedError(f"sequence parallelism: {name} ({_reason_to_cut_layers(model)}) cannot be sliced: {flow.problems[0]}")
+        raise UnsupportedError(f"sequence parallelism: {name} ({reason_to_cut_layers(model)}) cannot be sliced: {flow.problems[0]}")
     return flow
 
 
-def _reason_to_cut_layers(model: nn.Module) -> str:
+def reason_to_cut_layers(model: nn.Module) -> str:
     """Return why the forward of ``model`` cannot be given slices from the start; "" if it can."""
     base = _inside(model)
     config: Any = base.config

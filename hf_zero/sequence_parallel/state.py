@@ -11,7 +11,9 @@ from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
 from hf_zero.errors import StateError, UnsupportedError
+from hf_zero.sequence_parallel.context_forward import DividedForwards, is_divided
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
+from hf_zero.sequence_parallel.layout import Layout
 
 
 class SequenceParallel:
@@ -77,6 +79,33 @@ class SequenceParallel:
     def get_data_parallel_rank(self) -> int:
         """Return which of them is this rank's."""
         return self.topology.replica
+
+
+class ContextParallel(SequenceParallel):
+    """Groups of ranks that hold parts of the same sequences and gather keys and values; with sequence parallelism inside, if asked for.
+
+    Attributes:
+        across: The ranks, one of each place, whose keys and values are gathered.
+        inside: The ranks that trade heads; None without sequence parallelism.
+        strategy: "allgather" or "alltoall".
+        layout: The division of sequences.
+    """
+
+    def __init__(
+        self, topology: Topology, across: Topology, inside: Topology | None, settings: SliceSettings, strategy: str = "allgather"
+    ) -> None:
+        super().__init__(topology, settings)
+        self.across = across
+        self.inside = inside
+        self.strategy = strategy
+        self.layout = Layout(open_collectives(self.axis), inside.world if inside is not None else 1)
+
+    def bind(self, model: nn.Module) -> None:
+        """Makes training forwards of ``model`` forwards over parts of sequences."""
+        if self.settings is None or is_divided(model, self.settings):
+            return
+        inside = open_collectives(self.inside) if self.inside is not None else None
+        DividedForwards(model, self.layout, open_collectives(self.across), inside, self.settings, self.strategy)
 
 
 def sequence_parallel_of(size: int, mpu: Any) -> SequenceParallel | None:

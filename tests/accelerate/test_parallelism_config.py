@@ -264,7 +264,7 @@ def refused() -> list[str]:
         return str(error.value)
 
     return [
-        start({"cp": 2}),
+        start({"cp": 2}, pipeline={"stages": 2}),
         start({"tp": 2}, tensor_parallel={"autotp_size": 4}),
         start({"dp_shard": 4}, environment={"dp_shard": 2}),
         start({"dp_shard": 2}),
@@ -280,7 +280,7 @@ def refused() -> list[str]:
 def test_what_does_not_fit_or_is_not_served_is_refused_on_every_rank() -> None:
     found = ranks.run_ranks(refused, 4, group=False)
     texts = [
-        "ParallelismConfig.cp_size is 2: context parallelism is not provided. Sequence parallelism",
+        "a pipeline of 2 stages and context parallelism (ParallelismConfig.cp_size: cp 2) cannot be combined",
         "- ParallelismConfig.tp_size: tp 2\n- tensor_parallel.autotp_size: tp 4\n",
         "- ParallelismConfig.dp_shard_size: dp_shard 4\n- PARALLELISM_CONFIG_DP_SHARD_SIZE: dp_shard 2\n",
         "dp_shard 2 x cp 1 x sp 1 x tp 1 makes 2 ranks; dp_shard 4 would fit",

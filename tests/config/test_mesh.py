@@ -102,7 +102,7 @@ def test_one_rank_in_so_many_words_contradicts_several() -> None:
         ([("shard group", 2), ("dp_replicate", 4)], 4, "dp_replicate 4 x shard group 2 makes 8 data-parallel ranks; shard group 1 would"),
         ([("dp", 4), ("sp", 2)], 4, "4 x 2 makes 8 ranks; dp 2 would fit"),
         ([("tp", 0)], 4, "source 0 is 0; a whole number from 1 on"),
-        ([("cp", 2)], 4, "source 0 is 2: context parallelism is not provided"),
+        ([("cp", 2), ("pp", 2)], 4, "a pipeline of 2 stages and context parallelism (source 0: cp 2) cannot be combined"),
         ([("sp", 2), ("tp", 2)], 4, "source 1 is 2 and source 0 is 2, tensor and sequence parallelism: the two cannot be combined"),
     ],
 )  # fmt: skip

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero.activation_checkpointing import checkpoint, random_states, recompute, seed_model_parallel
-from hf_zero.activation_checkpointing.saved_inputs import HostInputs, SavedOnHost
+from hf_zero.activation_checkpointing.host_activations import HostActivations
 from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.deepspeed.served import checkpointing
 from hf_zero.errors import ConfigError, StateError
@@ -80,42 +80,30 @@ def test_results_gradients_and_random_states_are_those_of_the_plain_call(setting
     checkpointing.reset()
 
 
-def test_host_inputs_are_copied_and_fetched_one_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU inputs stay where they are; told to copy always, the store does what it does for a device, without streams."""
-    store = HostInputs(copies_always=True)
-    inputs = [torch.randn(3) for _ in range(3)]
-    saved = [store.save(tensor) for tensor in inputs]
-    assert all(
-        isinstance(item, SavedOnHost) and item.host.data_ptr() != tensor.data_ptr() for item, tensor in zip(saved, inputs, strict=True)
-    )
-    assert torch.equal(store.load(saved[2]), inputs[2])
-    assert saved[1].fetched is not None and saved[0].fetched is None, "the next one is on its way, not all"
-    assert torch.equal(store.load(saved[0]), inputs[0]), "in any order"
-    assert torch.equal(store.load(saved[1]), inputs[1])
-    weight, index = nn.Parameter(torch.randn(3)), torch.arange(3)
-    assert store.save(weight) is weight and store.save(index) is index
-    store.save(inputs[0])
-    store.forget()
-    assert store._order == []
-
-
 def test_inputs_really_go_through_the_host_store(monkeypatch: pytest.MonkeyPatch) -> None:
-    from hf_zero.activation_checkpointing import saved_inputs
+    from hf_zero.activation_checkpointing import host_activations
 
+    monkeypatch.setattr(host_activations, "LEAST_BYTES", 1)
     taken: list[torch.Size] = []
-    save = saved_inputs.HostInputs.save
+    save, copy_out, copied = HostActivations.save, HostActivations._copy_out, []
 
-    def spy(self: HostInputs, tensor: Tensor) -> Any:
+    def spy(self: HostActivations, tensor: Tensor) -> Any:
         self.copies_always = True
         taken.append(tensor.shape)
         return save(self, tensor)
 
-    monkeypatch.setattr(saved_inputs.HostInputs, "save", spy)
+    def count(self: HostActivations, group: Any, pieces: list[Any]) -> None:
+        copy_out(self, group, pieces)
+        copied.append(sum(piece.host is not None for piece in pieces))
+
+    monkeypatch.setattr(HostActivations, "save", spy)
+    monkeypatch.setattr(HostActivations, "_copy_out", count)
     reference = run_blocks(plain)
     checkpointing.configure(None, checkpoint_in_cpu=True)
     for one, other in zip(reference, run_blocks(checkpointing.checkpoint), strict=True):
         assert torch.equal(one, other)
     assert taken.count(torch.Size([4, 5, 6])) >= 3 and torch.Size([6, 6]) not in taken, "inputs, and nothing from inside the function"
+    assert len(copied) == 2 and all(copied), "the inputs of the last block, which backward wants first, stay"
 
 
 def test_nested_checkpoints_and_keywords() -> None:

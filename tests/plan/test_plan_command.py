@@ -63,6 +63,8 @@ def answers(folder: Path) -> dict[str, tuple[int, str, str]]:
     lines = {
         "json": [str(folder), *RANKS, "--json", "--memory", "1GiB", "--tflops", "1", "--link", "1Gbit", "--plot", str(folder / "plan.png")],
         "table": [str(folder / "config.json"), *RANKS, "--checkpoint-activations"],
+        "moved": [str(folder), *RANKS, "--json", "--offload-activations", "--set", "num_hidden_layers=6"],
+        "kept": [str(folder), *RANKS, "--json", "--set", "num_hidden_layers=6"],
         "limits": [str(folder), *RANKS, "--memory", "1GiB", "--tflops", "1", "--micro-batch", "2", "--plot", str(folder / "plan.html")],
         "doubt": [str(folder), *RANKS, "--device", "cpu", "--memory", "160MiB"],
         "small": [str(folder), *RANKS, "--memory", "100kB"],
@@ -137,6 +139,15 @@ def test_offload_is_on_other_tiers(answers: Any) -> None:
 
 
 @pytest.mark.quick
+def test_activations_on_the_host_are_on_another_tier(answers: Any) -> None:
+    moved, kept = (json.loads(answers[name][1]) for name in ("moved", "kept"))
+    layers = 6
+    saved = moved["peak_bytes_per_rank"]["host"] - kept["peak_bytes_per_rank"]["host"]
+    assert saved > kept["by_kind"]["activations"] * (layers - 2) / layers, "what all layers but the last save"
+    assert moved["by_kind"]["activations"] < kept["by_kind"]["activations"]
+    assert [moved["by_kind"][kind] for kind in ("parameters", "masters")] == [kept["by_kind"][kind] for kind in ("parameters", "masters")]
+
+
 def test_a_schedule_that_wants_the_steps_of_a_run_changes_nothing() -> None:
     assert settled({**ZERO, "scheduler": SCHEDULER}) == settled(ZERO)
 

@@ -216,28 +216,31 @@ def test_states_that_wait_on_the_host_use_the_same_memory_each_time() -> None:
 
 
 def _inputs() -> None:
-    from hf_zero.activation_checkpointing.saved_inputs import HostInputs
+    from hf_zero.activation_checkpointing.host_activations import HostActivations
 
     recorded, base = pretend.recorded(), pretend.locked_bytes()
-    device, inputs = ranks.device(), HostInputs()
+    device, store = ranks.device(), HostActivations()
     pages = 5  # of 4 KiB: torch's allocator would take 8
 
-    def there_and_back(inputs: HostInputs, scale: int) -> None:
-        values = [torch.full((pages * 1024 * scale,), float(index), device=device) for index in range(4)]
-        saved = [inputs.save(value) for value in values]
+    def there_and_back(store: HostActivations, scale: int) -> None:
+        values = [torch.full((pages * 1024 * scale,), float(index), device=device) for index in range(6)]
+        saved = []
+        for index in range(6):
+            store.advance()
+            saved.append(store.save(values[index]))
         del values
-        for index in reversed(range(4)):
-            assert inputs.load(saved[index]).eq(index).all()
-            assert inputs.load(saved[index]).eq(index).all(), "a second backward"
+        for index in reversed(range(6)):
+            assert store.load(saved[index]).eq(index).all()
+            assert store.load(saved[index]).eq(index).all(), "a second backward"
 
     for _ in range(3):
-        there_and_back(inputs, 1)
-        assert pretend.locked_bytes() - base == 4 * pages * ALIGNMENT
-    there_and_back(inputs, 2)
-    there_and_back(inputs, 1)
-    assert pretend.locked_bytes() - base == 8 * pages * ALIGNMENT, "larger blocks came in exchange for smaller ones"
+        there_and_back(store, 1)
+        assert pretend.locked_bytes() - base == 5 * pages * ALIGNMENT, "all but the last, which stays"
+    there_and_back(store, 2)
+    there_and_back(store, 1)
+    assert pretend.locked_bytes() - base == 10 * pages * ALIGNMENT, "larger blocks came in exchange for smaller ones"
     assert pretend.recorded() == recorded
-    del inputs
+    del store
     gc.collect()
     assert pretend.locked_bytes() == base
 

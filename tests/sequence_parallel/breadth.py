@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -111,16 +112,16 @@ def measure_each(names: list[str]) -> list[Row]:
     return [measure(name) for name in names]
 
 
-def measure_all(names: list[str], at_once: int = 6, world: int = 2) -> list[Row]:
-    """Rows of ``names``; a group that hangs or dies is tried one by one."""
+def measure_all(names: list[str], at_once: int = 6, world: int = 2, each: Callable[[list[str]], list[Row]] = measure_each) -> list[Row]:
+    """Rows of ``names`` by ``each``; a group that hangs or dies is tried one by one."""
     rows: list[Row] = []
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         try:
-            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0)[0]
+            rows += ranks.run_ranks(each, world, part, timeout=300.0)[0]
         except ranks.RankError as error:
             if len(part) > 1:
-                rows += [row for name in part for row in measure_all([name], 1, world)]
+                rows += [row for name in part for row in measure_all([name], 1, world, each)]
             else:
                 rows.append(Row(part[0], zoo.architecture(part[0]).model_type, error=str(error).strip().splitlines()[-1][:120]))
         for row in rows[-len(part) :]:
@@ -146,9 +147,6 @@ def table(rows: list[Row]) -> str:
 
     exact, refused = [row for row in rows if row.exact], [row for row in rows if row.refused]
     rest = [row for row in rows if not (row.exact or row.refused)]
-    reasons: dict[str, list[str]] = {}
-    for row in refused:
-        reasons.setdefault(_reason(row), []).append(row.name.removesuffix("ForCausalLM"))
     lines = [
         START,
         f"{len(rows)} causal language models of transformers {transformers.__version__}, tiny, on 2 gloo ranks, fp32, against whole",
@@ -160,9 +158,18 @@ def table(rows: list[Row]) -> str:
         "",
         "| refused because | models |",
         "|---|---|",
-        *(f"| {reason} | {', '.join(sorted(names))} |" for reason, names in sorted(reasons.items())),
+        *(f"| {reason} | {', '.join(sorted(names))} |" for reason, names in sorted(reasons_of(rows).items())),
     ]
     return "\n".join([*lines, STOP])
+
+
+def reasons_of(rows: list[Row]) -> dict[str, list[str]]:
+    """The models that are refused, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for row in rows:
+        if row.refused:
+            reasons.setdefault(_reason(row), []).append(row.name.removesuffix("ForCausalLM"))
+    return reasons
 
 
 def _reason(row: Row) -> str:

@@ -10,37 +10,13 @@ import pytest
 import torch
 from torch.utils.data import DataLoader
 
+from tests.sequence_parallel.loops import ROWS, close, config, samples
 from tests.support import parity, ranks
 from tests.support.sequences import LENGTH, Result, build, compare, llama, loss_over_slices, mixtral
 from tests.support.trainers import clean_state, rows
 
 pytest.importorskip("accelerate", minversion="1.12")
 pytest.importorskip("transformers", minversion="5.0")
-
-ROWS = 32
-
-
-def samples(length: int) -> list[dict[str, torch.Tensor]]:
-    """Rows of which the first tokens have no label; the last slice of the last rows has none at all."""
-    generator = torch.Generator().manual_seed(5)
-    found = []
-    for index, tokens in enumerate(torch.randint(3, 64, (ROWS, length), generator=generator)):
-        labels = tokens.clone()
-        labels[: index % 7] = -100
-        if index >= ROWS - 2:
-            labels[length // 2 :] = -100
-        found.append({"input_ids": tokens, "labels": labels, "attention_mask": torch.ones_like(tokens)})
-    return found
-
-
-def config(stage: int, accumulation: int) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": "auto",
-        "train_batch_size": "auto",
-        "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "zero_optimization": {"stage": stage, **parity.SMALL_MODEL},
-    }
 
 
 def parallelism(size: int, data: int = 1, **handler: Any) -> Any:
@@ -136,11 +112,6 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
         found = {name: [float(entry[name]) for entry in history if name in entry] for name in ("loss", "grad_norm")}
         found["eval_loss"] = [trainer.evaluate()["eval_loss"]]
         return found
-
-
-def close(found: dict[str, list[float]], expected: dict[str, list[float]]) -> None:
-    for name, values in expected.items():
-        assert found[name] == pytest.approx(values, rel=2e-4 if name == "grad_norm" else 2e-5), name
 
 
 @pytest.mark.parametrize(("world", "stage", "accumulation"), [pytest.param(2, 1, 1, marks=pytest.mark.slow), (2, 3, 2), (4, 2, 1)])

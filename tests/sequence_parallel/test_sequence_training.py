@@ -10,60 +10,18 @@ from typing import Any
 import pytest
 import torch
 import transformers.modeling_utils
-from torch import nn
 
 import hf_zero
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
+from tests.sequence_parallel.kinds import MASKS, adapted, gpt2
 from tests.support import parity, ranks, zoo
-from tests.support.models import VOCAB
 from tests.support.parity import Run
 from tests.support.rows import slow_but
 from tests.support.sequences import LOSS, NORM, Data, build, check, cut, llama, loss_over_slices, sliced, whole
 
 EAGER = hasattr(transformers.modeling_utils.ALL_ATTENTION_FUNCTIONS, "get_interface")  # with transformers 4 it is refused
-
-
-def gpt2() -> nn.Module:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, use_cache=False
-    )
-    config._attn_implementation = "sdpa"
-    return GPT2LMHeadModel(config)
-
-
-def mistral(window: int = 5) -> nn.Module:
-    """Every token sees the last ``window``; the window crosses the borders of slices."""
-    from transformers import MistralConfig, MistralForCausalLM
-
-    config = MistralConfig(
-        vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        head_dim=8, sliding_window=window, max_position_embeddings=64, attn_implementation="sdpa", use_cache=False,
-    )  # fmt: skip
-    return MistralForCausalLM(config)
-
-
-def recomputing(reentrant: bool) -> nn.Module:
-    model = llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})  # type: ignore[operator]
-    return model
-
-
-MASKS: dict[str, tuple[Callable[[], nn.Module], Run, Data]] = {
-    "plain": (llama, Run(stage=0), Data()),
-    "padding right, prompt": (llama, Run(stage=1, accumulation=2, clip=0.5), Data(padding="right", prompt=13)),
-    "padding left": (partial(llama, kv_heads=1), Run(stage=2, clip=0.5), Data(padding="left")),
-    "packed": (llama, Run(stage=3, accumulation=2), Data(packed=True)),
-    "packed eager": (partial(llama, implementation="eager"), Run(stage=2), Data(packed=True)),
-    "eager padding": (partial(llama, implementation="eager"), Run(stage=1), Data(padding="left")),
-    "sliding window packed": (mistral, Run(stage=1), Data(packed=True)),
-    "heads that share keys across ranks": (partial(llama, heads=6, kv_heads=3), Run(stage=1), Data()),
-    "recomputed": (partial(recomputing, False), Run(stage=3, accumulation=2), Data(padding="right")),
-    "recomputed, reentrant": (partial(recomputing, True), Run(stage=3), Data(packed=True)),
-}
 
 
 def each(names: list[str], size: int) -> None:
@@ -240,12 +198,6 @@ def test_a_checkpoint_resumes_over_groups_of_another_size(tmp_path: Path) -> Non
     expected = whole(llama, Run(steps=4, clip=0.5), Data(padding="right", prompt=3), 1)
     assert before[0] + after[0] == pytest.approx(expected.losses, rel=LOSS)
     assert before[1] + after[1] == pytest.approx(expected.norms, rel=NORM)
-
-
-def adapted() -> nn.Module:
-    from peft import LoraConfig, get_peft_model
-
-    return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
 
 
 def lora() -> None:

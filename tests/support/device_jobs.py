@@ -96,6 +96,7 @@ class _HostInputs(nn.Module):
 def cpu_checkpointing() -> None:
     """Inputs of blocks rest in page-locked memory: the same bits, dropout too, with copies beside the computation."""
     from hf_zero.deepspeed.served import checkpointing
+    from tests.support.host_activations import small_tensors_move
 
     found: list[tuple[Any, int]] = []
     for host in (False, True):
@@ -104,13 +105,15 @@ def cpu_checkpointing() -> None:
         engine = initialize(_HostInputs().train(), Run(stage=3, dtype="bf16", steps=3))
         late, pageable = _copies()
         torch.manual_seed(1)
-        trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16", steps=3))
+        with small_tensors_move():
+            trace = train(engine, CASES["mlp"].rows, class_loss, Run(stage=3, dtype="bf16", steps=3))
         found.append((trace, _copies()[0] - late))
         assert _copies()[1] == pageable
         engine.destroy()
         checkpointing.reset()
     check_bitwise(found[1][0], found[0][0], "cpu_checkpointing")
-    assert not pretend.loaded() or found[1][1] >= found[0][1] + 2 * 3 * 4, "inputs of four blocks, there and back, in three steps"
+    # In each of three steps three inputs leave; of these one, which is still there when backward begins, need not come back.
+    assert not pretend.loaded() or found[1][1] == found[0][1] + 3 * (3 + 2), found
 
 
 def saves(folder: str, names: list[str] | None = None) -> None:

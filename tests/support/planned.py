@@ -7,7 +7,7 @@ import json
 import shutil
 import tempfile
 from collections.abc import Mapping
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import nullcontext, redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -201,8 +201,9 @@ def peak_on_device(
         torch.accelerator.synchronize()
         torch.accelerator.reset_peak_memory_stats(device)
         batch = {name: value.to(device) for name, value in built.batch(samples, length).items()}
-        loss = loss_of(engine(**batch))
-        engine.backward(loss)
+        with torch.autograd.graph.save_on_cpu() if built.moves else nullcontext():
+            loss = loss_of(engine(**batch))
+            engine.backward(loss)
         del loss, batch
         engine.step()
     peak = torch.accelerator.max_memory_allocated(device) - base

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Int, NonNegative, Positive, Section, Size, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative, Positive, Section, Size, used
 
 
 def _signal_name(value: Any) -> Any:
@@ -41,6 +41,16 @@ class OwnSettings(Section):
         "With offload_optimizer, when native optimizers (hf_zero.ops) update on the host: none inside step(); forward also while the next "
         "forward runs (stage 3); full also during backward, on a second copy of the states as far as it fits into half of the free host "
         "memory; auto is full where the training device has memory of its own, else none. The numbers are the same",
+    )
+    context_parallel_size: Count | None = used(
+        None,
+        "Ranks that share their samples, each with a part of every sequence, and gather keys and values in attention; 1 is off. With "
+        "sequence_parallel_size these groups lie inside, with tensor_parallel they are further apart. Batch sizes count such groups once",
+    )
+    context_parallel_strategy: Annotated[Literal["allgather", "alltoall"], ANY_CASE] = used(
+        "allgather",
+        "Way of keys and values to the ranks of context_parallel_size: allgather brings all of them in one message per layer, alltoall "
+        "passes them around while attention to those that have arrived is computed",
     )
     param_shard_size: Annotated[Literal["node"], ANY_CASE] | Annotated[Int, Field(ge=2)] | None = used(
         None,

@@ -98,31 +98,39 @@ class Aio(Section):
 class Compile(Section, switch="deepcompile"):
     """`compile`. DeepCompile."""
 
-    deepcompile: Bool = refused(
-        False, "Use the DeepCompile passes", "not supported: call engine.compile() or torch.compile() on the blocks"
+    deepcompile: Bool = accepted(
+        False,
+        "Use the DeepCompile passes",
+        "engine.compile() compiles each block; the engine gathers, prefetches and reduces around the graphs",
     )
     autoep_non_moe: Bool = refused(
         False,
         "engine.compile() compiles what stands around layers of experts, and not those",
         "not supported: call torch.compile() on the modules",
     )
-    free_activation: Bool = part(False, "Free activations early")
-    free_activation_threshold: Int = part(10485760, "Smallest freed tensor")
-    offload_activation: Bool = part(False, "Offload activations; needs a custom schedule")
-    offload_activation_pin_memory: Bool = part(True, "Pin that host memory")
-    offload_opt_states: Bool = part(False, "Offload optimizer states")
-    double_buffer: Bool = part(True, "Two gather buffers")
-    symmetric_memory: Bool = part(False, "Use symmetric memory")
-    debug_log: Bool = part(False, "Verbose log")
+    free_activation: Bool = accepted(False, "Free activations early", "autograd frees a saved tensor with the node that used it")
+    free_activation_threshold: Int = accepted(10485760, "Smallest freed tensor", "see `free_activation`")
+    offload_activation: Bool = refused(
+        False,
+        "Offload activations; needs a custom schedule",
+        "use activation_checkpointing.cpu_checkpointing, or checkpointing with offload",
+    )
+    offload_activation_pin_memory: Bool = accepted(True, "Pin that host memory", "read with `offload_activation`, which is refused")
+    offload_opt_states: Bool = refused(False, "Offload optimizer states", "use zero_optimization.offload_optimizer")
+    double_buffer: Bool = accepted(True, "Two gather buffers", "a gather fills the buffer of its own unit")
+    symmetric_memory: Bool = accepted(False, "Use symmetric memory", "collectives are those of torch.distributed")
+    debug_log: Bool = accepted(False, "Verbose log", "TORCH_LOGS shows graphs and breaks")
     enabled: Bool = used(False, "Key of DeepSpeed 0.14: initialize compiles the blocks, as engine.compile() does")
     disable: Bool = used(False, "Key of DeepSpeed 0.14: do not compile, whatever `enabled` says")
     backend: str = used("inductor", "Key of DeepSpeed 0.14: backend of torch.compile")
     kwargs: dict[str, Any] | None = used(None, "Key of DeepSpeed 0.14: further arguments of torch.compile")
-    offload_parameters: Bool = part(False, "Offload parameters")
-    sync_before_reduce: Bool = part(False, "Synchronise before reduction")
-    sync_after_reduce: Bool = part(False, "Synchronise after reduction")
-    sync_before_allgather: Bool = part(False, "Synchronise before gathering")
-    sync_after_allgather: Bool = part(False, "Synchronise after gathering")
-    keep_int_input_tensors: Bool = part(True, "Keep integer inputs for tracing")
-    keep_all_input_tensors: Bool = part(False, "Keep all inputs for tracing")
-    passes: list[str] | None = part(None, "z1 z3 autosp autotp")
+    offload_parameters: Bool = refused(False, "Offload parameters", "use zero_optimization.offload_param")
+    sync_before_reduce: Bool = accepted(False, "Synchronise before reduction", "the engine waits where a result is used")
+    sync_after_reduce: Bool = accepted(False, "Synchronise after reduction", "the engine waits where a result is used")
+    sync_before_allgather: Bool = accepted(False, "Synchronise before gathering", "the engine waits where a result is used")
+    sync_after_allgather: Bool = accepted(False, "Synchronise after gathering", "the engine waits where a result is used")
+    keep_int_input_tensors: Bool = accepted(True, "Keep integer inputs for tracing", "torch.compile keeps what its guards need")
+    keep_all_input_tensors: Bool = accepted(False, "Keep all inputs for tracing", "torch.compile keeps what its guards need")
+    passes: list[str] | None = accepted(
+        None, "z1 z3 autosp autotp", "`zero_optimization.stage` says what is sharded; autosp and autotp are refused"
+    )

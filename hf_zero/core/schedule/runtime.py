@@ -14,6 +14,7 @@ from hf_zero.core.schedule.block import Block
 from hf_zero.core.schedule.forward_hooks import RAISED, ForwardHooks
 from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
+from hf_zero.core.schedule.saved_tensors import SavedTensors
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
 from hf_zero.core.schedule.torch_internals import compiled_call, in_backward
 from hf_zero.core.units.guards import unguard_unprepared
@@ -40,6 +41,7 @@ class Runtime:
         schedule: Unshards and reshards; None when nothing is ever resharded.
         forward: Actions of the hooks outside backward.
         backward: Actions of the hooks in backward.
+        saved: Hooks of what functions save for backward.
 
     Args:
         module: See the attribute.
@@ -70,6 +72,7 @@ class Runtime:
         self._handles: list[Handle] = []
         self._moved: list[tuple[str, ref[torch.Tensor]]] = []  # parameters that units of other engines have taken over
         self._hooked = (root,) if root_alone else (root, *blocks)
+        self.saved = SavedTensors(module, 0 if root_alone else len(blocks))
         entries = {id(entry.unit): entry for entry in (reducer.gradients if reducer is not None else ())}
         for block in (root, *blocks):
             block.gradients = [entries[id(unit)] for unit in block.units if id(unit) in entries]
@@ -158,6 +161,7 @@ class Runtime:
 
     def enter(self, block: Block) -> None:
         """Handle a forward of ``block``'s module that begins; collective if parameters are sharded."""
+        self.saved.enter(block, first=block is self.root and not block.open and not self.backward.begun)
         if self.backward.begun and not self.backward.mixed:
             if in_backward():
                 self.backward.recompute(block)
@@ -170,6 +174,7 @@ class Runtime:
 
     def leave(self, block: Block, output: Any) -> None:
         """Handle a forward of ``block``'s module that ends; ``output`` is ``RAISED`` if it failed."""
+        self.saved.leave(block)
         if not self.backward.begun or self.backward.mixed:
             raised = output is RAISED
             if not (raised or self.backward.begun):

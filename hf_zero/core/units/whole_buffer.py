@@ -16,6 +16,7 @@ from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import on_huge_pages
+from hf_zero.memory.residents import mark_resident
 
 
 class Shown(Enum):
@@ -49,6 +50,7 @@ class WholeBuffer:
         self, layout: UnitLayout, flat: torch.Tensor, params: Sequence[nn.Parameter | None], alone: Container[int] = frozenset()
     ) -> None:
         self.flat = flat
+        mark_resident(flat)
         self.nbytes = flat.untyped_storage().nbytes()
         self._layout = layout
         self._params = params
@@ -218,6 +220,7 @@ class WholeBuffer:
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             with ordinary_tensors():  # the buffer outlives an inference mode
                 self.flat = torch.empty_like(self.flat)
+                mark_resident(self.flat)
                 self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
 

@@ -1,0 +1,1 @@
+"""Benchmarks of memory and time of long sequences."""

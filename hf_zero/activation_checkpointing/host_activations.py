@@ -1,0 +1,365 @@
+"""Keep tensors that functions save for backward on the host between forward and backward.
+
+[Note: two groups on the device] What is saved between two calls of ``advance`` is a group: the activations of a block, or the inputs of a
+checkpointed function. When a group is complete its copies to the host begin, in a lane beside the computation. When the group after it is
+complete as well the computing stream waits for these copies, and the group's memory is free for the next one. So two groups are on
+the device at most, and the last group of a forward, which backward wants first, is never moved. Backward fetches a whole group while it
+computes in the group after it; a tensor that several functions have saved is moved once.
+
+[Note: saved and changed] torch looks whether a saved tensor was written before backward reads it, but not where hooks pack it. The
+copies here are made later than the tensor was saved, so the same question is asked here: the versions are compared when the device has
+copied, or when the tensor is read where nothing was copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import ReferenceType, ref
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from hf_zero.errors import StateError
+from hf_zero.memory.buffers import HostMemory, HostPool
+from hf_zero.memory.copies import CopyLane, Mark
+from hf_zero.memory.residents import is_resident
+from hf_zero.system.planning import planning
+
+LEAST_BYTES = 4096
+"""Smaller memory stays on the device: on the host it would take a page."""
+
+_MOST_UNUSED = 4  # bytes of a storage for each byte of a tensor in it, up to which the complete storage is moved
+_MOVERS = ("save_on_cpu.__init__.<locals>.pack_to_cpu", "OffloadActivations.__init__.<locals>.pack_tensor")
+
+
+def moves_to_host(pack: Callable[..., Any]) -> bool:
+    """Return whether ``pack``, a hook of saved tensors, only copies them to the host: torch's ``save_on_cpu``, or ``OffloadActivations``,
+    which several trainers have.
+    """
+    return getattr(pack, "__qualname__", "") in _MOVERS
+
+
+@dataclass(eq=False)
+class _Piece:
+    """Device memory that functions have saved.
+
+    Attributes:
+        device: Where it is from.
+        pool: Gets the host memory back with the last reference to this object: a second backward may read it again.
+        source: All of the memory, (n,), until it was moved.
+        version: Of ``source`` when it was saved.
+        users: Saved tensors in it that no backward has read yet.
+        host: The copy, (n,), page-locked where possible.
+        block: Memory of ``host``.
+        fetched: All of the memory, (n,), on the device again, or on its way.
+        arrived: After the copy back; None after the computing stream was ordered behind it.
+        changed: The source was written to after it had been saved.
+    """
+
+    device: torch.device
+    pool: HostPool
+    source: Tensor | None
+    version: int
+    users: int = 0
+    host: Tensor | None = None
+    block: Tensor | None = field(default=None, repr=False)
+    fetched: Tensor | None = None
+    arrived: Mark | None = None
+    changed: bool = False
+
+    def used(self) -> None:
+        """Note that one of the saved tensors was read or has gone; after the last one let the device memory go."""
+        self.users -= 1
+        if self.users <= 0:
+            self.leave_device()
+
+    def leave_device(self) -> None:
+        """Drop the device memory, unless there is no copy of it."""
+        if self.host is not None:
+            self.source = self.fetched = None
+
+    def check(self) -> None:
+        """Compare versions, see [Note: saved and changed]."""
+        self.changed |= self.source is not None and self.source._version != self.version
+
+    def __del__(self) -> None:
+        if self.block is not None:
+            self.pool.give(self.block)
+
+
+@dataclass(eq=False)
+class _Group:
+    """What was saved between two calls of ``advance``.
+
+    Attributes:
+        place: Position in the order of groups.
+        pieces: Its pieces; one that was saved again is in several groups.
+        marks: After copies under way, out or back.
+        held: Device memory that these copies use.
+    """
+
+    place: int
+    pieces: list[ReferenceType[_Piece]] = field(default_factory=list)
+    marks: list[Mark] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+
+    def alive(self) -> list[_Piece]:
+        """Return the pieces that a backward may still want."""
+        return list({id(piece): piece for refers in self.pieces if (piece := refers()) is not None}.values())
+
+
+@dataclass(eq=False)
+class SavedOnHost:
+    """A saved tensor, and where in a piece it lies: ``offset`` in elements, with the strides that it had.
+
+    Attributes:
+        spread: The elements lay apart in a larger storage; the piece has them without gaps.
+    """
+
+    piece: _Piece
+    group: _Group
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    spread: bool = False
+    loaded: bool = False
+
+    def __del__(self) -> None:
+        if not self.loaded:
+            self.piece.used()
+
+
+@dataclass
+class SavedHere:
+    """A saved tensor that stays where it is, and its version."""
+
+    tensor: Tensor
+    version: int
+
+
+@dataclass
+class _Side:
+    """What a device has beside the computation: a lane for copies in both directions, and memory on the host.
+
+    All copies from and to the memory are the lane's, so a block may be filled again before it has been read.
+    """
+
+    lane: CopyLane
+    pool: HostPool
+
+
+class HostActivations:
+    """A pair of hooks for saved tensors, ``save`` and ``load``, that keeps them on the host.
+
+    Parameters, memory that is marked as resident, tensors that are on the host already and small ones stay as they are.
+
+    Args:
+        copies_always: Copy what is on the host, too (for tests).
+    """
+
+    def __init__(self, copies_always: bool = False) -> None:
+        self.copies_always = copies_always
+        self._sides: dict[torch.device, _Side] = {}
+        self._groups = [_Group(0)]  # the last one is not complete
+        self._known: dict[int, ReferenceType[_Piece]] = {}  # by storage, while its piece has a source
+        self._under_way: list[_Group] = []  # groups with marks
+        self._reading: _Group | None = None  # the group that backward is in
+
+    # -- forward ------------------------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Begin the next group, see [Note: two groups on the device]."""
+        self._settle(leave=True)
+        complete = self._groups[-1].alive()
+        if not complete:
+            while self._groups and not self._groups[-1].alive():
+                self._groups.pop()
+        else:
+            self._copy_out(self._groups[-1], complete)
+        self._groups.append(_Group(len(self._groups)))
+        self._reading = None
+
+    def forget(self) -> None:
+        """Let the device memory of copies under way go, such as after an evaluation with gradients on."""
+        self._settle(leave=True)
+
+    def save(self, tensor: Tensor) -> SavedOnHost | SavedHere:
+        """Return what takes the tensor's place in the graph; the tensor keeps its memory until its group is moved."""
+        if self._stays(tensor):
+            return SavedHere(tensor.detach(), tensor._version)
+        piece, offset, spread = self._piece_of(tensor)
+        if piece is None:
+            return SavedHere(tensor.detach(), tensor._version)
+        group = self._groups[-1]
+        group.pieces.append(ref(piece))
+        piece.users += 1
+        return SavedOnHost(piece, group, tensor.dtype, tuple(tensor.shape), tensor.stride(), offset, spread)
+
+    def _stays(self, tensor: Tensor) -> bool:
+        if isinstance(tensor, Parameter) or not (type(tensor) is Tensor or planning()) or tensor.layout is not torch.strided:
+            return True
+        if tensor.device.type == "cpu" and not self.copies_always:
+            return True
+        if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+            return True
+        return tensor.untyped_storage().nbytes() < LEAST_BYTES or is_resident(tensor)
+
+    def _piece_of(self, tensor: Tensor) -> tuple[_Piece | None, int, bool]:
+        """Return the piece that holds ``tensor``, where it begins there, and whether it lies there without the gaps that it has.
+
+        A storage is moved as it is, so that the tensor's strides are the same in backward: kernels choose the order of their sums by them.
+        A tensor that is a small part of its storage is copied at once, and the storage is free.
+        """
+        storage, width = tensor.untyped_storage(), tensor.element_size()
+        known = self._known.get(storage._cdata)
+        piece = known() if known is not None else None
+        if piece is not None and piece.source is not None and piece.source.untyped_storage()._cdata == storage._cdata:
+            piece.check()
+            if not piece.changed and tensor._version == piece.version:
+                return piece, int(tensor.storage_offset()), False
+        pool = self._side(tensor.device).pool
+        moved = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        values = tensor.detach().as_strided(moved, tensor.stride())
+        if storage.nbytes() <= _MOST_UNUSED * values.numel() * width and storage.nbytes() % width == 0:
+            source = values.as_strided((storage.nbytes() // width,), (1,), 0)
+            piece = _Piece(tensor.device, pool, source, tensor._version)
+            self._known[storage._cdata] = ref(piece)
+            return piece, int(tensor.storage_offset()), False
+        if _overlaps(values):
+            return None, 0, False
+        source = values.clone(memory_format=torch.contiguous_format).view(-1)
+        return _Piece(tensor.device, pool, source, source._version), 0, True
+
+    def _copy_out(self, group: _Group, pieces: Iterable[_Piece]) -> None:
+        """Begin to copy what has no copy on the host yet."""
+        leaving = [(piece, piece.source) for piece in pieces if piece.host is None and piece.source is not None]
+        leaving = [(piece, source) for piece, source in leaving if source.nbytes >= LEAST_BYTES]
+        for device in {piece.device for piece, _ in leaving}:
+            side = self._side(device)
+            with side.lane.entered():
+                for piece, source in leaving:
+                    if piece.device == device:
+                        piece.block = side.pool.take(source.nbytes)
+                        piece.host = piece.block[: source.nbytes].view(source.dtype)
+                        piece.host.copy_(source, non_blocking=True)
+                        group.held.append(source)
+                self._begun(group, side.lane.mark())
+
+    def _begun(self, group: _Group, mark: Mark) -> None:
+        group.marks.append(mark)
+        self._under_way.append(group)
+
+    # -- backward -----------------------------------------------------------------------------------------------------
+
+    def load(self, saved: SavedOnHost | SavedHere) -> Tensor:
+        """Return the tensor on its device again; begins to fetch the group that was saved before its own.
+
+        Raises:
+            StateError: It was written to after it had been saved.
+        """
+        if isinstance(saved, SavedHere):
+            if saved.tensor._version != saved.version:
+                raise _changed(saved.tensor.shape)
+            return saved.tensor
+        piece = saved.piece
+        self._read(saved.group)
+        piece.check()
+        if piece.changed:
+            raise _changed(saved.size)
+        if piece.source is None and piece.fetched is None:
+            self._fetch([piece])
+        if piece.arrived is not None:
+            piece.arrived.order()
+            piece.arrived = None
+        memory = piece.source if piece.source is not None else piece.fetched
+        if memory is None:
+            raise StateError("a tensor that was saved on the host was fetched and is not on its device")
+        tensor = _spread(memory, saved) if saved.spread else memory.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
+        if not saved.loaded:
+            saved.loaded = True
+            piece.used()
+        elif piece.users <= 0:
+            piece.leave_device()
+        return tensor
+
+    def _read(self, group: _Group) -> None:
+        """Fetch a group that backward enters, and begin to fetch the one before it."""
+        if self._reading is group:
+            return
+        self._reading = group
+        self._settle(leave=False)
+        self._fetch([piece for piece in group.alive() if piece.users > 0])
+        for before in reversed(self._groups[: group.place]):
+            wanted = [piece for piece in before.alive() if piece.users > 0]
+            if wanted:
+                self._fetch(wanted, before)
+                break
+
+    def _fetch(self, pieces: Iterable[_Piece], group: _Group | None = None) -> None:
+        """Begin to copy pieces back that are not on the device; without a ``group`` the computing stream waits for them at once."""
+        absent = [(piece, piece.host) for piece in pieces if piece.source is None and piece.fetched is None and piece.host is not None]
+        for device in {piece.device for piece, _ in absent}:
+            lane = self._side(device).lane
+            # Memory of the stream that computes, which will free it.
+            there = [(piece, host, torch.empty_like(host, device=device)) for piece, host in absent if piece.device == device]
+            with lane.entered():
+                for _, host, fetched in there:
+                    fetched.copy_(host, non_blocking=True)
+                mark = lane.mark()
+            for piece, _, fetched in there:
+                piece.fetched, piece.arrived = fetched, mark
+            if group is None:
+                mark.order()
+            else:
+                group.held += [fetched for _, _, fetched in there]
+                self._begun(group, mark)
+
+    def _settle(self, leave: bool) -> None:
+        """Order the computing stream behind the copies under way.
+
+        Args:
+            leave: The memory of groups that were copied out leaves the device.
+        """
+        for group in self._under_way:
+            for mark in group.marks:
+                mark.order()
+            for piece in group.alive():
+                piece.check()
+                if leave and piece.fetched is None:
+                    piece.leave_device()
+            group.marks, group.held = [], []
+        self._under_way = []
+
+    def _side(self, device: torch.device) -> _Side:
+        if device not in self._sides:
+            self._sides[device] = _Side(CopyLane(device), HostPool(HostMemory(device)))
+        return self._sides[device]
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Return whether elements of ``tensor`` may share memory."""
+    reach = 1  # elements from the first to the last of the dimensions so far
+    for stride, size in sorted((stride, size) for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1):
+        if stride < reach:
+            return True
+        reach += stride * (size - 1)
+    return False
+
+
+def _spread(values: Tensor, saved: SavedOnHost) -> Tensor:
+    """Return the tensor with its strides, made of ``values``, (n,), which have no gaps."""
+    moved = [1 if stride == 0 else size for size, stride in zip(saved.size, saved.stride, strict=True)]
+    tensor = torch.empty_strided(moved, saved.stride, dtype=saved.dtype, device=values.device)
+    return tensor.copy_(values.view(moved)).as_strided(saved.size, saved.stride)
+
+
+def _changed(shape: Iterable[int]) -> StateError:
+    return StateError(
+        f"a tensor of shape {tuple(shape)} that a function had saved for backward was modified by an inplace operation before backward "
+        "read it, and activations are moved to the host (save_on_cpu, activation_offloading, offload of gradient checkpointing, "
+        "cpu_checkpointing). Compute into a new tensor, or clone it before"
+    )

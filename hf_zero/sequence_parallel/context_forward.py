@@ -1,0 +1,300 @@
+"""Forwards of a transformers model over parts of sequences under context parallelism: whole batches go in, and their loss comes out.
+
+[Note: whole batches] The ranks of a group are given the same whole batch. A hook cuts it ([Note: head and tail]), with labels that were
+shifted before; the loss that the model returns is that of whole sequences on every rank, and without labels its outputs per token are
+whole again. So a script computes as on one rank. Where the caller has cut the batch itself (``sliced_step``: accelerate's
+``maybe_context_parallel`` and Trainer) outputs stay parts. In evaluation mode sequences stay whole.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import HfZeroError, StateError, UnsupportedError
+from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_slice, mark_slice, whole_batch
+from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
+from hf_zero.sequence_parallel.forward import Randomness, SliceSettings
+from hf_zero.sequence_parallel.gathered import ContextAttention
+from hf_zero.sequence_parallel.joined import join_loss, join_tokens
+from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
+from hf_zero.sequence_parallel.ring import RingAttention, require_ring
+from hf_zero.sequence_parallel.row_masks import RowMasks
+from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
+from hf_zero.system.planning import planning
+
+_PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
+_cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())
+_divided: WeakKeyDictionary[nn.Module, DividedForwards] = WeakKeyDictionary()
+
+
+@contextmanager
+def sliced_step(*tokens: int) -> Iterator[None]:
+    """Says for a while that batches of so many tokens are this rank's parts of sequences."""
+    token = _cut_by_caller.set((*_cut_by_caller.get(), *tokens))
+    try:
+        yield
+    finally:
+        _cut_by_caller.reset(token)
+
+
+class _OwnPositions(OwnPositions):
+    """Positions of models that count in their own way, over the parts of ``layout``."""
+
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        super().__init__(model, layout.collectives)
+        self._layout = layout
+
+    def _join(self, value: torch.Tensor, what: str) -> torch.Tensor:
+        return self._layout.join(value, -1, what)
+
+    def _slice(self, whole: torch.Tensor) -> torch.Tensor:
+        return self._layout.cut(whole, 1)
+
+
+class DividedForwards:
+    """Hooks around the forward of one model.
+
+    Attributes:
+        layout: The division of sequences.
+        settings: The settings of the script.
+        attention: State of the model's attention modules.
+    """
+
+    def __init__(
+        self, model: nn.Module, layout: Layout, across: Collectives, inside: Collectives | None, settings: SliceSettings, strategy: str
+    ) -> None:
+        implementation = require_dividable(model, layout.inside, settings.implementation)
+        if strategy == "alltoall":
+            require_ring(model, implementation)
+        for part in model.modules():  # prepared again, or inside an adapter since
+            before = _divided.pop(part, None)
+            if before is not None:
+                before.remove()
+        _divided[model] = self
+        self.layout = layout
+        self.settings = settings
+        settings.prepare(implementation)
+        kind = RingAttention if strategy == "alltoall" else ContextAttention
+        self.attention = kind(model, layout, across, inside)
+        self._shifts, self._sees_later = shifts_labels(model), sees_later_tokens(model)
+        self._names = _arguments_of(model)
+        self._masks = RowMasks(model, layout)
+        self._positions = _OwnPositions(model, layout)
+        self._rotary = WholeRotary(model, self.attention)
+        self._randomness = Randomness(layout.collectives)
+        self._compared = self._open = False
+        self._labels: torch.Tensor | None = None
+        self._is_mean = True
+        self._length = 0  # of whole sequences that this hook has cut; 0 where the caller has
+        self._hooks = (
+            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
+            model.register_forward_hook(self._after, always_call=True),
+        )
+
+    def remove(self) -> None:
+        """Takes the hooks off; sequences are whole again."""
+        for hook in self._hooks:
+            hook.remove()
+        self._rotary.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        given = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        tokens = _tokens_of(given)
+        by_caller = tokens is not None and tokens in _cut_by_caller.get()
+        self.attention.sliced = by_caller or model.training
+        if not self.attention.sliced:
+            return None
+        _require_plain(model, given)
+        try:
+            batch = self._completed(given) if by_caller else self.parts_of(given)
+        except HfZeroError as error:
+            raise said_of_context(error) from None
+        self._length = 0 if by_caller else int(tokens or 0)
+        require_even_temperature(model, self._length)
+        batch["position_ids"] = self._positions.of((), batch)
+        self._labels = batch.get("shift_labels", batch.get("labels")) if batch.get("labels") is not None else None
+        self._is_mean = batch.get("num_items_in_batch") is None
+        self.attention.calls = 0
+        self._masks.enter(batch["position_ids"].shape[-1])
+        self._randomness.enter(model.training and not planning())  # a pretended device draws nothing
+        self._open = True
+        return (), batch
+
+    def parts_of(self, given: Batch) -> Batch:
+        """Return this rank's parts of a whole batch; collective the first time.
+
+        Args:
+            given: Arguments of a forward, by name.
+
+        Raises:
+            ConfigError: Something in it has no dimension of tokens.
+            StateError: The ranks were given different batches.
+        """
+        if is_slice((), given):
+            raise StateError(
+                "context parallelism: the batch was cut by UlyssesSPDataLoaderAdapter, which cuts for sequence parallelism; give all ranks "
+                "of a group the same whole batch"
+            )
+        if not self._compared and not planning():
+            self._compare(given)
+        small = {name: value for name, value in given.items() if _is_no_sequence(value)}
+        rows = {name: value for name, value in given.items() if name == "attention_mask" and getattr(value, "dim", lambda: 0)() == 4}
+        whole = {name: value for name, value in given.items() if name not in small and name not in rows}
+        counted = whole.get("position_ids") is None
+        tensors, rest, extra = whole_batch(whole, self.layout.multiple, self._shifts)
+        tensors.pop(LABELS, None)
+        if extra and not rows and self._sees_later and "attention_mask" not in tensors:
+            ones = torch.ones_like(tensors["position_ids"])
+            ones[:, ones.shape[1] - extra :] = 0
+            tensors["attention_mask"] = ones  # no token may see those at the end
+        batch: Batch = {**rest, **small, **{name: self.layout.cut(value, 1) for name, value in tensors.items()}}
+        for name, value in rows.items():
+            batch[name] = self._rows_of(value, extra)
+        if "shift_labels" in batch:
+            batch["labels"] = batch["shift_labels"]
+        mark_slice(batch, counted)
+        return batch
+
+    def _rows_of(self, mask: torch.Tensor, extra: int) -> torch.Tensor:
+        """Return the rows of this place of a mask (batch, heads, tokens, tokens)."""
+        if extra:
+            raise UnsupportedError(
+                f"context parallelism: an attention_mask of four dimensions {tuple(mask.shape)} needs sequences of a multiple of "
+                f"{self.layout.multiple} tokens; pad them (pad_to_multiple_of={self.layout.multiple})"
+            )
+        return mask.index_select(2, self.layout.tokens_of_place(mask.shape[2]).to(mask.device))
+
+    def _completed(self, given: Batch) -> Batch:
+        """Return parts that the caller has cut, with the positions and shifted labels that the whole would have."""
+        batch = dict(given)
+        part = _tokens_of(given) or 0
+        length, first = part * self.layout.collectives.world, next(iter(batch[name] for name in _FIRST if batch.get(name) is not None))
+        for name, value in batch.items():
+            if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[1] == length and name != "attention_mask":
+                batch[name] = self.layout.cut(value, 1)
+        mask = batch.get("attention_mask")
+        if isinstance(mask, torch.Tensor) and mask.shape[-1] == length:
+            batch["attention_mask"] = self.layout.cut(mask, 1) if mask.dim() == 2 else self._rows_of(mask, 0)
+        counted = batch.get("position_ids") is None
+        if counted:
+            batch["position_ids"] = self.layout.tokens(length).to(first.device).expand(first.shape[0], -1)
+        labels = batch.get("labels")
+        if self._shifts and labels is not None and batch.get("shift_labels") is None:
+            whole = self.layout.join(labels, 1, "labels")
+            batch["shift_labels"] = self.layout.cut(nn.functional.pad(whole[:, 1:], (0, 1), value=IGNORED), 1)
+        mark_slice(batch, counted)
+        return batch
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        if not self._open:
+            return None
+        self._open = False
+        self._masks.leave()
+        self._randomness.leave()
+        if output is None:
+            return None
+        if self.attention.calls == 0:
+            raise UnsupportedError(
+                f"context parallelism: {type(model).__name__} did not call its attention through transformers' attention interface, so "
+                "each rank attended to its part only; this model is not supported with this version of transformers"
+            )
+        if self._labels is not None:
+            return self._with_joined_loss(model, output)
+        return self._with_whole_tokens(output) if self._length else None
+
+    def _with_joined_loss(self, model: nn.Module, output: Any) -> Any:
+        """Return ``output`` with the loss of whole sequences."""
+        loss = output[0] if isinstance(output, tuple) else output.get("loss")
+        if not isinstance(loss, torch.Tensor) or loss.dim():
+            raise UnsupportedError(f"context parallelism: {type(model).__name__} returns no loss of one number for its labels")
+        assert self._labels is not None
+        joined = join_loss(self.layout.collectives, loss, (self._labels != IGNORED).sum(), self._is_mean)
+        if isinstance(output, tuple):
+            return joined, *output[1:]
+        output["loss"] = joined
+        return output
+
+    def _with_whole_tokens(self, output: Any) -> Any:
+        """Return ``output`` with what it has per token made whole, without the tokens that were added."""
+
+        def whole(value: Any) -> Any:
+            if isinstance(value, tuple):
+                return tuple(whole(part) for part in value)
+            return join_tokens(self.layout, value)[:, : self._length] if isinstance(value, torch.Tensor) and value.dim() >= 3 else value
+
+        if isinstance(output, tuple):
+            return whole(output)
+        for name in _PER_TOKEN:
+            if output.get(name) is not None:
+                output[name] = whole(output[name])
+        return output
+
+    def _compare(self, given: Batch) -> None:
+        """Refuses different batches on the ranks of a group, once; collective."""
+        self._compared = True
+        mine = {name: _checksum(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
+        everyone = self.layout.collectives.gather_objects(mine, "batches")
+        if any(other != everyone[0] for other in everyone):
+            names = sorted({name for other in everyone for name in other if other.get(name) != everyone[0].get(name)})
+            raise StateError(
+                f"context parallelism: the {self.layout.collectives.world} ranks that share sequences were given different "
+                f"{', '.join(names) or 'arguments'} in the first step, but must have the same whole batch. Give the data loader one "
+                "sampler per group: num_replicas = engine.dp_world_size, rank = the group's number (accelerate does it in prepare)"
+            )
+
+
+_FIRST = ("input_ids", "inputs_embeds")
+
+
+def _tokens_of(given: Batch) -> int | None:
+    first = next((given[name] for name in _FIRST if isinstance(given.get(name), torch.Tensor)), None)
+    return int(first.shape[1]) if first is not None and first.dim() >= 2 else None
+
+
+def _is_no_sequence(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dim() < 2
+
+
+def _require_plain(model: nn.Module, given: Batch) -> None:
+    if given.get("output_attentions"):
+        raise UnsupportedError("context parallelism: output_attentions=True is not supported, no rank has all rows of an attention")
+    if given.get(ROUTERS, getattr(model.config, ROUTERS, False)):
+        raise said_of_context(UnsupportedError(NO_ROUTERS))
+
+
+def _arguments_of(model: nn.Module) -> list[str]:
+    """Return the names of the arguments that a forward takes by position; of the model inside an adapter that passes all on."""
+    own, inside = inspect.signature(model.forward).parameters, getattr(model, "get_base_model", None)
+    passes_on = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in own.values())
+    return list(inspect.signature(inside().forward).parameters if passes_on and inside is not None else own)
+
+
+def _checksum(value: torch.Tensor) -> tuple[list[int], str]:
+    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+    return list(value.shape), hashlib.blake2b(data.numpy().tobytes(), digest_size=16).hexdigest()
+
+
+def said_of_context(error: HfZeroError) -> HfZeroError:
+    """Return an error of sequence parallelism in the words of context parallelism, which shares the checks."""
+    return type(error)(str(error).replace("sequence parallelism", "context parallelism").replace("sequence-parallel", "context-parallel"))
+
+
+def is_divided(model: nn.Module, settings: SliceSettings) -> bool:
+    """Return whether the forwards of ``model`` are over parts of sequences already, as ``settings`` say."""
+    return model in _divided and _divided[model].settings is settings
+
+
+def divided_forwards(model: nn.Module) -> DividedForwards | None:
+    """Return the hooks around the forwards of ``model``; None if it has none."""
+    return _divided.get(model)

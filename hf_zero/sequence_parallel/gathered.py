@@ -1,0 +1,219 @@
+"""Attention of this rank's queries to the keys and values of all ranks, gathered per layer: context parallelism by "allgather".
+
+Since keys and values are whole, the model's own attention function computes each query's row as it would on one rank: masks of any kind,
+sinks, soft caps, dropout and head sizes are its own affair, and nothing has to be merged. What changes is which rows there are.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from hf_zero.comm.collectives import Collectives
+from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel.attention import _OF_SLICES, _PER_HEAD, Core, SlicedAttention, _own_heads
+from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
+from hf_zero.sequence_parallel.exchange import heads_for_sequences, sequences_for_heads
+from hf_zero.sequence_parallel.layout import Layout
+
+SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
+causal_rows = WeakTensorKeyDictionary()  # masks of this rank's rows in which no token sees a later one
+
+
+class _GatherKeys(torch.autograd.Function):
+    """Keys and values of all places, in the order of sequences; the gradients of each place's are summed there."""
+
+    @staticmethod
+    def forward(ctx: Any, layout: Layout, across: Collectives, *parts: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.layout, ctx.across = layout, across
+        sizes = [part.numel() for part in parts]
+        own = torch.cat([part.reshape(-1) for part in parts])
+        full = torch.empty(across.world, own.numel(), dtype=own.dtype, device=own.device)
+        across.all_gather(full.view(-1), own, "keys").wait()
+        return tuple(
+            layout.in_order(rows.view(across.world, *part.shape).movedim(0, 2).flatten(2, 3), 2)
+            for part, rows in zip(parts, full.split(sizes, dim=1), strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        across = ctx.across
+        rows = [ctx.layout.by_place(gradient, 2).unflatten(2, (across.world, -1)).movedim(2, 0) for gradient in gradients]
+        full = torch.cat([row.reshape(across.world, -1) for row in rows], dim=1).view(-1)
+        wide = torch.promote_types(full.dtype, torch.float32)  # of the additions, where they are ours
+        summed = across.reduce_scatter(full, wide, "keys").received().to(full.dtype)
+        parts = summed.split([row[0].numel() for row in rows])
+        return None, None, *(part.view(row.shape[1:]) for part, row in zip(parts, rows, strict=True))
+
+
+class _Causal(torch.autograd.Function):
+    """Causal attention of the two runs of a place to whole keys and values without a mask: each run sees the keys before it and, up to
+    the query, its own ([Note: partial attention]).
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, runs: list[tuple[int, int]], scale: float, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+    ) -> torch.Tensor:
+        groups, found = query.shape[1] // key.shape[1], []
+        keys, values = _per_query_head(key, groups), _per_query_head(value, groups)
+        for part, (first, end) in zip(query.chunk(2, dim=2), runs, strict=True):
+            own = slice(first, end)
+            out, lse = attend(part, keys[:, :, own], values[:, :, own], Scores(scale, causal=True))
+            if first:
+                merge(out, lse, *attend(part, keys[:, :, :first], values[:, :, :first], Scores(scale)))
+            found.append((out.to(query.dtype), lse))
+        out, lse = (torch.cat(parts, dim=2) for parts in zip(*found, strict=True))
+        ctx.runs, ctx.scale, ctx.groups = runs, scale, groups
+        ctx.save_for_backward(query, key, value, out, lse)
+        return out
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, above: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        query, key, value, out, lse = ctx.saved_tensors
+        keys, values = _per_query_head(key, ctx.groups), _per_query_head(value, ctx.groups)
+        of_query = torch.zeros_like(query, dtype=lse.dtype)
+        of_key, of_value = torch.zeros_like(keys, dtype=lse.dtype), torch.zeros_like(values, dtype=lse.dtype)
+        for rows, (first, end) in zip(torch.arange(query.shape[2]).chunk(2), ctx.runs, strict=True):
+            part = slice(int(rows[0]), int(rows[-1]) + 1)
+            for columns, causal in ((slice(first, end), True), (slice(0, first), False)):
+                if columns.stop == columns.start:
+                    continue
+                given = query[:, :, part], keys[:, :, columns], values[:, :, columns], Scores(ctx.scale, causal=causal)
+                found = gradients(*given, out[:, :, part], lse[:, :, part], above[:, :, part])
+                of_query[:, :, part] += found[0]
+                of_key[:, :, columns] += found[1]
+                of_value[:, :, columns] += found[2]
+        of_key, of_value = (part.unflatten(1, (-1, ctx.groups)).sum(2) for part in (of_key, of_value))
+        return None, None, of_query.to(query.dtype), of_key.to(key.dtype), of_value.to(value.dtype)
+
+
+def _per_query_head(tensor: torch.Tensor, groups: int) -> torch.Tensor:
+    return tensor if groups == 1 else tensor.repeat_interleave(groups, 1)
+
+
+def gather_keys(layout: Layout, across: Collectives, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and values of whole sequences, of which each place holds its part; differentiable, collective.
+
+    Args:
+        layout: The division of sequences.
+        across: The ranks, one of each place.
+        key: (batch, key heads, tokens here, width).
+        value: As ``key``, maybe of another width.
+    """
+    found: tuple[torch.Tensor, torch.Tensor] = _GatherKeys.apply(layout, across, key, value)  # type: ignore[no-untyped-call]
+    return found
+
+
+class ContextAttention(SlicedAttention):
+    """Attention of one model's modules.
+
+    Attributes:
+        layout: The division of sequences.
+        across: The ranks whose keys and values are gathered.
+        inside: The ranks that trade heads first; None without sequence parallelism.
+    """
+
+    def __init__(self, model: nn.Module, layout: Layout, across: Collectives, inside: Collectives | None) -> None:
+        super().__init__(model, layout.collectives, reads_positions=False)
+        self.layout = layout
+        self.across = across
+        self.inside = inside
+
+    def attend(
+        self,
+        core: Core,
+        module: nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: Any,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Runs ``core`` for this rank's queries; collective. Arguments and result as those of ``SlicedAttention.attend``.
+
+        Args:
+            core: The function of transformers that would have been called.
+            module: The attention module.
+            query: (batch, heads, tokens here, width); rotated by its positions already.
+            key: (batch, key heads, tokens here, width).
+            value: As ``key``, maybe of another width.
+            attention_mask: This place's rows of the mask of whole sequences, as ``RowMasks`` has them made; or None.
+            **kwargs: For ``core``.
+        """
+        self.calls += 1
+        self._require_own(query, key, kwargs)
+        kwargs.pop("position_ids", None)
+        if self.inside is None:
+            return self._of_place(core, module, query, key, value, attention_mask, **kwargs), None
+        heads, inside = query.shape[1], self.inside
+        own = slice(inside.rank * (heads // inside.world), (inside.rank + 1) * (heads // inside.world))
+        for name in _PER_HEAD:
+            if isinstance(kwargs.get(name), torch.Tensor):
+                kwargs[name] = kwargs[name][own]
+        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
+            attention_mask = attention_mask[:, own]
+        query, key, value, groups = heads_for_sequences(inside, query, key, value)
+        output = self._of_place(core, _own_heads(module, heads, own, groups), query, key, value, attention_mask, **kwargs)
+        return sequences_for_heads(inside, output), None
+
+    def _of_place(
+        self, core: Core, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """Return the attention of the queries of this place, (batch, tokens of the place, heads, width); collective."""
+        key, value = gather_keys(self.layout, self.across, key, value)
+        length = key.shape[2]
+        is_causal = kwargs.pop("is_causal", None)
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        if isinstance(mask, torch.Tensor):
+            require_rows(mask, query.shape[2], length)
+            causal = mask in causal_rows
+        else:
+            causal = bool(is_causal)
+        if not causal:
+            return core(module, query, key, value, mask, is_causal=False, **kwargs)[0]
+        scale = kwargs.get("scaling")
+        plain = mask is None and not kwargs.get("dropout") and getattr(core, "__module__", None) == SDPA
+        if plain and is_fused(query, value):
+            scale = float(scale) if scale is not None else query.shape[-1] ** -0.5
+            attended: torch.Tensor = _Causal.apply(self.layout.parts(length), scale, query, key, value)  # type: ignore[no-untyped-call]
+            return attended.transpose(1, 2)
+        found, width = [], query.shape[2] // 2
+        for turn, (first, end) in enumerate(self.layout.parts(length)):
+            rows = slice(turn * width, (turn + 1) * width)
+            part = _before(first, end, query.device) if mask is None else mask[..., rows, :end]
+            found.append(core(module, query[:, :, rows], key[:, :, :end], value[:, :, :end], part, is_causal=False, **kwargs)[0])
+        return torch.cat(found, dim=1)
+
+    def _require_own(self, query: torch.Tensor, key: torch.Tensor, kwargs: dict[str, Any]) -> None:
+        given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
+        if given:
+            raise UnsupportedError(
+                f"context parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its part only"
+            )
+        if key.shape[2] != query.shape[2]:
+            raise UnsupportedError(
+                f"context parallelism: a layer attends from {query.shape[2]} tokens to {key.shape[2]}; only attention of a sequence to "
+                "itself can be divided"
+            )
+
+
+def _before(first: int, end: int, device: torch.device) -> torch.Tensor:
+    """Return the causal mask of the tokens ``first`` to ``end``, (1, 1, end - first, end)."""
+    return torch.ones(end - first, end, dtype=torch.bool, device=device).tril(first)[None, None]
+
+
+def require_rows(mask: torch.Tensor, queries: int, keys: int) -> None:
+    """Refuse masks that are not of this place's rows."""
+    if mask.dim() != 4 or mask.shape[-1] != keys or mask.shape[-2] not in (1, queries):
+        raise UnsupportedError(
+            f"context parallelism: the model made an attention mask of shape {tuple(mask.shape)} by itself, where {queries} rows of "
+            f"{keys} tokens are needed; only models that make masks with transformers.masking_utils are supported"
+        )

@@ -1,0 +1,200 @@
+"""Context parallelism through accelerate and Trainer, with unchanged scripts: ParallelismConfig(cp_size=...)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+from hf_zero.errors import ConfigError
+from tests.sequence_parallel.loops import ROWS, close, config, samples
+from tests.support import parity, ranks
+from tests.support.sequences import LENGTH, Result, build, compare, llama
+from tests.support.trainers import clean_state, rows
+
+pytest.importorskip("accelerate", minversion="1.12")
+pytest.importorskip("transformers", minversion="5.0")
+
+
+def parallelism(size: int, strategy: str = "allgather", **sizes: int) -> Any:
+    from accelerate.utils import ParallelismConfig, TorchContextParallelConfig
+
+    return ParallelismConfig(cp_size=size, cp_handler=TorchContextParallelConfig(cp_comm_strategy=strategy), **sizes)
+
+
+def whole_loop(accumulation: int, groups: int, length: int) -> Result:
+    """One process with the batches of all groups, in their order."""
+    model = build(llama)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    batches = list(DataLoader(samples(length), batch_size=2))
+    losses, norms = [], []
+    for step in range(len(batches) // groups):
+        found = [model(**batch).loss for batch in batches[step * groups : (step + 1) * groups]]
+        loss = torch.stack(found).mean()
+        losses.append(float(loss.detach()))
+        (loss / accumulation).backward()
+        if (step + 1) % accumulation == 0:
+            norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+            optimizer.step()
+            optimizer.zero_grad()
+    return Result(losses, norms, {name: value.detach() for name, value in model.state_dict().items()})
+
+
+def loop(stage: int, accumulation: int, size: int, length: int, cuts: bool, axes: dict[str, Any]) -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+
+    with clean_state():
+        sharers = size * axes.get("sequence_parallel_size", 1) * axes.get("tp_size", 1)
+        groups = ranks.world() // sharers
+        sizes = {"tp_size": axes["tp_size"]} if "tp_size" in axes else {}
+        json = {**config(stage, accumulation), **{name: value for name, value in axes.items() if name != "tp_size"}}
+        accelerator = Accelerator(
+            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json),
+            gradient_accumulation_steps=accumulation,
+            parallelism_config=parallelism(size, dp_shard_size=groups, **sizes),
+        )
+        model = build(llama)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(length), batch_size=2))
+        assert model.train_batch_size() == 2 * accumulation * groups
+        assert len(loader) == ROWS // 2 // groups
+        assert accelerator.torch_device_mesh["cp"].size() == size
+        losses, norms = [], []
+        for batch in loader:
+            buffers = [batch["input_ids"], batch["labels"], batch["attention_mask"]] if cuts else None
+            before = batch["labels"].clone()
+            with accelerator.accumulate(model):
+                if buffers is not None:
+                    with accelerator.maybe_context_parallel(
+                        buffers=buffers, buffer_seq_dims=[1] * 3, no_restore_buffers={batch["input_ids"], batch["attention_mask"]}
+                    ):
+                        assert batch["labels"].shape[1] == length * accelerator.torch_device_mesh["tp"].size() // sharers if sizes else True
+                        loss = model(**batch).loss
+                        accelerator.backward(loss)
+                    assert torch.equal(batch["labels"], before) and batch["input_ids"].shape[1] < length
+                else:
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norms.append(parity.as_float(accelerator.clip_grad_norm_(model.parameters(), 1.0)))
+                optimizer.step()
+                optimizer.zero_grad()
+            losses.append(parity.mean_over_ranks([float(loss.detach())]))
+        state = model._consolidated_16bit_state_dict()
+        compare(Result(losses, norms, state or {}), whole_loop(accumulation, groups, length), f"stage {stage}")
+        accelerator.free_memory()
+
+
+def both(stage: int, accumulation: int, size: int) -> None:
+    loop(stage, accumulation, size, LENGTH - 1, False, {})
+    loop(stage, accumulation, size, LENGTH, True, {})
+
+
+@pytest.mark.parametrize(("stage", "accumulation"), [pytest.param(1, 1, marks=pytest.mark.slow), (3, 2)])
+def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int) -> None:
+    ranks.run_ranks(both, 2, stage, accumulation, 2)
+
+
+def axes_of_four() -> None:
+    loop(2, 2, 2, LENGTH, True, {})
+    loop(3, 1, 2, LENGTH, True, {"sequence_parallel_size": 2})
+    loop(1, 1, 2, LENGTH, True, {"tp_size": 2})
+
+
+def test_accelerate_loop_over_four_ranks() -> None:
+    ranks.run_ranks(axes_of_four, 4)
+
+
+def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False, **extra: Any) -> dict[str, list[float]]:
+    """Losses and norms of a Trainer, an evaluation and a prediction; on one rank without ``stage``."""
+    from transformers import Trainer, TrainingArguments
+
+    with clean_state():
+        for name in [name for name in os.environ if name.startswith("PARALLELISM_CONFIG_")]:
+            del os.environ[name]
+        accumulation, groups = extra.get("gradient_accumulation_steps", 1), ranks.world() // size
+        axes = extra.pop("axes", {})
+        shared = {name: value for name, value in axes.items() if name != "tp_size"}
+        product = size * axes.get("sequence_parallel_size", 1) * axes.get("tp_size", 1)
+        groups = ranks.world() // product
+        sizes = {"tp_size": axes["tp_size"]} if "tp_size" in axes else {}
+        args = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=2 // groups, per_device_eval_batch_size=4, max_steps=6, learning_rate=1e-2,
+            logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, lr_scheduler_type="constant", save_strategy="steps",
+            save_steps=3, deepspeed={**config(stage, accumulation), **shared} if stage is not None else None,
+            parallelism_config=parallelism(size, dp_shard_size=groups, **sizes) if size > 1 else None, include_num_input_tokens_seen="all",
+            **extra,
+        )  # fmt: skip
+        trainer = Trainer(model=build(llama), args=args, train_dataset=rows(20, 1), eval_dataset=rows(16, 2))
+        trainer.train(resume_from_checkpoint=str(Path(folder) / "checkpoint-3") if resume else None)
+        history = trainer.state.log_history
+        found = {name: [float(entry[name]) for entry in history if name in entry] for name in ("loss", "grad_norm")}
+        found["tokens"] = [float(trainer.state.num_input_tokens_seen)]
+        found["eval_loss"] = [trainer.evaluate()["eval_loss"]]
+        predicted = trainer.predict(rows(5, 3))
+        found["predicted"] = [float(predicted.predictions.sum()), *map(float, predicted.predictions.shape)]
+        return found
+
+
+def _plain(folder: str, extra: dict[str, Any]) -> dict[str, list[float]]:
+    return trainer_run(folder, None, 1, **extra)
+
+
+def _divided(folder: str, stage: int, size: int, extra: dict[str, Any]) -> dict[str, list[float]]:
+    return trainer_run(folder, stage, size, **extra)
+
+
+@pytest.mark.parametrize(
+    ("world", "stage", "extra"),
+    [
+        pytest.param(2, 1, {}, marks=pytest.mark.slow),
+        (2, 3, {"gradient_accumulation_steps": 2}),
+        (4, 2, {}),
+        (2, 2, {"label_smoothing_factor": 0.1}),
+        pytest.param(4, 3, {"axes": {"sequence_parallel_size": 2}}, marks=pytest.mark.slow),
+        (4, 3, {"axes": {"tp_size": 2}}),
+    ],
+)
+def test_trainer_trains_evaluates_and_predicts_like_one_rank(tmp_path: Path, world: int, stage: int, extra: dict[str, Any]) -> None:
+    one = {name: value for name, value in extra.items() if name != "axes"}
+    expected = ranks.run_ranks(_plain, 1, str(tmp_path / "whole"), one)[0]
+    for found in ranks.run_ranks(_divided, world, str(tmp_path / "parts"), stage, 2, extra):
+        close(found, expected)
+
+
+def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    return trainer_run(folder, 2, 2), trainer_run(folder, 2, 2, resume=True)
+
+
+def test_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
+    first, resumed = ranks.run_ranks(_resumed, 2, str(tmp_path))[0]
+    assert resumed["loss"] == first["loss"] and resumed["grad_norm"] == first["grad_norm"] and resumed["eval_loss"] == first["eval_loss"]
+
+
+def contradictions() -> None:
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import ParallelismConfig
+
+    tries = [
+        (parallelism(2), {"hf_zero": {"context_parallel_size": 1}}, None),
+        (parallelism(3), {}, "3 ranks .pp x cp x sp x tp. are to share their samples; 1 or 2 would fit"),
+        (parallelism(2), {"sequence_parallel_size": 4}, "8 ranks .pp x cp x sp x tp. are to share"),
+        (ParallelismConfig(sp_size=2), {"hf_zero": {"context_parallel_size": 2}}, "4 ranks .pp x cp x sp x tp. are to share"),
+        (parallelism(2, "alltoall"), {"hf_zero": {"context_parallel_strategy": "allgather"}}, "cp_comm_strategy of the ParallelismConfig"),
+    ]
+    for given, extra, text in tries:
+        with clean_state():
+            plugin = DeepSpeedPlugin(hf_ds_config={**config(1, 1), **extra})
+            if text is None:
+                Accelerator(deepspeed_plugin=plugin, parallelism_config=given)
+                continue
+            with pytest.raises(ConfigError, match=text):
+                Accelerator(deepspeed_plugin=plugin, parallelism_config=given)
+
+
+def test_sizes_that_contradict_each_other_are_one_error() -> None:
+    ranks.run_ranks(contradictions, 2)

@@ -1,0 +1,200 @@
+"""Keys and values that are passed around: blocks that are merged are the whole attention, and training is that of one rank."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hf_zero
+from hf_zero.comm.back_end import open_collectives
+from hf_zero.comm.topology import axis_over
+from hf_zero.errors import UnsupportedError
+from hf_zero.sequence_parallel import blocks
+from hf_zero.sequence_parallel.blocks import Scores
+from hf_zero.sequence_parallel.gathered import ContextAttention
+from hf_zero.sequence_parallel.layout import Layout
+from hf_zero.sequence_parallel.ring import _Ring, _Rules
+from tests.sequence_parallel.context import check, config, script_batch
+from tests.sequence_parallel.kinds import MASKS, mistral
+from tests.support import ranks, zoo
+from tests.support.parity import Run
+from tests.support.sequences import Data, build, llama
+
+pytest.importorskip("transformers", minversion="5.0")
+from transformers.integrations.sdpa_attention import sdpa_attention_forward  # noqa: E402 - where there is transformers
+
+
+def parts(queries: int, keys: int, width: int, of_value: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(4)
+    shapes = ((2, 3, queries, width), (2, 3, keys, width), (2, 3, keys, of_value))
+    return [torch.randn(shape, generator=generator, dtype=dtype) for shape in shapes]
+
+
+@pytest.mark.parametrize("of_value", [8, 5], ids=["fused", "by rows"])
+@pytest.mark.parametrize("masked", ["", "bool", "added"])
+def test_merged_blocks_are_the_whole_attention(of_value: int, masked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_TILE", 2 * 3 * 12 * 3)  # several tiles
+    query, key, value = parts(7, 12, 8, of_value)
+    mask = None
+    if masked:
+        seen = torch.rand(2, 1, 7, 12, generator=torch.Generator().manual_seed(1)) < 0.6
+        seen[0, 0, 3] = False  # a query that sees nothing
+        seen[..., :5] &= torch.arange(7)[:, None] != 4  # and one that sees nothing of the first block
+        mask = seen if masked == "bool" else torch.where(seen, 0.5, -torch.inf).double()
+    inputs = [part.clone().requires_grad_() for part in (query, key, value)]
+    expected = torch.nn.functional.scaled_dot_product_attention(*inputs, attn_mask=mask, scale=0.3)
+    if masked == "added":
+        expected = torch.where((mask == -torch.inf).all(-1, keepdim=True), 0.0, expected)
+    above = torch.randn(expected.shape, generator=torch.Generator().manual_seed(2), dtype=expected.dtype)
+    cuts = [slice(0, 5), slice(5, 12)]
+    rules = [Scores(0.3, mask=mask[..., cut] if mask is not None else None) for cut in cuts]
+    out, lse = blocks.attend(query, key[:, :, cuts[0]], value[:, :, cuts[0]], rules[0])
+    blocks.merge(out, lse, *blocks.attend(query, key[:, :, cuts[1]], value[:, :, cuts[1]], rules[1]))
+    torch.testing.assert_close(out, expected.detach())
+    if masked == "added":
+        above[0, :, 3] = 0  # torch's gradient of a row of nothing is no number
+    wanted = torch.autograd.grad((torch.nan_to_num(expected) * above).sum(), inputs) if masked != "added" else None
+    found = [
+        blocks.gradients(query, key[:, :, cut], value[:, :, cut], rule, out, lse, above) for cut, rule in zip(cuts, rules, strict=True)
+    ]
+    of_query, of_key = found[0][0] + found[1][0], torch.cat([found[0][1], found[1][1]], 2)
+    of_value_ = torch.cat([found[0][2], found[1][2]], 2)
+    if wanted is not None:
+        for mine, theirs in zip((of_query, of_key, of_value_), wanted, strict=True):
+            torch.testing.assert_close(mine, theirs)
+    assert all(torch.isfinite(part).all() for part in (of_query, of_key, of_value_))
+
+
+@pytest.mark.parametrize("of_value", [8, 5])
+def test_a_causal_block_is_causal(of_value: int) -> None:
+    query, key, value = parts(9, 9, 8, of_value, torch.float32)
+    expected = torch.nn.functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    out, lse = blocks.attend(query, key, value, Scores(8**-0.5, causal=True))
+    torch.testing.assert_close(out, expected)
+    scores = (query @ key.mT / math.sqrt(8)).masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
+    torch.testing.assert_close(lse, scores.logsumexp(-1))
+
+
+def test_dropped_weights_are_dropped_in_backward_too() -> None:
+    """The gradients of a block with dropout are those of finite differences of it."""
+    query, key, value = parts(4, 6, 3, 3)
+    rules, above = Scores(0.5, dropout=0.4, seed=9), torch.ones(2, 3, 4, 3, dtype=torch.float64)
+    out, lse = blocks.attend(query, key, value, rules)
+    plain, _ = blocks.attend(query, key, value, Scores(0.5))
+    assert not torch.equal(out, plain)
+    found = blocks.gradients(query, key, value, rules, out, lse, above)
+    for place, part in enumerate((query, key, value)):
+        other, step = part.clone(), 1e-6
+        other[1, 2, 1, 1] += step
+        moved = [other if place == index else given for index, given in enumerate((query, key, value))]
+        slope = float((blocks.attend(*moved, rules)[0] - out).sum() / step)  # type: ignore[call-arg]
+        assert slope == pytest.approx(float(found[place][1, 2, 1, 1]), rel=1e-4, abs=1e-7)
+
+
+def ring_of(dtype: torch.dtype) -> int:
+    """One attention with grouped keys beside torch's, and the bytes that a rank sends."""
+    world, length, heads, shared, width = dist.get_world_size(), 12 * dist.get_world_size(), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, count, length, width, generator=generator, dtype=dtype).requires_grad_() for count in (heads, shared, shared)]
+    above = torch.randn(2, heads, length, width, generator=generator, dtype=dtype)
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    wanted = torch.autograd.grad((expected * above).sum(), whole)
+    collectives = open_collectives(axis_over(dist.group.WORLD))  # type: ignore[arg-type]
+    layout = Layout(collectives)
+    mine = [layout.cut(part.detach(), 2).requires_grad_() for part in whole]
+    rules = _Rules(Scores(width**-0.5), True, None, heads // shared)
+    before = collectives.sent_bytes
+    found: Any = _Ring.apply(layout, collectives, rules, *mine)  # type: ignore[no-untyped-call]
+    forward = collectives.sent_bytes - before
+    each = 2 * 2 * shared * (length // world) * width * dtype.itemsize  # keys and values of one place
+    assert forward == (world - 1) * each
+    torch.testing.assert_close(found, layout.cut(expected, 2))
+    (found * layout.cut(above, 2)).sum().backward()
+    wide = torch.promote_types(dtype, torch.float32).itemsize // dtype.itemsize
+    assert collectives.sent_bytes - before - forward == (world - 1 + world * wide) * each
+    for part, gradient in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(part.grad, layout.cut(gradient, 2))
+    return forward
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_a_ring_is_the_whole_attention_and_sends_what_the_page_says(world: int) -> None:
+    assert len(set(ranks.run_ranks(ring_of, world, torch.float64))) == 1
+
+
+def gathered(of_value: int) -> None:
+    """Gathered keys: attention of the two runs without a mask is torch's, with one message each way of the bytes that the page says."""
+    world, length, heads, shared, width = dist.get_world_size(), 12 * dist.get_world_size(), 4, 2, 8
+    generator = torch.Generator().manual_seed(0)
+    sizes = ((heads, width), (shared, width), (shared, of_value))
+    whole = [torch.randn(2, count, length, size, generator=generator).requires_grad_() for count, size in sizes]
+    expected = torch.nn.functional.scaled_dot_product_attention(*whole, is_causal=True, enable_gqa=True)
+    above = torch.randn(expected.shape, generator=generator)
+    wanted = torch.autograd.grad((expected * above).sum(), whole)
+    collectives = open_collectives(axis_over(dist.group.WORLD))  # type: ignore[arg-type]
+    layout = Layout(collectives)
+    layer = torch.nn.Identity()
+    layer.num_key_value_groups = heads // shared  # type: ignore[assignment]
+    attention, masks = ContextAttention(layer, layout, collectives, None), []
+
+    def core(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Any, **kwargs: Any) -> Any:
+        masks.append(mask)
+        return sdpa_attention_forward(module, query, key, value, mask, **kwargs)
+
+    core.__module__ = sdpa_attention_forward.__module__
+    before, mine = collectives.sent_bytes, [layout.cut(part.detach(), 2).requires_grad_() for part in whole]
+    found, _ = attention.attend(core, layer, *mine, None)
+    torch.testing.assert_close(found.transpose(1, 2), layout.cut(expected, 2))
+    (found.transpose(1, 2) * layout.cut(above, 2)).sum().backward()
+    assert collectives.sent_bytes - before == 2 * (2 * shared * (length // world) * (width + of_value) * 4) * (world - 1)
+    for part, gradient in zip(mine, wanted, strict=True):
+        torch.testing.assert_close(part.grad, layout.cut(gradient, 2))
+    assert len(masks) == (0 if of_value == width else 2)  # torch's kernel serves, or the model's function with two masks
+
+
+@pytest.mark.parametrize("of_value", [8, 5])
+def test_gathered_keys_are_the_whole_attention_and_send_what_the_page_says(of_value: int) -> None:
+    ranks.run_ranks(gathered, 2, of_value)
+
+
+def each(names: list[str]) -> None:
+    for name in names:
+        make, run, data = MASKS[name]
+        check(make, run, data, 2, strategy="alltoall")
+    check(partial(zoo.build, "BertForMaskedLM"), Run(stage=2), Data(length=16, padding="right"), 2, strategy="alltoall")
+
+
+def test_training_over_two_ranks() -> None:
+    ranks.run_ranks(each, 2, [name for name in MASKS if "eager" not in name])
+
+
+def of_four() -> None:
+    check(partial(llama, kv_heads=1), Run(stage=3, accumulation=2), Data(padding="left", prompt=7), 4, strategy="alltoall")
+    check(mistral, Run(stage=1, clip=0.5), Data(packed=True), 2, strategy="alltoall", sequence=2)
+    check(partial(zoo.build, "DeepseekV3ForCausalLM"), Run(stage=2), Data(length=16), 4, strategy="alltoall")  # head sizes differ
+    check(llama, Run(stage=2), Data(), 2, strategy="alltoall", tensor=2)
+
+
+def test_training_over_four_ranks() -> None:
+    ranks.run_ranks(of_four, 4)
+
+
+def dropped() -> None:
+    model = build(partial(llama, attention_dropout=0.5))
+    engine = hf_zero.initialize(model=model, config=config(Run(stage=1), 2, strategy="alltoall"))[0]
+    torch.manual_seed(5)
+    batch = script_batch(Data(), 0)
+    losses = [float(engine(**batch).loss) for _ in range(2)]
+    assert losses[0] != losses[1]
+    with pytest.raises(UnsupportedError, match=r"made with attn_implementation='eager'; make it with 'sdpa', or choose 'allgather'"):
+        hf_zero.initialize(model=llama(implementation="eager"), config=config(Run(stage=1), 2, strategy="alltoall"))
+
+
+def test_dropout_and_other_attention() -> None:
+    ranks.run_ranks(dropped, 2)

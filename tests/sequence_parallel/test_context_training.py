@@ -1,0 +1,292 @@
+"""Training under context parallelism is training on one rank: architectures, masks, stages, precisions, sizes of groups, other axes."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hf_zero
+from hf_zero.errors import ConfigError, StateError, UnsupportedError
+from tests.sequence_parallel.context import check, config, divided, script_batch
+from tests.sequence_parallel.kinds import MASKS, adapted, gpt2, mistral
+from tests.support import parity, ranks, zoo
+from tests.support.parity import Run
+from tests.support.rows import slow_but
+from tests.support.sequences import LOSS, NORM, Data, build, llama, mixtral, whole
+
+pytest.importorskip("transformers", minversion="5.0")
+
+
+def each(names: list[str]) -> None:
+    for name in names:
+        make, run, data = MASKS[name]
+        check(make, run, data, 2)
+
+
+SECOND_CHOICE = ("plain", "padding right, prompt", "packed eager", "recomputed")
+
+
+@pytest.mark.parametrize(
+    "names",
+    [[name for name in MASKS if name not in SECOND_CHOICE], pytest.param(list(SECOND_CHOICE), marks=pytest.mark.slow)],
+    ids=["fast", "slow"],
+)
+def test_masks_and_stages_over_two_ranks(names: list[str]) -> None:
+    ranks.run_ranks(each, 2, names)
+
+
+def architectures(names: list[str]) -> None:
+    for place, name in enumerate(names):
+        make = gpt2 if name == "gpt2" else partial(zoo.build, name)
+        check(make, Run(stage=1 + place % 3, clip=1.0), Data(length=16), ranks.world())
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["Gemma2ForCausalLM", "DeepseekV3ForCausalLM", "GptOssForCausalLM", "Llama4ForCausalLM"],  # soft caps, head sizes, sinks, chunks
+        pytest.param(["gpt2", "Gemma3ForCausalLM", "OPTForCausalLM", "Qwen3ForCausalLM"], marks=pytest.mark.slow),
+    ],
+    ids=lambda names: names[0],
+)
+def test_architectures_over_two_ranks(names: list[str]) -> None:
+    ranks.run_ranks(architectures, 2, names)
+
+
+def groups_of_four_ranks() -> None:
+    check(llama, Run(stage=1, accumulation=2, clip=0.5), Data(padding="right"), 2)
+    check(partial(llama, kv_heads=1, heads=3), Run(stage=3), Data(packed=True), 2)
+    check(llama, Run(stage=2, clip=0.5), Data(packed=True, length=21), 4)  # padded to 24
+    check(partial(llama, kv_heads=1), Run(stage=3, accumulation=2), Data(padding="left", prompt=7), 4)
+
+
+def with_sequence_parallelism() -> None:
+    check(llama, Run(stage=1, accumulation=2, clip=0.5), Data(padding="right"), 2, sequence=2)
+    check(mistral, Run(stage=3), Data(packed=True), 2, sequence=2)
+    check(partial(llama, implementation="eager"), Run(stage=2), Data(padding="left"), 2, sequence=2)
+
+
+def with_tensor_parallelism() -> None:
+    check(llama, Run(stage=1, accumulation=2, clip=0.5), Data(padding="right"), 2, tensor=2)
+    check(mistral, Run(stage=3), Data(packed=True), 2, tensor=2)
+
+
+@pytest.mark.parametrize("groups", [groups_of_four_ranks, with_sequence_parallelism, with_tensor_parallelism])
+def test_groups_over_four_ranks(groups: Any) -> None:
+    ranks.run_ranks(groups, 4)
+
+
+def with_experts() -> None:
+    run = Run(stage=3, clip=0.5, extra={"expert_parallel": {"enabled": True, "autoep_size": 2}})
+    check(mixtral, run, Data(padding="right"), 2)
+
+
+def test_experts_are_shared_by_the_ranks_of_a_sequence() -> None:
+    ranks.run_ranks(with_experts, 2)
+
+
+def low_precision(stage: int) -> list[float]:
+    """Largest differences of losses and norms against one rank in bf16, relative."""
+    run, data = Run(stage=stage, dtype="bf16", clip=1.0, lr=1e-3), Data(padding="right")
+    found, expected = divided(llama, run, data, 2), whole(llama, run, data, 1)
+    pairs = [(found.losses, expected.losses), (found.norms, expected.norms)]
+    return [max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in pairs]
+
+
+@pytest.mark.parametrize("stage", slow_but([1, 3], 3))
+def test_bf16(stage: int) -> None:
+    for loss, norm in ranks.run_ranks(low_precision, 2, stage):
+        assert loss < 2e-3 and norm < 1e-2
+
+
+def lora() -> None:
+    check(adapted, Run(stage=3), Data(packed=True), 2)
+
+
+def test_adapters() -> None:
+    pytest.importorskip("peft")
+    ranks.run_ranks(lora, 2)
+
+
+def dropout() -> tuple[bool, bool, bool]:
+    """Whether the ranks drew different masks, went on with one stream, and dropped in attention."""
+    torch.manual_seed(11)
+    model: Any = build(partial(llama, attention_dropout=0.5))
+    engine = hf_zero.initialize(model=model, config=config(Run(stage=1), 2))[0]
+    drawn: list[torch.Tensor] = []
+    model.model.layers[0].register_forward_hook(lambda *_: drawn.append(torch.rand(4)))
+    batch = script_batch(Data(), 0)
+    losses = [float(engine(**batch).loss) for _ in range(2)]
+    streams: list[Any] = [None, None]
+    torch.distributed.all_gather_object(streams, (drawn[0].tolist(), torch.rand(4).tolist()))
+    return streams[0][0] != streams[1][0], streams[0][1] == streams[1][1], losses[0] != losses[1]
+
+
+def test_ranks_draw_masks_of_dropout_of_their_own() -> None:
+    assert ranks.run_ranks(dropout, 2) == [(True, True, True)] * 2
+
+
+# ------------------------------------------------------------------------------------------------ what a script may do with it
+
+
+def outputs(name: str, length: int, stage: int) -> None:
+    """A loss of the script's own from outputs, which are whole, and evaluation: as on one rank."""
+    expected_model, model = zoo.build(name), zoo.build(name)
+    batch = {key: value for key, value in Data(length=length, padding="right").batch(0).items() if key != "position_ids"}
+    labels = batch.pop("labels")
+    engine = hf_zero.initialize(model=model, config=config(Run(stage=stage), ranks.world()))[0]
+    for training in (True, False):
+        expected_model.train(training), engine.train(training)
+        logits, expected = engine(**batch).logits, expected_model(**batch).logits
+        assert logits.shape == expected.shape
+        own = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        theirs = torch.nn.functional.cross_entropy(expected.flatten(0, 1), labels.flatten())
+        assert float(own.detach()) == pytest.approx(float(theirs.detach()), rel=1e-5)
+        if training:
+            engine.backward(own)
+            theirs.backward()
+            norm = torch.stack([param.grad.norm() for param in expected_model.parameters() if param.grad is not None]).norm()
+            engine.step()
+            assert parity.as_float(engine.get_global_grad_norm()) == pytest.approx(float(norm), rel=1e-4)
+            expected_model.load_state_dict(engine._consolidated_16bit_state_dict() or expected_model.state_dict())
+            for param in expected_model.parameters():
+                torch.distributed.broadcast(param.data, 0)
+
+
+@pytest.mark.parametrize(("name", "length", "world"), [("LlamaForCausalLM", 16, 2), ("BertForMaskedLM", 18, 4)])
+def test_outputs_without_labels_are_whole(name: str, length: int, world: int) -> None:
+    ranks.run_ranks(outputs, world, name, length, 3 if world == 2 else 1)
+
+
+def encoders() -> None:
+    for padding, length in (("right", 16), ("", 13), ("", 16)):
+        check(partial(zoo.build, "BertForMaskedLM"), Run(stage=2), Data(length=length, padding=padding), 2)
+    check(partial(zoo.build, "ModernBertForMaskedLM"), Run(stage=3, clip=0.5), Data(length=16, padding="right"), 2)
+
+
+def test_encoders() -> None:
+    ranks.run_ranks(encoders, 2)
+
+
+def own_mask() -> None:
+    """A mask of four dimensions, in which tokens see some later ones."""
+    batch = script_batch(Data(), 0)
+    generator = torch.Generator().manual_seed(2)
+    mask = torch.rand(2, 1, 24, 24, generator=generator) < 0.5
+    mask |= torch.eye(24, dtype=torch.bool)
+    expected = build(llama)(**batch, attention_mask=mask).loss
+    engine = hf_zero.initialize(model=build(llama), config=config(Run(stage=3), 2))[0]
+    assert float(engine(**batch, attention_mask=mask).loss) == pytest.approx(float(expected), rel=1e-6)
+    with pytest.raises(UnsupportedError, match="pad_to_multiple_of=4"):
+        engine(**{name: value[:, :22] for name, value in batch.items()}, attention_mask=mask[:, :, :22, :22])
+
+
+def test_masks_of_four_dimensions() -> None:
+    ranks.run_ranks(own_mask, 2)
+
+
+def generation() -> None:
+    batch = script_batch(Data(), 0)
+    expected: Any = build(llama).eval()
+    engine = hf_zero.initialize(model=build(llama), config=config(Run(stage=3), 2))[0]
+    engine(**batch)
+    engine.eval()
+    with torch.no_grad():
+        found = engine.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert found.tolist() == expected.generate(batch["input_ids"], max_new_tokens=3, do_sample=False, pad_token_id=0).tolist()
+        assert float(engine(**batch).loss) == pytest.approx(float(expected(**batch).loss), rel=1e-6)
+
+
+def test_generation_and_evaluation_are_over_whole_sequences() -> None:
+    ranks.run_ranks(generation, 2)
+
+
+def part(folder: str, size: int, first: int, last: int) -> tuple[list[float], list[float]]:
+    """Losses and norms of steps ``first`` to ``last``, resumed from what the steps before have saved."""
+    run, data = Run(stage=3, clip=0.5), Data(padding="right", prompt=3)
+    engine = hf_zero.initialize(model=build(llama, seed=first), config=config(run, size))[0]
+    if first:
+        engine.load_checkpoint(folder)
+    losses, norms = [], []
+    for step in range(first, last):
+        loss = engine(**script_batch(data, step, 0, ranks.rank() // size)).loss
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss.detach()))
+        norms.append(parity.as_float(engine.get_global_grad_norm()))
+    engine.save_checkpoint(folder)
+    return losses, norms
+
+
+def test_a_checkpoint_resumes_over_groups_of_another_size(tmp_path: Path) -> None:
+    before = ranks.run_ranks(part, 2, str(tmp_path), 2, 0, 2)[0]
+    after = ranks.run_ranks(part, 4, str(tmp_path), 4, 2, 4)[0]
+    expected = whole(llama, Run(steps=4, clip=0.5), Data(padding="right", prompt=3), 1)
+    assert before[0] + after[0] == pytest.approx(expected.losses, rel=LOSS)
+    assert before[1] + after[1] == pytest.approx(expected.norms, rel=NORM)
+
+
+# ------------------------------------------------------------------------------------------------------------------ refusals
+
+
+def refused() -> list[str]:
+    from transformers import BertConfig, BertForSequenceClassification
+
+    class Own(nn.Linear):
+        pass
+
+    small = BertConfig(vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32)
+    tries: list[tuple[nn.Module, dict[str, Any]]] = [
+        (Own(2, 2), {}),
+        (BertForSequenceClassification(small), {}),
+        (zoo.build("MambaForCausalLM"), {}),
+        (zoo.build("GPTJForCausalLM"), {}),
+        (zoo.build("T5ForConditionalGeneration"), {}),
+        (build(partial(llama, heads=3, kv_heads=1)), {"sequence": 2}),
+    ]
+    found = []
+    for model, axes in tries:
+        with pytest.raises((UnsupportedError, ConfigError)) as caught:
+            hf_zero.initialize(model=model, config=config(Run(stage=1), 2, **axes))
+        found.append(str(caught.value))
+    for size in (3, 8):
+        with pytest.raises(ConfigError) as wrong:
+            hf_zero.initialize(model=build(llama), config=config(Run(stage=1), size))
+        found.append(str(wrong.value))
+    return found
+
+
+def test_what_cannot_be_divided_is_refused_by_name() -> None:
+    texts = [
+        "context parallelism: Own is no model of transformers",
+        "loss of BertForSequenceClassification is not one of each token",
+        "Mamba",
+        "context parallelism: GPTJForCausalLM cannot be divided, because it does not call its attention",
+        "T5ForConditionalGeneration is an encoder-decoder",
+        "divides the 3 attention heads",
+        "3 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
+        "8 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 or 4 would fit",
+    ]
+    found = ranks.run_ranks(refused, 4)
+    assert all(other == found[0] for other in found)
+    assert [(text, message) for text, message in zip(texts, found[0], strict=True) if text not in message] == []
+
+
+def in_a_forward() -> None:
+    engine = hf_zero.initialize(model=build(llama), config=config(Run(stage=1), 2))[0]
+    batch = script_batch(Data(), 0)
+    with pytest.raises(UnsupportedError, match="context parallelism: output_attentions=True"):
+        engine(**batch, output_attentions=True)
+    with pytest.raises(StateError, match="were given different input_ids, labels in the first step"):
+        engine(**script_batch(Data(), ranks.rank()))
+    with pytest.raises(ConfigError, match="context parallelism: attention_mask of a batch has shape"):
+        engine(**batch, attention_mask=torch.ones(2, 5))
+
+
+def test_batches_that_cannot_be_divided_are_refused() -> None:
+    ranks.run_ranks(in_a_forward, 2)
