@@ -242,7 +242,12 @@ class Zero(Side):
     def get_master(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)
         found = utils.safe_get_full_fp32_param(parameter)
-        return {} if found is None or not parameter.requires_grad else {"master": found.clone()}
+        if not parameter.requires_grad:
+            return {}
+        if found is None:  # nothing trains it before its first gradient: its master will begin with its value
+            with hf_zero.zero.GatheredParameters([parameter]):
+                found = parameter.detach().float()
+        return {"master": found.clone()}
 
     def set_moments(self, param: str) -> Seen:
         parameter = self.model.get_parameter(param)

@@ -144,6 +144,10 @@ MENDED: tuple[str, ...] = (
         "forward data=1; backward; step"
         for stage in range(4)
     ),
+    # A removed adapter's gradients, and a parameter that waits for its first one.
+    f"cell stage=1 ranks=2 clip=0.5; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}; forward data=1; backward; "
+    f"remove_adapter layer=blocks.0; step; {_TRAIN}",
+    f"cell stage=3 ranks=2 dtype=bf16 frozen=blocks.0; unfreeze layer=blocks.0; get_master param={_UP}; {_TRAIN}; get_master param={_UP}",
     # What one rank does alone.
     "cell stage=3 ranks=2 frozen=embed; unfreeze layer=embed; forward data=0; backward; step; generate data=21 lengths=by_rank",
     f"cell stage=3 ranks=2; forward data=0; read param={_UP} what=attribute who=0; backward; step; {_TRAIN}",
