@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.support import ranks
 
@@ -26,8 +26,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The fast run repeats the same examples, so that a change alone can break it; the slow one draws new ones each time."""
-    settings.register_profile("repeat", derandomize=True, database=None)
-    settings.register_profile("explore", derandomize=False, print_blob=True)
+    slow = [HealthCheck.too_slow]  # how fast examples are drawn depends on the machine
+    settings.register_profile("repeat", derandomize=True, database=None, deadline=None, suppress_health_check=slow)
+    settings.register_profile("explore", derandomize=False, print_blob=True, deadline=None, suppress_health_check=slow)
     settings.load_profile("explore" if config.getoption("--slow") else "repeat")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # files with many tests first; ``longest_first`` knows better

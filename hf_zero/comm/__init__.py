@@ -8,7 +8,7 @@ differs is one error on all ranks, with each key, all values and their ranks (``
 Each boundary begins with one message on the host (``core/step/agreement.py``): a digest of all that must be alike, and what any rank has
 to tell. The ranks compare how many micro-steps they have begun, the numbers in their param groups (``core/step/agreement.py``: a
 scheduler that differs, a callback that edits one rank's rate), which parameters they train (``core/step/trained_set.py``) and which they
-have written (``core/step/written_gradients.py``); a rank that skipped a batch ends the run on all ranks, with everybody's number. Where
+have written (``core/step/written.py``); a rank that skipped a batch ends the run on all ranks, with everybody's number. Where
 ranks hold different parts of a model all ranks take part (``Networks.everyone``). A further thing to agree on is one more ``Alike``, or
 one more number. A forward that raised on one rank, was caught and is run again with the same values is one micro-step
 (``core/engine_parts.py``) and, at stage 3, another pass of the forward in which the others wait ([Note: a forward that is run again]); a

@@ -15,7 +15,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.written_gradients import write_gradient, written_gradient
+from hf_zero.core.step.written import write_gradient, written_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
 from hf_zero.errors import StateError

@@ -70,7 +70,7 @@ def assert_same(left: list[torch.Tensor | None], right: list[torch.Tensor | None
 
 @needs_torch_adam_alike
 @given(count=sizes(), case=cases, option=options)
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 def test_kernel_equals_the_reference_bit_for_bit(isa: str, count: int, case: dict[str, Any], option: dict[str, Any]) -> None:
     native, reference = tensors(count, case), tensors(count, case)
     adam_update(*native, AdamRule(**option))

@@ -12,7 +12,7 @@ from tests.native.codes import differences, step, vectors
 from tests.native.libraries import isa, needs_library, same_bits  # noqa: F401
 
 pytestmark = needs_library
-EVERY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EVERY = settings(deadline=None, max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 
 
 @EVERY

@@ -24,7 +24,7 @@ from tests.support.drawn import drawn
 
 __all__ = ["isa"]
 
-FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture]}
+FIXED = {"suppress_health_check": [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]}
 HALF = [torch.bfloat16, torch.float16]
 common = st.fixed_dictionaries(
     {

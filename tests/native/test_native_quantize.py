@@ -17,7 +17,7 @@ from hf_zero.native.block_codes import QUANTIZE_BLOCK, codes_of, message_bytes, 
 from tests.native.block_codes import coded, decoded, differences, no_error, step
 from tests.native.libraries import isa, needs_library, values  # noqa: F401
 
-EVERY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EVERY = settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 

@@ -71,7 +71,7 @@ autograd adds up gradients in the buffer: ``pipeline/added_in_place.py``). On a 
 began on ([Note: one stream for gradients]).
 
 At stage 0 ``param.grad`` shows what is reduced (``core/schedule/shown_gradients.py``, [Note: shown gradients]). What a script assigns to
-it is found at the boundary (``core/step/written_gradients.py``) and takes their place, the mean over ranks.
+it is found at the boundary (``core/step/written.py``) and takes their place, the mean over ranks.
 
 Where shard groups have replicas, ``ReplicatedSum`` (``core/schedule/gradient_exchanges.py``) adds the last hop ([Note: two sums]):
 micro-steps are added up inside the group, and the backward of a boundary sends each unit's sum to its replicas as the reducer takes it from

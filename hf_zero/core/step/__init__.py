@@ -10,7 +10,7 @@ the native kernel); with tensor parallelism, parameters that every rank of the m
 skips, the scheduler stays, the norm is inf (for NaN gradients too), and the first parameter with a non-finite gradient is named.
 
 Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
-has written (``core/step/written_values.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_units.py`` lets parameters rest
+has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` lets parameters rest
 and join; those that join get units from ``assembly/joining.py``. Users' page: docs/parameters.md.
 
 A parameter that no rank used in a step has a zero gradient: moments decay and weight decay applies, while plain PyTorch does not update it.

@@ -17,9 +17,8 @@ from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.agreement import Agreed, agree, same_clipping, same_groups, same_pace
 from hf_zero.core.step.grad_norm import clip_factor, first_non_finite, global_norm, model_axis
 from hf_zero.core.step.loss_scale import LossScaler
-from hf_zero.core.step.trained_units import TrainedUnits
-from hf_zero.core.step.written_gradients import have_written, note_added, refuse_added, take_written
-from hf_zero.core.step.written_values import WrittenValues
+from hf_zero.core.step.trained_set import TrainedUnits
+from hf_zero.core.step.written import WrittenValues, have_written, note_added, refuse_added, take_written
 from hf_zero.core.units.unit import trained_of
 from hf_zero.core.units.values import all_gather_updated
 from hf_zero.errors import StateError

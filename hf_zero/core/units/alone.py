@@ -14,8 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.memory_uses import ordinary_tensors
-from hf_zero.core.units.secondary import SecondaryCopy
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError

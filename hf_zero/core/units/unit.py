@@ -20,8 +20,7 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.noted_writes import NotedWrites
 from hf_zero.core.units.packed import is_wrapped
-from hf_zero.core.units.secondary import SecondaryCopy
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, ShardStorage, require_memory
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
