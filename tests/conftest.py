@@ -26,8 +26,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     """The fast run repeats the same examples, so that a change alone can break it; the slow one draws new ones each time."""
-    settings.register_profile("repeat", derandomize=True, database=None)
-    settings.register_profile("explore", derandomize=False, print_blob=True)
+    settings.register_profile("repeat", derandomize=True, database=None, deadline=None)
+    settings.register_profile("explore", derandomize=False, print_blob=True, deadline=None)
     settings.load_profile("explore" if config.getoption("--slow") else "repeat")
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False  # files with many tests first; ``longest_first`` knows better
