@@ -10,18 +10,65 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.utils.checkpoint
+from torch import Tensor
+from torch.nn import Parameter
 
 from hf_zero.activation_checkpointing.host_activations import HostActivations
 from hf_zero.activation_checkpointing.random_states import random_states
-from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, SavedPart
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.device import default_device
 from hf_zero.config.schema.storage import ActivationCheckpointing
 from hf_zero.observe import log_rank0, span
+
+
+@dataclass
+class SavedPart:
+    """One rank's part of an input: its shape, its number of elements, and the padded part or where that rests."""
+
+    shape: torch.Size
+    numel: int
+    part: Any  # Tensor, or what HostActivations makes of it
+
+
+def keeps(tensor: Tensor) -> bool:
+    """Return whether an input stays as it is: weights live anyway, and integers and single numbers are not worth moving."""
+    return isinstance(tensor, Parameter) or not tensor.is_floating_point() or tensor.numel() < 2
+
+
+class DividedInputs:
+    """Keeps this rank's part of each input; the ranks of the axis hold equal inputs and gather them in backward.
+
+    Args:
+        collectives: The model axis.
+    """
+
+    def __init__(self, collectives: Collectives) -> None:
+        self.collectives = collectives
+
+    def save(self, tensor: Tensor) -> Any:
+        """Return the tensor itself when it stays, else a ``SavedPart`` with a part of its own memory."""
+        if keeps(tensor) or tensor.numel() < self.collectives.world:
+            return tensor
+        world, rank = self.collectives.world, self.collectives.rank
+        length = -(-tensor.numel() // world)
+        own = tensor.detach().reshape(-1)[rank * length : (rank + 1) * length]
+        part = own.new_zeros(length)  # memory of its own: a view would keep the whole
+        part[: own.numel()] = own
+        return SavedPart(tensor.shape, tensor.numel(), part)
+
+    def load(self, saved: Any) -> Tensor:
+        """Return the whole input; collective over the axis."""
+        if not isinstance(saved, SavedPart):
+            whole: Tensor = saved
+            return whole
+        full = saved.part.new_empty(saved.part.numel() * self.collectives.world)
+        self.collectives.all_gather(full, saved.part, "saved activation").wait()
+        return full[: saved.numel].view(saved.shape)
 
 
 class _Checkpointing:
@@ -97,6 +144,13 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if here.moves_inputs:
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(here.save, here.load))
         return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+
+def checkpoint_on_host(host: HostActivations, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call ``torch.utils.checkpoint.checkpoint``; what it saves of the inputs waits for backward in the memory of ``host``."""
+    host.advance()
+    with torch.autograd.graph.saved_tensors_hooks(host.save, host.load):
+        return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
 
 
 class _Contexts:

@@ -169,7 +169,7 @@ def _partition(
     for unit in _units_of(itself, param_list):
         if has_been_updated:
             write_back(unit)
-        unit.reshard(leave=True)
+        unit.reshard(leave=True, adopt=has_been_updated)
 
 
 def _summary(itself: ref[Any], *args: object, **kwargs: object) -> dict[str, Any]:

@@ -6,8 +6,10 @@ A Trainer that trains a second time gets its plain model back when its engine is
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import Any
 
+from hf_zero.activation_checkpointing.recompute import checkpoint_on_host
 from hf_zero.assembly import mesh
 from hf_zero.config.read import read_config
 from hf_zero.core import engine
@@ -15,12 +17,28 @@ from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers
-from hf_zero.integrations.activation_offload import serve_offload
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
+
+_CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: what it calls with its forward and its inputs
+_OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
+
+
+def serve_offload(built: Engine) -> None:
+    """Let layers move their inputs with the engine's hooks where ``gradient_checkpointing_kwargs`` has ``offload``.
+
+    transformers (5.17 and later) wraps each checkpointed call in ``torch.autograd.graph.save_on_cpu``, which copies in the stream that
+    computes, and which fails where there is no accelerator. No hook of a module runs between that and the call, so the function that
+    a layer checkpoints with is replaced by one that does the same with the engine's hooks.
+    """
+    for module in built.module.modules():
+        function = module.__dict__.get(_CHECKPOINTS_WITH)
+        if isinstance(function, partial) and getattr(function.func, "__qualname__", "").endswith(_OFFLOADING):
+            moving = partial(checkpoint_on_host, built.runtime.saved.host)
+            setattr(module, _CHECKPOINTS_WITH, partial(moving, *function.args, **function.keywords))
 
 
 def let_go(destroyed: Engine) -> None:

@@ -179,7 +179,7 @@ class _Mpu:
 
 
 def _divided(to_host: bool) -> None:
-    from hf_zero.activation_checkpointing.saved_inputs import DividedInputs, SavedPart
+    from hf_zero.activation_checkpointing.recompute import DividedInputs, SavedPart
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
 

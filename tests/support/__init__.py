@@ -28,7 +28,7 @@ Comparison with plain PyTorch
     parity: The reference, the same training through the engine, and the checker.
     matrix: Blocks of the parity matrix, one job for each model and precision.
     whole_tensors, zeropp_reference: References of optimizers that need whole tensors, and of ZeRO++.
-    offload_runs, recomputation, sequences, tp_training, experts: Runs with one feature beside runs without it.
+    offload_runs, host_activations, recomputation, sequences, tp_training, experts: Runs with one feature beside runs without it.
     planned: A plan beside what a job of ranks holds and sends.
 Models and data
     models: Tiny models of the matrix, with batches.

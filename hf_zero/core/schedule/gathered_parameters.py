@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.schedule.external_parameters import register_external_parameter
 from hf_zero.core.units.layout import UnitState
-from hf_zero.core.units.registration import look_at_loose, network_of_loose
+from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
@@ -55,6 +55,7 @@ class GatheredParameters:
         self._wanted = positions_of(params) if enabled else {}
         self._loose = _loose_of(params) if enabled else []
         self._loose_sums: list[int] = []  # checksums of these at entry, if no rank's values will be broadcast
+        self._loose_records: list[int | None] = []  # else the records of writes before the context
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
@@ -83,6 +84,8 @@ class GatheredParameters:
         if self._modifier_rank is None:
             self._loose = [(param, network) for param, network in self._loose if network.world > 1]
             self._loose_sums = [_checksum(param.data) for param, _ in self._loose]
+        else:
+            self._loose_records = [noted.record(name) for noted, name in map(noted_loose, (param for param, _ in self._loose))]
         return self
 
     @property
@@ -105,8 +108,10 @@ class GatheredParameters:
                     broadcast_from(unit, self._modifier_rank)
             unit.unpin(reshard=not was_whole, adopt=not dropped or unit.collectives.data.world == 1)
         if kind is None and self._modifier_rank is not None:
-            for param, network in self._loose:
+            for (param, network), record in zip(self._loose, self._loose_records, strict=True):
                 network.broadcast(param.data, self._modifier_rank, "parameter outside of units")
+                noted, name = noted_loose(param)
+                noted.go_back(name, record)
         if refusal is not None and kind is None:
             raise refusal
 
@@ -118,7 +123,8 @@ class GatheredParameters:
             The error to raise on every rank without an exception, if changes differ or a rank has left the block with an exception.
         """
         for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
-            look_at_loose(loose, checksum if (checksum := _checksum(loose.data)) != before else None)
+            noted, name = noted_loose(loose)
+            noted.look(name, checksum if (checksum := _checksum(loose.data)) != before else None)
         for unit, sums in self._sums.items():
             now = {index: _checksum(param.data) for index in sums if (param := unit.params[index]) is not None}
             for index, checksum in now.items():

@@ -1,7 +1,7 @@
 """Serve hooks of saved tensors that move them to the host, while forwards of an engine's module run inside them.
 
 [Note: hooks that move] torch applies the innermost pair of hooks only, and shows which one that is. So a forward that runs inside
-``torch.autograd.graph.save_on_cpu``, or a trainer's likeness of it, enters a pair of its own, ``HostActivations``: the same values on the
+``torch.autograd.graph.save_on_cpu``, or hooks like it, enters a pair of its own, ``HostActivations``: the same values on the
 host, without the weights, and copied beside the computation. Where the pair inside is another, such as that of
 ``torch.utils.checkpoint``, nothing is entered: it decides what is saved. Hooks that may change values get all that they get without an
 engine, weights included.

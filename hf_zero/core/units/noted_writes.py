@@ -33,6 +33,16 @@ class NotedWrites(Generic[Key]):
         """Record that a parameter was written where its values may follow a rank's data: in a forward."""
         self._sums.setdefault(key, 0)
 
+    def record(self, key: Key) -> int | None:
+        """Return the record of a parameter; None if there is none."""
+        return self._sums.get(key)
+
+    def go_back(self, key: Key, record: int | None) -> None:
+        """Restore an earlier ``record`` of a parameter, because the writes since then are those of all ranks."""
+        self._sums.pop(key, None)
+        if record is not None:
+            self._sums[key] = record
+
     def take(self) -> dict[Key, int]:
         """Return the records, and begin anew."""
         found, self._sums = self._sums, {}

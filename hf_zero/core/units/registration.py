@@ -94,17 +94,16 @@ def network_of_loose(param: torch.Tensor) -> Collectives | None:
     return None if found is None else found[0]
 
 
-def look_at_loose(param: torch.Tensor, checksum: int | None) -> None:
-    """Record the new values of ``param``, a parameter given to ``register_loose``, if it has any, for the vote of the next step or save;
-    local. See ``NotedWrites.look``.
-    """
+def noted_loose(param: torch.Tensor) -> tuple[NotedWrites[str], str]:
+    """Return the records of writes that the next step or save compares, and the key of ``param``, which ``register_loose`` was given."""
     network, name = _loose[param]
-    _written_loose.setdefault(network, NotedWrites()).look(name, checksum)
+    return _written_loose.setdefault(network, NotedWrites()), name
 
 
 def take_written_loose(network: Collectives) -> dict[str, int]:
     """Return and remove the records of parameters that the ranks of ``network`` hold, by name; local."""
-    return _written_loose.pop(network, NotedWrites[str]()).take()
+    noted = _written_loose.get(network)
+    return {} if noted is None else noted.take()
 
 
 def unregister(param: torch.Tensor) -> None:

@@ -64,6 +64,7 @@ class Plain(Side):
         self.optimizer: Any = None
         self._add_group([name for name, _ in self.model.named_parameters()])
         self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
+        self.gone: dict[str, Tensor] = {}  # of parameters that were removed since their backward
         self.losses: list[Tensor] = []
         self.micro = self.calls = self.steps = 0  # backwards and calls of `step` since the last update; updates
         self.awaits = False  # a backward came after the last call of `step`
@@ -101,16 +102,18 @@ class Plain(Side):
         if not self.micro and not self.sums:
             return {}
         self.adopt()
-        model, sums, self.sums, self.micro = dict(self.model.named_parameters()), self.sums, {}, 0
+        model, sums, gone, self.micro = dict(self.model.named_parameters()), self.sums, self.gone, 0
+        self.sums, self.gone = {}, {}
         grouped = {name for group in self.groups for name in group}
         # [Note: choices of a step] A parameter without a gradient is left alone in PyTorch, where the package documents a gradient of zero;
-        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward.
+        # what was added to the model and no optimizer may join the first group. A gradient counts whatever was frozen behind its backward;
+        # that of a parameter which is no longer in the model is in the norm of what an optimizer has, and not in that of the model.
         idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
         fresh = [name for name in idle if self.masters[name] not in self.optimizer.state]  # those wait for their first gradient
         idle = [name for name in idle if name not in fresh]
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before = self.state()
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, bare)]):
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, bare, gone)]):
             self.restore(before)
             used = dict(sums)
             for names, chosen in zip((idle, fresh), choice[:2], strict=True):
@@ -118,16 +121,17 @@ class Plain(Side):
             if choice[2]:
                 self._join(bare)
                 used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
-            self._update(used)
+            self._update(used, gone if choice[3] else {})
             self.candidates.append(self.state())
         return {}
 
-    def _update(self, sums: dict[str, Tensor]) -> None:
+    def _update(self, sums: dict[str, Tensor], gone: dict[str, Tensor]) -> None:
         model = dict(self.model.named_parameters())
         used = {name: total / self.cell.ranks for name, total in sums.items() if name in self.masters and name in model}
         if not used:
             return
-        norm = torch.stack([value.double().norm() for value in used.values()]).norm().item()
+        counted = [*used.values(), *(total / self.cell.ranks for total in gone.values())]
+        norm = torch.stack([value.double().norm() for value in counted]).norm().item()
         factor = min(1.0, self.cell.clip / (norm + 1e-6)) if self.cell.clip else 1.0
         for name, value in used.items():
             self.masters[name].grad = value * factor
@@ -187,7 +191,7 @@ class Plain(Side):
                 loss.backward()
             except ScriptError:
                 self.model.zero_grad()
-        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+        self._forget()
         return {}
 
     def bad_save(self, who: Any, what: str) -> Seen:
@@ -205,7 +209,7 @@ class Plain(Side):
         model = dict(self.model.named_parameters())
         if found.weights.keys() != model.keys():
             raise KeyError(f"the checkpoint has other parameters: {sorted(found.weights.keys() ^ model.keys())}")
-        self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+        self._forget()
         held = {name for group in self.groups for name in group} & model.keys()
         for source in range(self.cell.ranks):  # [Note: buffers of a checkpoint] those of one rank, whichever
             state = deepcopy(found)
@@ -235,6 +239,8 @@ class Plain(Side):
         del self.model.get_submodule(layer).adapter
         self.groups = [[name for name in group if name not in gone] for group in self.groups]
         for name in gone:
+            if name in self.sums and name in self.masters:
+                self.gone[name] = self.sums[name]
             self.sums.pop(name, None)
             if name in self.masters:
                 self.optimizer.state.pop(self.masters.pop(name), None)
@@ -346,7 +352,7 @@ class Plain(Side):
 
     def zero_grad(self, how: str) -> Seen:
         if self.awaits and self.calls + 1 >= self.cell.accumulation:  # in the middle of an accumulation gradients are kept
-            self.sums, self.micro, self.calls, self.awaits = {}, 0, 0, False
+            self._forget()
         return {}
 
     # -- states -----------------------------------------------------------------------------------------------------------------
@@ -397,6 +403,9 @@ class Plain(Side):
                 if name in masters and name in self.masters:
                     self.masters[name].copy_(masters[name])
                     parameter.data.copy_(masters[name])
+
+    def _forget(self) -> None:
+        self.sums, self.gone, self.micro, self.calls, self.awaits = {}, {}, 0, 0, False
 
     def _canonical(self, name: str) -> str:
         wanted = self.model.get_parameter(name)
