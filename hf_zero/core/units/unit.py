@@ -25,7 +25,7 @@ from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
 from hf_zero.memory import host_memory
-from hf_zero.system.planning import planning
+from hf_zero.system.planning import has_values
 
 
 @dataclass(frozen=True)
@@ -352,7 +352,7 @@ class Unit:
                 value = value.reshape(-1).clone()
                 value[part.start : part.stop] = torch.where(value[part.start : part.stop] == coded_own, own, value[part.start : part.stop])
             self.alone.adopt_value(index, value)
-        if self.exact and not (self.shard_storage.on_disk or planning()):
+        if self.exact and not self.shard_storage.on_disk and has_values(self.whole.flat):
             self._adopt_uncounted(counted)
 
     def _adopt_uncounted(self, counted: Collection[int]) -> None:
