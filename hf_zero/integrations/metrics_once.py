@@ -22,10 +22,10 @@ from torch.utils import _pytree as pytree
 from hf_zero.core.engine import Engine
 from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers
-from hf_zero.integrations.pipelines import parts_here
+from hf_zero.integrations.pipelines import parts_here, sharing_parts_here
 
-# Accelerator -> stages of its pipeline, and adjacent ranks that hold each layer, or parts of each sequence, together: all of these compute
-# the same samples.
+# Accelerator -> stages of its pipeline, and ranks that hold each layer together: all of these compute the same samples, as do those of
+# context parallelism outside of a step that has parts.
 _sharers: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
 _gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # what gather_for_metrics has gathered so far
 
@@ -44,7 +44,7 @@ def count_samples_once(engine: Engine) -> None:
     for call in callers.running(callers.PREPARE)[:1]:
         stages = topology.pipe.world if topology.pipe is not None else 1
         layers = model_axis.world // stages if model_axis is not None else 1
-        _sharers.setdefault(call.caller, (stages, layers * parts))
+        _sharers.setdefault(call.caller, (stages, layers))
 
 
 def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
@@ -62,7 +62,7 @@ def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data:
     Raises:
         UnsupportedError: accelerate's method does not gather with ``Accelerator.gather``.
     """
-    stages, sharers = _sharers.get(accelerator, (1, 1))
+    stages, sharers = _sharers_of(accelerator)
     if stages * sharers == 1:
         return method(accelerator, input_data, use_gather_object)
     objects = use_gather_object or not all(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(input_data))
@@ -104,12 +104,20 @@ def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any,
         _gathers.reset(token)
 
 
+def _sharers_of(accelerator: Any) -> tuple[int, int]:
+    """Return the stages of a pipeline, and the adjacent ranks that have computed the same samples at the moment."""
+    if accelerator not in _sharers:
+        return 1, 1
+    stages, layers = _sharers[accelerator]
+    return stages, layers * sharing_parts_here()
+
+
 def _gather_once(accelerator: Any, tensor: Any) -> Any:
     return _of_groups(accelerator, accelerator.gather(tensor))
 
 
 def _of_groups(accelerator: Any, gathered: Any) -> Any:
-    (stages, sharers), ranks = _sharers.get(accelerator, (1, 1)), accelerator.num_processes
+    (stages, sharers), ranks = _sharers_of(accelerator), accelerator.num_processes
     if stages * sharers == 1:
         return gathered
     return pytree.tree_map(lambda leaf: _of_first_ranks(leaf, ranks, stages, sharers), gathered)

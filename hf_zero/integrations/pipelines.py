@@ -34,6 +34,12 @@ def parts_here() -> int:
     return int(mesh.cp * mesh.sp) if mesh is not None and mesh.cp > 1 else 1
 
 
+def sharing_parts_here() -> int:
+    """``parts_here()``, and 1 while a step has parts of batches: its ranks have other tokens then, as ranks with other samples."""
+    forwards = sys.modules.get("hf_zero.sequence_parallel.context_forward")
+    return 1 if forwards is not None and forwards.in_sliced_step() else parts_here()
+
+
 def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
     """``Trainer.get_tp_size``, by which it counts the ranks that train on the same samples.
 
@@ -41,7 +47,7 @@ def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
     so it stays without stages there. The samples that Trainer counts are then those of all stages.
     """
     size = int(method(trainer))
-    return size * stages_here() * parts_here() if _counts_by_it() else size
+    return size * stages_here() * sharing_parts_here() if _counts_by_it() else size
 
 
 def get_cp_size(method: Callable[..., Any], trainer: Any) -> int:

@@ -3,7 +3,8 @@
 [Note: whole batches] The ranks of a group are given the same whole batch. A hook cuts it ([Note: head and tail]), with labels that were
 shifted before; the loss that the model returns is that of whole sequences on every rank, and without labels its outputs per token are
 whole again. So a script computes as on one rank. Where the caller has cut the batch itself (``sliced_step``: accelerate's
-``maybe_context_parallel`` and Trainer) outputs stay parts. In evaluation mode sequences stay whole.
+``maybe_context_parallel`` and Trainer) outputs stay parts, and so does a loss over ``num_items_in_batch``. In evaluation mode sequences
+stay whole.
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ def sliced_step(*tokens: int) -> Iterator[None]:
         yield
     finally:
         _cut_by_caller.reset(token)
+
+
+def in_sliced_step() -> bool:
+    """Return whether batches are this rank's parts at the moment, because their caller has cut them."""
+    return bool(_cut_by_caller.get())
 
 
 class _OwnPositions(OwnPositions):
@@ -94,7 +100,7 @@ class DividedForwards:
         self._randomness = Randomness(layout.collectives)
         self._compared = self._open = False
         self._labels: torch.Tensor | None = None
-        self._is_mean = True
+        self._is_mean = self._joins_loss = True
         self._length = 0  # of whole sequences that this hook has cut; 0 where the caller has
         self._hooks = (
             model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
@@ -124,6 +130,8 @@ class DividedForwards:
         batch["position_ids"] = self._positions.of((), batch)
         self._labels = batch.get("shift_labels", batch.get("labels")) if batch.get("labels") is not None else None
         self._is_mean = batch.get("num_items_in_batch") is None
+        # accelerate's scripts and Trainer scale a part of a sum by all ranks, as that of a rank with samples of its own.
+        self._joins_loss = self._is_mean or not by_caller
         self.attention.calls = 0
         self._masks.enter(batch["position_ids"].shape[-1])
         self._randomness.enter(model.training and not self.layout.collectives.pretended)  # a pretended device draws nothing
@@ -209,7 +217,7 @@ class DividedForwards:
                 "each rank attended to its part only; this model is not supported with this version of transformers"
             )
         if self._labels is not None:
-            return self._with_joined_loss(model, output)
+            return self._with_joined_loss(model, output) if self._joins_loss else None
         return self._with_whole_tokens(output) if self._length else None
 
     def _with_joined_loss(self, model: nn.Module, output: Any) -> Any:

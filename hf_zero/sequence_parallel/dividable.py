@@ -29,8 +29,9 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
     """
     try:
         found = attention_of(model, implementation)
-        if isinstance(getattr(model.config, "num_attention_heads", None), int):
-            require_even_heads(model.config.num_attention_heads, inside)
+        config: Any = model.config
+        if isinstance(getattr(config, "num_attention_heads", None), int):
+            require_even_heads(config.num_attention_heads, inside)
     except HfZeroError as error:
         raise type(error)(str(error).replace("sequence parallelism", "context parallelism")) from None
     base = _inside(model)

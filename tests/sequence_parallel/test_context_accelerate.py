@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 from hf_zero.errors import ConfigError
 from tests.sequence_parallel.loops import ROWS, close, config, samples
-from tests.support import parity, ranks
+from tests.support import parity, ranks, trl_runs
 from tests.support.sequences import LENGTH, Result, build, compare, llama
 from tests.support.trainers import clean_state, rows
 
@@ -173,6 +173,34 @@ def _resumed(folder: str) -> tuple[dict[str, list[float]], dict[str, list[float]
 def test_trainer_resumes_in_the_middle_of_an_epoch(tmp_path: Path) -> None:
     first, resumed = ranks.run_ranks(_resumed, 2, str(tmp_path))[0]
     assert resumed["loss"] == first["loss"] and resumed["grad_norm"] == first["grad_norm"] and resumed["eval_loss"] == first["eval_loss"]
+
+
+def sft(folder: str, size: int) -> list[dict[str, float]]:
+    """What TRL's SFTTrainer logs, which computes its loss and metrics from outputs of its own."""
+    from datasets import Dataset
+    from trl import SFTConfig, SFTTrainer
+
+    with clean_state():
+        args = SFTConfig(
+            output_dir=folder, per_device_train_batch_size=2, gradient_accumulation_steps=2, max_steps=3, learning_rate=1e-2,
+            logging_steps=1, report_to=[], use_cpu=True, bf16=False, disable_tqdm=True, save_strategy="no", seed=3, max_length=20,
+            gradient_checkpointing=False, deepspeed=config(3, 2) if size > 1 else None,
+            parallelism_config=parallelism(size) if size > 1 else None,
+        )  # fmt: skip
+        words = trl_runs.texts(16, 7, 0)
+        data = Dataset.from_dict({"prompt": words, "completion": [f" {text}" for text in trl_runs.texts(16, 9, 1)]})
+        trainer = SFTTrainer(model=build(llama), args=args, train_dataset=data, processing_class=trl_runs.tokenizer())  # type: ignore[arg-type]
+        trainer.train()
+        names = ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens")
+        return [{name: float(entry[name]) for name in names} for entry in trainer.state.log_history if "loss" in entry]
+
+
+def test_sft_trains_and_logs_like_one_rank(tmp_path: Path) -> None:
+    pytest.importorskip("trl")
+    expected = ranks.run_ranks(sft, 1, str(tmp_path / "whole"), 1)[0]
+    assert len(expected) == 3
+    for found in ranks.run_ranks(sft, 2, str(tmp_path / "parts"), 2):
+        assert found == [{name: pytest.approx(value, rel=2e-4) for name, value in entry.items()} for entry in expected]
 
 
 def contradictions() -> None:
