@@ -21,7 +21,7 @@ def test_peaks_are_within_two_percent() -> None:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_peaks_of_moved_activations_are_within_two_percent(stage: int) -> None:
-    kept, recomputed, moved, both = rows_of(64, 6, stage)
+    kept, recomputed, moved, both = rows_of(256, 4, stage)
     for name, real, told, _ in (kept, recomputed, moved, both):
         assert told == pytest.approx(real, rel=0.02), name
-    assert moved[1] < kept[1] and both[1] < recomputed[1]
+    assert moved[1] < kept[1] and both[1] <= recomputed[1], "at stage 0 the update may hold most"
