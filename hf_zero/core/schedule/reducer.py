@@ -217,6 +217,7 @@ class Reducer:
         wide = not self._reduces or self.piecemeal or entry.unit.rests
         with self._home.entered(grad):
             collected.add(index, grad, entry.exchange.scale * self._factor, wide)
+        del grad  # its memory is free before units are sent
         if self._reduces and collected.complete:
             self.proceed()
 
