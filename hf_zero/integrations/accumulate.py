@@ -185,7 +185,9 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
     updated = loop is not None and loop.first is None and not loop.waiting
     script_values.clip(engine, accelerator.deepspeed_plugin, parameters, max_norm, norm_type, updated)
     norm = method(accelerator, parameters, max_norm, norm_type)
-    return _norm_of_waiting(engine) if norm is None else norm  # accelerate 1.6 returns None
+    if norm is None:  # before accelerate 1.8, which asks the engine
+        norm = _norm_of_waiting(engine)
+    return engine.get_global_grad_norm() if norm is None else norm
 
 
 def _norm_of_waiting(engine: Any) -> float | None:

@@ -99,6 +99,8 @@ def fill_match(
     if trainers and ds_key_long in kwargs:  # it accumulates by itself, and its Accelerator has 1
         kwargs[ds_key_long] = trainers[0].caller.args.gradient_accumulation_steps
     method(plugin, ds_key_long, mismatches, must_match, **kwargs)
+    if ds_key_long == ACCUMULATION and not hasattr(plugin, _IN_CODE):
+        _accumulate_as_configured(plugin.get_value(ACCUMULATION))
     value = kwargs.get(ds_key_long)
     if value is None or written is None or same(written, value):
         return
@@ -114,6 +116,15 @@ def fill_match(
         given = "" if value in absent else given
     if given:
         raise ConfigError(_contradiction(ds_key_long, written, given, value))
+
+
+def _accumulate_as_configured(steps: Any) -> None:
+    """Give the configuration's number to ``Accelerator.accumulate``, which would end a step too often; accelerate 1.8 does so itself."""
+    from accelerate.state import GradientState
+    from accelerate.utils import compare_versions
+
+    if isinstance(steps, int) and compare_versions("accelerate", "<", "1.8"):
+        GradientState().plugin_kwargs["num_steps"] = steps
 
 
 def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *args: Any, **kwargs: Any) -> None:
