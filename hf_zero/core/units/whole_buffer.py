@@ -195,15 +195,23 @@ class WholeBuffer:
                 if param.shape != view.shape:
                     raise _other_shape(slot.name, view, param)
                 if not idle and not torch.equal(view, param.data):
-                    raise StateError(
-                        f"parameter {slot.name} was given data between a forward and its backward, which needs the values before. They "
-                        "cannot be replaced before the backward, to save the model or to read it: do that after the backward"
-                    )
+                    raise _needed(slot.name)
                 view.copy_(param.data)
                 param.data = view
                 assigned = True
             written = written or version not in (None, param._version)
         return assigned, written
+
+    def require_adoptable(self) -> None:
+        """Raise if ``adopt`` would, at a moment that is not idle, because of values that a backward needs; local.
+
+        Raises:
+            StateError: It would.
+        """
+        for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
+            elsewhere = param is not None and view.numel() and param.data_ptr() != view.data_ptr()
+            if elsewhere and param is not None and param.shape == view.shape and not torch.equal(view, param.data):
+                raise _needed(slot.name)
 
     def free(self, leave: bool, for_autograd: bool = False) -> None:
         """Empty the parameters and free the memory.
@@ -249,6 +257,13 @@ def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateErr
     return StateError(
         f"parameter {name} has shape {tuple(view.shape)}, and was given data of shape {tuple(param.shape)}. A parameter "
         "of an engine keeps its shape: to change it, register a new parameter before initialize()"
+    )
+
+
+def _needed(name: str) -> StateError:
+    return StateError(
+        f"parameter {name} was given data between a forward and its backward, which needs the values before. They cannot be replaced "
+        "before the backward, to save the model or to read it: do that after the backward"
     )
 
 

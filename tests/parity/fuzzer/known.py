@@ -144,6 +144,9 @@ MENDED: tuple[str, ...] = (
         "forward data=1; backward; step"
         for stage in range(4)
     ),
+    # Written and taken back before the next step: the masters keep their digits.
+    f"cell stage=1 dtype=bf16 ranks=2; {_TRAIN}; average how=gathered; forward data=1; write param=head.weight how=data_copy; backward; "
+    "average_in how=gathered; step",
     # A removed adapter's gradients, and a parameter that waits for its first one.
     f"cell stage=1 ranks=2 clip=0.5; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}; forward data=1; backward; "
     f"remove_adapter layer=blocks.0; step; {_TRAIN}",
