@@ -34,9 +34,7 @@ class SlicedAttention:
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
     """
 
-    def __init__(
-        self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None
-    ) -> None:
+    def __init__(self, model: nn.Module, collectives: Collectives, reads_positions: bool, modules: Sequence[str] | None = None) -> None:
         self.collectives = collectives
         self.reads_positions = reads_positions
         self.sliced = False

@@ -269,7 +269,11 @@ def prepare(batch: Any, ranks: int) -> tuple[dict[str, torch.Tensor], dict[str, 
 
 def _require_tokens(name: str, value: torch.Tensor, rows: int, length: int) -> None:
     shape = tuple(value.shape)
-    few = (1, rows, *((shape[0],) if value.dim() > 2 and rows % max(shape[0], 1) == 0 and "labels" in name else ()))  # rows of one codebook each
+    few = (
+        1,
+        rows,
+        *((shape[0],) if value.dim() > 2 and rows % max(shape[0], 1) == 0 and "labels" in name else ()),
+    )  # rows of one codebook each
     if value.dim() < 2 or shape[0] not in few or shape[1] != length:
         raise ConfigError(
             f"sequence parallelism: {name} of a batch has shape {shape}, and input_ids has {rows} rows of {length} tokens: tensors are cut "

@@ -17,8 +17,8 @@ import torch
 from torch import nn
 
 from hf_zero.errors import UnsupportedError
-from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel import sequence_functions
+from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.between_layers import forget_methods, watch_methods
 from hf_zero.sequence_parallel.joining import cut, join
 from hf_zero.sequence_parallel.masks import modules_of

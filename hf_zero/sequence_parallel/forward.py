@@ -14,10 +14,10 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.attention import SlicedAttention
 from hf_zero.sequence_parallel.batches import is_slice
-from hf_zero.sequence_parallel.whole_inputs import WholeInputs
 from hf_zero.sequence_parallel.masks import WholeMasks
 from hf_zero.sequence_parallel.positions import OwnPositions, WholeRotary, require_even_temperature
 from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS, StandIn, require_sliceable
+from hf_zero.sequence_parallel.whole_inputs import WholeInputs
 
 
 class Randomness:

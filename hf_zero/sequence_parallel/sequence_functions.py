@@ -1,10 +1,10 @@
 """Functions of transformers that pass states along the tokens, over slices: their heads or channels are traded for whole sequences.
 
 [Note: sequence functions] Linear attention, gated delta rules, state-space layers and short convolutions of transformers call functions
-that stand for kernels, one per kernel, whose arguments every model shares. A recurrence computes each head (or channel) by itself: each rank
-gets whole sequences of its part of them (one exchange there, one back), and uses its part of what there is per head. A convolution sees
-a few tokens back: each rank gets the last ones of the rank before. The modules' own code around the functions sees slices. Fused kernels that
-do all at once say that they are not there, as they do on a CPU.
+that stand for kernels, one per kernel, whose arguments every model shares. A recurrence computes each head (or channel) by itself:
+each rank gets whole sequences of its part of them (one exchange there, one back), and uses its part of the values per head. A
+convolution sees a few tokens back: each rank gets the last ones of the rank before. The modules' own code around the functions sees
+slices. Fused kernels that do all at once say that they are not there, as they do on a CPU.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def recur(layout: Recurrence, collectives: Collectives, function: Function, args
     states = [key for key in layout.states if given.get(key) is not None]
     if states:
         raise UnsupportedError(
-            f"sequence parallelism: {function.__name__} got {', '.join(states)}, which slices cannot have: sequences begin anew, and samples "
-            "are one per row"
+            f"sequence parallelism: {function.__name__} got {', '.join(states)}, which slices cannot have: sequences begin anew, and "
+            "samples are one per row"
         )
     ranks, rank = collectives.world, collectives.rank
     total = given[layout.leader].shape[layout.heads[layout.leader]]
@@ -206,7 +206,9 @@ def convolve(collectives: Collectives, function: Function, args: tuple[Any, ...]
     """
     given = named(function, args, kwargs)
     if given.get("seq_idx") is not None or given.get("initial_states") is not None:
-        raise UnsupportedError(f"sequence parallelism: {function.__name__} got samples to tell apart, or a state; give it one sample per row")
+        raise UnsupportedError(
+            f"sequence parallelism: {function.__name__} got samples to tell apart, or a state; give it one sample per row"
+        )
     hidden, back = given["hidden_states"], given["weight"].shape[-1] - 1
     length, ranks, rank = hidden.shape[2], collectives.world, collectives.rank
     if length < back:  # the rank before does not have them all

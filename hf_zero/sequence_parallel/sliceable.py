@@ -28,9 +28,7 @@ StandIn = Callable[[str, Callable[..., Any]], Any]
 """Returns a context in which a function stands in the place of an attention implementation of transformers."""
 
 
-def require_sliceable(
-    model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn
-) -> tuple[str, TokenFlow | None]:
+def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn) -> tuple[str, TokenFlow | None]:
     """Return the attention implementation of a transformers model that can be trained over slices, and where its tokens meet.
 
     That is None for a text model whose tokens meet in attention of the interface alone and that takes positions: its forward can be given
@@ -53,21 +51,20 @@ def require_sliceable(
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"sequence parallelism: {name} is an encoder-decoder; causal language models are supported")
     found = getattr(config.get_text_config(), "_attn_implementation", None)
-    if implementation is not None and found != implementation:
-        raise ConfigError(
-            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
-            f"attn_implementation={found!r}; make them equal"
-        )
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
     _require_alike(name, config)
     _require_causal(model)
-    if not _reason_to_cut_layers(model):
-        heads = getattr(config, "num_attention_heads", None)
-        if isinstance(heads, int):
-            require_even_heads(heads, ranks)
-        return str(found), None
-    return str(found), _token_flow(model, ranks, str(found), stand_in)
+    flow = _token_flow(model, ranks, str(found), stand_in) if _reason_to_cut_layers(model) else None
+    if implementation is not None and found != implementation and (flow is None or flow.heads):
+        raise ConfigError(
+            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
+            f"attn_implementation={found!r}; make them equal"
+        )
+    heads = getattr(config, "num_attention_heads", None)
+    if flow is None and isinstance(heads, int):
+        require_even_heads(heads, ranks)
+    return str(found), flow
 
 
 def _token_flow(model: nn.Module, ranks: int, implementation: str, stand_in: StandIn) -> TokenFlow:

@@ -250,8 +250,9 @@ class _TokenTracer(Tracer):
         dims = values[0].dims
         self._append("attention", values, [output], Rule([(dims[0], dims[2], dims[1], values[2].dims[3])]))
         tokens = self.leaves_of_tokens()
-        self.derived.update(self.graph.events[-1].outputs)  # type: ignore[union-attr]
-        self._spread(self.graph.events[-1], values, tokens)  # type: ignore[arg-type]
+        op = self.graph.ops()[-1]
+        self.derived.update(op.outputs)
+        self._spread(op, values, tokens)
         reason = self._keeps_from_heads(values, kwargs, tokens)
         if reason:
             self._mixing(f"attention: {reason}")
@@ -274,8 +275,9 @@ class _TokenTracer(Tracer):
         self.silent -= 1
         if not self.silent:
             self._append(name, [value], [output], Rule([value.dims]))
-            self.derived.update(self.graph.events[-1].outputs)  # type: ignore[union-attr]
-            self._spread(self.graph.events[-1], [value], self.leaves_of_tokens())  # type: ignore[arg-type]
+            op = self.graph.ops()[-1]
+            self.derived.update(op.outputs)
+            self._spread(op, [value], self.leaves_of_tokens())
             problem = problem_of(name, given, self.ranks)
             place = self._mixer()
             if problem or place is None:
@@ -452,6 +454,13 @@ def _run(
     ) -> tuple[torch.Tensor, None]:
         return tracer.attention(query, key, value, kwargs), None
 
-    with stand_in(attend), _functions_stand_in(model, tracer), watching(model, tracer), torch.no_grad(), valueless(_TokenFunctions(tracer), tracer), suppress(_Found):
+    with (
+        stand_in(attend),
+        _functions_stand_in(model, tracer),
+        watching(model, tracer),
+        torch.no_grad(),
+        valueless(_TokenFunctions(tracer), tracer),
+        suppress(_Found),
+    ):
         model(**inputs, **without_cache(model))
     return tracer

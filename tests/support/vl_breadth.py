@@ -112,7 +112,9 @@ def media(model: nn.Module, generator: torch.Generator, images: int) -> dict[str
     several = name_of(model) in SEVERAL
     shape = (images, SEVERAL[name_of(model)], 3, side, side) if several else (images, 3, side, side)
     found = {"pixel_values": torch.randn(*shape, generator=generator)}
-    return found | ({"image_sizes": torch.tensor([[side, side]] * images)} if "image_sizes" in names and name_of(model) not in PLAIN else {})
+    return found | (
+        {"image_sizes": torch.tensor([[side, side]] * images)} if "image_sizes" in names and name_of(model) not in PLAIN else {}
+    )
 
 
 SEVERAL = {"Idefics2ForConditionalGeneration": 1, "Idefics3ForConditionalGeneration": 1, "SmolVLMForConditionalGeneration": 1,
@@ -182,7 +184,9 @@ def measure(name: str) -> Row:
             loss = whole(**both[min(place, 1)]).loss
             loss.backward()
             expected.append(loss.detach())
-        assert any(param.grad is not None and param.grad.any() for path, param in whole.named_parameters() if "vi" in path or "image" in path), "the image does not matter"
+        assert any(
+            param.grad is not None and param.grad.any() for path, param in whole.named_parameters() if "vi" in path or "image" in path
+        ), "the image does not matter"
     except Exception as error:  # noqa: BLE001 - to be told
         row.error = f"whole sequences end with {type(error).__name__}: {str(error).strip().splitlines()[0][:90] if str(error) else ''}"
         return row
