@@ -406,7 +406,9 @@ def _inputs(model: nn.Module, multiple: int = 1) -> dict[str, torch.Tensor]:
 def without_cache(model: nn.Module) -> dict[str, bool]:
     """Return the argument that keeps a model from filling a cache, if it takes one."""
     passes = any(item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values())
-    known = "use_cache" in argument_names(model) or (passes and hasattr(getattr(model, "config", None), "use_cache"))
+    config: Any = getattr(model, "config", None)
+    configured = config is not None and hasattr(config.get_text_config(), "use_cache")
+    known = "use_cache" in argument_names(model) or (passes and configured)
     return {"use_cache": False} if known else {}
 
 
