@@ -3,7 +3,9 @@
 ``sequence_parallel/``: the ranks of a group hold slices of the same sequences; the engine's data-parallel axis is all ranks of all
 groups, and only the batch arithmetic counts groups. ``heads`` (which heads a rank computes) → ``exchange`` (heads for sequences and back:
 one all-to-all each way, its gradient another) → ``layer`` (``DistributedAttention``), ``masks`` ([Note: whole masks]) → ``attention``
-(the function that stands in transformers' table) → ``positions`` ([Note: own positions], [Note: frequencies of the longest]),
+(the function that stands in transformers' table); ``token_flow`` (where else tokens meet, [Note: token flow]), ``joining``,
+``sequence_functions``, ``between_layers``, ``cut_layers`` ([Note: cut layers]), ``whole_inputs`` (models whose layers are cut) →
+``positions`` ([Note: own positions], [Note: frequencies of the longest]),
 ``sliceable`` (which models can), ``randomness`` ([Note: dropout over slices]) → ``forward`` (hooks around a model: when it sees slices) →
 ``state`` (the groups, as ``mpu``); ``batches`` cuts what loaders give. ``table`` and ``integrations/ulysses.py`` register them with
 transformers.

@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_zero.errors import HfZeroError, UnsupportedError
 from hf_zero.sequence_parallel.exchange import require_even_heads
-from hf_zero.sequence_parallel.sliceable import attention_of, reason_to_cut_layers
+from hf_zero.sequence_parallel.sliceable import attention_of, reason_to_cut_layers, require_made_with
 
 _SERVED = ("sdpa", "eager")
 _TOKEN_TASKS = ("ForMaskedLM", "ForTokenClassification", "Model")  # endings of the names of models with one output per token
@@ -28,7 +28,8 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         UnsupportedError: It is of a kind that cannot be divided.
     """
     try:
-        found = attention_of(model, implementation)
+        found = attention_of(model)
+        require_made_with(found, implementation)
         config: Any = model.config
         if isinstance(getattr(config, "num_attention_heads", None), int):
             require_even_heads(config.num_attention_heads, inside)

@@ -1,10 +1,10 @@
 """Functions of transformers that pass states along the tokens, over slices: their heads or channels are traded for whole sequences.
 
 [Note: sequence functions] Linear attention, gated delta rules, state-space layers and short convolutions of transformers call functions
-that stand for kernels, one per kernel, whose arguments every model shares. A recurrence computes each head (or channel) by itself: each rank
-gets whole sequences of its part of them (one exchange there, one back), and uses its part of what there is per head. A convolution sees
-a few tokens back: each rank gets the last ones of the rank before. The modules' own code around the functions sees slices. Fused kernels that
-do all at once say that they are not there, as they do on a CPU.
+that stand for kernels, one per kernel, whose arguments every model shares. A recurrence computes each head (or channel) by itself:
+each rank gets whole sequences of its part of them (one exchange there, one back), and uses its part of the values per head. A
+convolution sees a few tokens back: each rank gets the last ones of the rank before. The modules' own code around the functions sees
+slices. Fused kernels that do all at once say that they are not there, as they do on a CPU.
 """
 
 from __future__ import annotations
@@ -158,8 +158,8 @@ def recur(layout: Recurrence, collectives: Collectives, function: Function, args
     states = [key for key in layout.states if given.get(key) is not None]
     if states:
         raise UnsupportedError(
-            f"sequence parallelism: {function.__name__} got {', '.join(states)}, which slices cannot have: sequences begin anew, and samples "
-            "are one per row"
+            f"sequence parallelism: {function.__name__} got {', '.join(states)}, which slices cannot have: sequences begin anew, and "
+            "samples are one per row"
         )
     ranks, rank = collectives.world, collectives.rank
     total = given[layout.leader].shape[layout.heads[layout.leader]]

@@ -44,23 +44,32 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
         ConfigError: The model has another implementation, or heads that do not divide.
         UnsupportedError: It is of a kind that cannot be sliced.
     """
-    found = attention_of(model, implementation)
+    found = attention_of(model)
     _require_causal(model)
-    if not reason_to_cut_layers(model):
-        heads = getattr(model.config, "num_attention_heads", None)
-        if isinstance(heads, int):
-            require_even_heads(heads, ranks)
-        return found, None
-    return found, _token_flow(model, ranks, found, stand_in)
+    flow = _token_flow(model, ranks, found, stand_in) if reason_to_cut_layers(model) else None
+    if flow is None or flow.heads:
+        require_made_with(found, implementation)
+    config: Any = model.config
+    heads = getattr(config, "num_attention_heads", None)
+    if flow is None and isinstance(heads, int):
+        require_even_heads(heads, ranks)
+    return found, flow
 
 
-def attention_of(model: nn.Module, implementation: str | None) -> str:
-    """Return the attention implementation of a model whose sequences can be divided as far as its configuration says. Errors as
-    ``require_sliceable``.
+def require_made_with(found: str, implementation: str | None) -> None:
+    """Raise unless a model with the attention implementation ``found`` fits the one that the script names."""
+    if implementation is not None and found != implementation:
+        raise ConfigError(
+            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
+            f"attn_implementation={found!r}; make them equal"
+        )
 
-    Args:
-        model: The model, or an adapter around it.
-        implementation: What the script asks for; None takes the model's.
+
+def attention_of(model: nn.Module) -> str:
+    """Return the attention implementation of a model whose sequences can be divided as far as its configuration says.
+
+    Raises:
+        UnsupportedError: It is of a kind that cannot be sliced.
     """
     config: Any = getattr(model, "config", None)
     if config is None or not hasattr(config, "get_text_config"):
@@ -69,11 +78,6 @@ def attention_of(model: nn.Module, implementation: str | None) -> str:
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedError(f"sequence parallelism: {name} is an encoder-decoder; causal language models are supported")
     found = getattr(config.get_text_config(), "_attn_implementation", None)
-    if implementation is not None and found != implementation:
-        raise ConfigError(
-            f"sequence parallelism: core_attn_implementation (sp_attn_implementation) is {implementation!r} and the model was made with "
-            f"attn_implementation={found!r}; make them equal"
-        )
     if found is None:
         raise UnsupportedError(f"sequence parallelism: {name} names no attention implementation")
     _require_alike(name, config)

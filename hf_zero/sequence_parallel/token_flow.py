@@ -250,8 +250,9 @@ class _TokenTracer(Tracer):
         dims = values[0].dims
         self._append("attention", values, [output], Rule([(dims[0], dims[2], dims[1], values[2].dims[3])]))
         tokens = self.leaves_of_tokens()
-        self.derived.update(self.graph.events[-1].outputs)  # type: ignore[union-attr]
-        self._spread(self.graph.events[-1], values, tokens)  # type: ignore[arg-type]
+        op = self.graph.ops()[-1]
+        self.derived.update(op.outputs)
+        self._spread(op, values, tokens)
         reason = self._keeps_from_heads(values, kwargs, tokens)
         if reason:
             self._mixing(f"attention: {reason}")
@@ -274,8 +275,9 @@ class _TokenTracer(Tracer):
         self.silent -= 1
         if not self.silent:
             self._append(name, [value], [output], Rule([value.dims]))
-            self.derived.update(self.graph.events[-1].outputs)  # type: ignore[union-attr]
-            self._spread(self.graph.events[-1], [value], self.leaves_of_tokens())  # type: ignore[arg-type]
+            op = self.graph.ops()[-1]
+            self.derived.update(op.outputs)
+            self._spread(op, [value], self.leaves_of_tokens())
             problem = problem_of(name, given, self.ranks)
             place = self._mixer()
             if problem or place is None:
@@ -404,7 +406,9 @@ def _inputs(model: nn.Module, multiple: int = 1) -> dict[str, torch.Tensor]:
 def without_cache(model: nn.Module) -> dict[str, bool]:
     """Return the argument that keeps a model from filling a cache, if it takes one."""
     passes = any(item.kind is item.VAR_KEYWORD for item in inspect.signature(model.forward).parameters.values())
-    known = "use_cache" in argument_names(model) or (passes and hasattr(getattr(model, "config", None), "use_cache"))
+    config: Any = getattr(model, "config", None)
+    configured = config is not None and hasattr(config.get_text_config(), "use_cache")
+    known = "use_cache" in argument_names(model) or (passes and configured)
     return {"use_cache": False} if known else {}
 
 

@@ -35,8 +35,11 @@ class WholeInputs:
         self._names = argument_names(model)
         self._no_cache = without_cache(model)
         self._attention = attention
-        base = model.get_base_model() if hasattr(model, "get_base_model") else model
-        self._why_whole = flow.tail or _own_loss(base)
+        base: Any = model
+        if hasattr(model, "get_base_model"):
+            base = base.get_base_model()
+        self._own_loss = _own_loss(base)
+        self._why_whole = flow.tail or self._own_loss
         self._takes_positions = "position_ids" in inspect.signature(base.forward).parameters
         if self._why_whole and flow.last_calls > 1:
             raise UnsupportedError(
@@ -106,6 +109,9 @@ class WholeInputs:
     def _set_labels(self, given: dict[str, Any]) -> None:
         """Give the loss what it can use: shifted labels of the slice, or the labels of whole sequences."""
         if not self._why_whole:
+            return
+        if not self._own_loss:  # the loss that all share takes labels that were shifted before
+            given.update({name: join(self._collectives, given[name], 1) for name in _LOSS if given.get(name) is not None})
             return
         shifted, labels = given.pop("shift_labels", None), given.pop("labels", None)
         if labels is None:
