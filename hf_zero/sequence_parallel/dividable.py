@@ -27,7 +27,8 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         ConfigError: The model has another implementation, or heads that ``inside`` does not divide.
         UnsupportedError: It is of a kind that cannot be divided.
     """
-    base, config = _inside(model), getattr(model, "config", None)
+    base = _inside(model)
+    config: Any = getattr(model, "config", None)
     name = type(base).__name__
     try:
         found, reason = attention_of(model, implementation), reason_to_cut_layers(model)
