@@ -22,7 +22,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import HfZeroError, StateError, UnsupportedError
-from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_slice, mark_slice, whole_batch
+from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
 from hf_zero.sequence_parallel.forward import Randomness, SliceSettings
 from hf_zero.sequence_parallel.gathered import ContextAttention
@@ -153,6 +153,9 @@ class DividedForwards:
                 "context parallelism: the batch was cut by UlyssesSPDataLoaderAdapter, which cuts for sequence parallelism; give all ranks "
                 "of a group the same whole batch"
             )
+        media = [name for name, value in given.items() if is_medium(name) and isinstance(value, torch.Tensor)]
+        if media:
+            raise UnsupportedError(f"context parallelism: {', '.join(media)} of a batch cannot be divided; text models are supported")
         if not self._compared and not self.layout.collectives.pretended:
             self._compare(given)
         small = {name: value for name, value in given.items() if _is_no_sequence(value)}

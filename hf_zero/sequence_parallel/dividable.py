@@ -27,16 +27,16 @@ def require_dividable(model: nn.Module, inside: int, implementation: str | None)
         ConfigError: The model has another implementation, or heads that ``inside`` does not divide.
         UnsupportedError: It is of a kind that cannot be divided.
     """
+    base = _inside(model)
+    config: Any = getattr(model, "config", None)
+    name = type(base).__name__
     try:
-        found = attention_of(model)
+        found, reason = attention_of(model), reason_to_cut_layers(model)
         require_made_with(found, implementation)
-        config: Any = model.config
-        if isinstance(getattr(config, "num_attention_heads", None), int):
+        if not reason and isinstance(getattr(config, "num_attention_heads", None), int):
             require_even_heads(config.num_attention_heads, inside)
     except HfZeroError as error:
         raise type(error)(str(error).replace("sequence parallelism", "context parallelism")) from None
-    base = _inside(model)
-    name, reason = type(base).__name__, reason_to_cut_layers(model)
     if reason:
         raise UnsupportedError(
             f"context parallelism: {name} cannot be divided, because {reason}; sequence parallelism (sequence_parallel_size) may serve it"
