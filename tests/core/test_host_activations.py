@@ -172,11 +172,10 @@ def test_memory_goes_with_the_graph() -> None:
 
 
 def test_hooks_that_only_move_are_known() -> None:
-    from trl.models.activation_offloading import OffloadActivations
-
+    offloading = pytest.importorskip("trl.models.activation_offloading")
     assert moves_to_host(torch.autograd.graph.save_on_cpu().pack_hook)
     with mock.patch.object(torch.accelerator, "current_accelerator", lambda: torch.device("cuda")):
-        assert moves_to_host(OffloadActivations(use_pin_memory=False, use_streams=False).pack_hook)
+        assert moves_to_host(offloading.OffloadActivations(use_pin_memory=False, use_streams=False).pack_hook)
     assert not moves_to_host(lambda tensor: tensor)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -129,9 +130,9 @@ def context_of(flag: str, engine: Any) -> AbstractContextManager[Any]:
     if flag.startswith("save_on_cpu"):
         return torch.autograd.graph.save_on_cpu(pin_memory="pinned" in flag, device_type=ranks.device().type)
     if flag == "activation_offloading":
-        from trl.models.activation_offloading import get_act_offloading_ctx_manager
-
-        return get_act_offloading_ctx_manager(engine.module, min_offload_size=0)
+        offloading = importlib.import_module("trl.models.activation_offloading")
+        context: AbstractContextManager[Any] = offloading.get_act_offloading_ctx_manager(engine.module, min_offload_size=0)
+        return context
     return nullcontext()
 
 
