@@ -75,6 +75,8 @@ def test_no_key_is_missing() -> None:
 
 OWN_KEYS = {
     "hf_zero",
+    "hf_zero.context_parallel_size",
+    "hf_zero.context_parallel_strategy",
     "hf_zero.expert_load",
     "hf_zero.expert_load_each",
     "hf_zero.gather_for_generation",

@@ -178,6 +178,11 @@ def _reason(row: Row) -> str:
         "virtual tokens, images": "it puts images before the tokens",
         "sees later tokens": "its attention sees later tokens",
         "sequence length": "its sequences must have one length that its configuration names",
+        "takes no position_ids": "`forward` takes no `position_ids`",
+        "has layers of type": "layers that pass states along the tokens, or choose among them, outside of attention",
+        "has other towers": "there are other towers beside the text model",
+        "does not call its attention": "attention is not called through transformers' table of attention functions",
+        "pixel_values of a batch": "it needs images or audio in every batch",
     }
     return next((text for part, text in told.items() if part in row.refused), row.refused or row.error).replace("|", "/")
 
