@@ -59,6 +59,8 @@ class StateStore:
                 sharded unit may still be running then.
         """
         by_unit = {id(unit): grad for unit, grad in zip(trained_of(self.units), grads, strict=True)}
+        if not by_unit:  # all parameters are frozen now
+            return
         fresh = not self.inner.state
         if not fresh and self._pays_in_turn():
             self._update_in_turn(by_unit, factor, updated)

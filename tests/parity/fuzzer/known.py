@@ -29,7 +29,15 @@ class Known(NamedTuple):
 
 
 _TRAIN = "forward data=0; backward; step"
-KNOWN_OPEN: tuple[Known, ...] = ()
+KNOWN_OPEN: tuple[Known, ...] = (
+    Known(
+        "37 C",
+        "stage=3 ranks=2 | state_dict at=b | gather_write at=b",
+        "tensors of a state dict made between forward and backward hold the memory that autograd saved, so the backward reads the values "
+        "before a later write inside GatheredParameters; plain PyTorch's reads those after it",
+        ("cell stage=3 ranks=2; forward data=24; state_dict; gather_write param=blocks.0.up.weight modifier=none who=all; backward; step",),
+    ),
+)
 
 _UP, _GAIN, _BIAS = "blocks.0.up.weight", "blocks.1.gain", "blocks.0.up.bias"
 _IN_PLACE = ("mul", "clamp", "copy", "data_mul", "data_copy")
@@ -159,6 +167,11 @@ MENDED: tuple[str, ...] = (
     *(f"cell stage={stage} ranks=2 recompute=pieces; {_TRAIN}" for stage in range(3)),
     *(f"cell stage={stage} ranks=2; fail_forward layer=blocks.0 who=0 data={data}; {_TRAIN}" for stage in range(4) for data in (0, 20)),
     *(f"cell stage={stage} ranks=2; bad_save who=0 what=none" for stage in (0, 3)),
+    *(  # everything is frozen when its backward runs
+        f"cell stage={stage} ranks=2 frozen=embed client=1 tied=1; {_TRAIN}; forward data=8; freeze layer=blocks.0; freeze layer=blocks.1; "
+        f"backward; step; {_TRAIN}"
+        for stage in (0, 1, 3)
+    ),
 )
 
 

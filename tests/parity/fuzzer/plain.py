@@ -128,7 +128,8 @@ class Plain(Side):
     def _update(self, sums: dict[str, Tensor], gone: dict[str, Tensor]) -> None:
         model = dict(self.model.named_parameters())
         used = {name: total / self.cell.ranks for name, total in sums.items() if name in self.masters and name in model}
-        if not used:
+        if not used:  # torch's step then changes nothing; the engine counts the call
+            self.steps, self.norm = self.steps + 1, None
             return
         counted = [*used.values(), *(total / self.cell.ranks for total in gone.values())]
         norm = torch.stack([value.double().norm() for value in counted]).norm().item()
