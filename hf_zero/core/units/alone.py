@@ -137,6 +137,7 @@ class AloneParams:
         """Carry this rank's part of the complete ``value`` of parameter ``index`` into shard and master, if it differs; local."""
         unit = self._unit
         slot = unit.layout.slots[index]
+        unit.whole.show_older(index, value)
         part, own = slot.range.intersect(unit.layout.shard_range(unit.rank)).shift(-slot.offset), unit.shard_part(index, unit.shard)
         values = value.detach().reshape(-1)[part.start : part.stop]
         if part.numel and not torch.equal(values.view(torch.uint8), own.to(values.device).view(torch.uint8)):

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def ordinary_tensors() -> AbstractContextManager[None]:
@@ -18,6 +19,22 @@ def ordinary_tensors() -> AbstractContextManager[None]:
 def _ordinary() -> Iterator[None]:
     with torch.inference_mode(False), torch.no_grad():  # leaving the mode switches gradients on
         yield
+
+
+class HeldMemory:
+    """A flat tensor's memory, which autograd or a script may keep alive; this object does not."""
+
+    def __init__(self, flat: torch.Tensor) -> None:
+        self._like = flat[:0].new_empty(0)
+        self._numel = flat.numel()
+        self._storage = StorageWeakRef(flat.untyped_storage())
+
+    def tensor(self) -> torch.Tensor | None:
+        """Return the tensor, (numel,); None if its memory is gone."""
+        storage = None if self._storage.expired() else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
+        if storage is None or storage.nbytes() < self._numel * self._like.element_size():
+            return None
+        return torch.empty_like(self._like).set_(storage, 0, (self._numel,), (1,))
 
 
 def other_uses(tensor: torch.Tensor) -> int:

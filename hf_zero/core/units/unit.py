@@ -330,6 +330,8 @@ class Unit:
         self._wait()
         if shown and adopt:
             self._adopt_written()
+            if self.exact:
+                self.whole.show_older()
         self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True

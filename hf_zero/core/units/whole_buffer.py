@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from hf_zero.core.units.layout import ParamSlot, UnitLayout
-from hf_zero.core.units.memory_uses import ordinary_tensors, other_uses
+from hf_zero.core.units.memory_uses import HeldMemory, ordinary_tensors, other_uses
 from hf_zero.core.units.packed import bytes_as
 from hf_zero.core.units.shard import has_memory, require_memory
 from hf_zero.core.units.sharded_parameter import point
@@ -64,6 +64,7 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
+        self._older: list[HeldMemory] = []  # buffers before this one since the last update
         self._versions: list[int] = []  # version counters of the parameters when their values, or placeholders, were shown
         self._shown = Shown.VALUES
         self.show()
@@ -226,14 +227,35 @@ class WholeBuffer:
         # After ``param.numpy()`` the storage can never be resized.
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             with ordinary_tensors():  # the buffer outlives an inference mode
+                self._older.append(HeldMemory(self.flat))
                 self.flat = torch.empty_like(self.flat)
                 mark_resident(self.flat)
                 self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
 
+    def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
+        """Copy values to the buffers before this one whose memory is in use, since the last update.
+
+        Autograd may have saved views of them, and plain PyTorch's backward reads what was written to a parameter since its forward.
+
+        Args:
+            index: Position of one parameter; None copies all that the buffer has.
+            value: Its value.
+        """
+        for older in self._older:
+            values = older.tensor()
+            if values is None:
+                continue
+            with torch.no_grad():
+                if index is None or value is None:
+                    values.copy_(self.flat)
+                else:
+                    view_of(values, self._layout.slots[index]).copy_(value.view(self._layout.slots[index].shape))
+
     def forget_left(self) -> None:
-        """Free the values that ``free`` has left for autograd."""
+        """Free the values that ``free`` has left for autograd, and forget the buffers before this one: an update is about to run."""
         self._left = []
+        self._older = []
 
     def _is_held(self) -> bool:
         """[Note: tensors taken out of a gather]

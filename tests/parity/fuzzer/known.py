@@ -32,10 +32,13 @@ _TRAIN = "forward data=0; backward; step"
 KNOWN_OPEN: tuple[Known, ...] = (
     Known(
         "37 C",
-        "stage=3 ranks=2 | state_dict at=b | gather_write at=b",
-        "tensors of a state dict made between forward and backward hold the memory that autograd saved, so the backward reads the values "
-        "before a later write inside GatheredParameters; plain PyTorch's reads those after it",
-        ("cell stage=3 ranks=2; forward data=24; state_dict; gather_write param=blocks.0.up.weight modifier=none who=all; backward; step",),
+        "stage=3 ranks=2 | write how=mul at=b | forward | write how=data_mul/data_copy at=b",
+        "a parameter written in place between forward and backward, and through data after the next forward: that forward's backward reads "
+        "the values before the second write, plain PyTorch's those after it",
+        (
+            "cell stage=3 ranks=2; forward data=0; write param=blocks.0.up.weight how=mul; forward data=0; "
+            "write param=blocks.0.up.weight how=data_mul; backward; step",
+        ),
     ),
 )
 
@@ -167,6 +170,7 @@ MENDED: tuple[str, ...] = (
     *(f"cell stage={stage} ranks=2 recompute=pieces; {_TRAIN}" for stage in range(3)),
     *(f"cell stage={stage} ranks=2; fail_forward layer=blocks.0 who=0 data={data}; {_TRAIN}" for stage in range(4) for data in (0, 20)),
     *(f"cell stage={stage} ranks=2; bad_save who=0 what=none" for stage in (0, 3)),
+    f"cell stage=3 ranks=2; forward data=24; state_dict; gather_write param={_UP} modifier=none who=all; backward; step",
     *(  # everything is frozen when its backward runs
         f"cell stage={stage} ranks=2 frozen=embed client=1 tied=1; {_TRAIN}; forward data=8; freeze layer=blocks.0; freeze layer=blocks.1; "
         f"backward; step; {_TRAIN}"
