@@ -20,7 +20,7 @@ from hf_zero.sequence_parallel.token_flow import TokenFlow, find_token_flow
 from tests.support import ranks, zoo
 from tests.support.parity import Run
 from tests.support.sequences import Data, check, cut, loss_over_slices
-from tests.support.tp_breadth import perturb
+from tests.tensor_parallel.breadth import perturb
 
 pytest.importorskip("transformers", minversion="5.20")
 
