@@ -9,8 +9,9 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_medium
+from tests.sequence_parallel import vl_breadth
 from tests.sequence_parallel.vl_breadth import PAGE, START, STOP, measure_each, saved, table
-from tests.support import multimodal, parity, ranks, vl_breadth
+from tests.support import multimodal, parity, ranks
 from tests.support.models import Batch
 from tests.support.parity import Run
 from tests.support.sequences import Result, compare, loss_over_slices
