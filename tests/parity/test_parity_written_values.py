@@ -443,3 +443,26 @@ def _differing_gather() -> None:
 
 def test_what_ranks_write_differently_is_dropped() -> None:
     ranks.run_ranks(_differing_gather, 2)
+
+
+def _kept_without_a_copy() -> None:
+    """Values that a script took out of a gather stay as they were when it writes others in a later gather, between two steps."""
+    _, engine = _engine(3)
+    for step in range(2):
+        engine.backward(engine(_rows(step, ranks.rank())).square().mean())
+        engine.step()
+        params = [param for param in engine.module.parameters() if not param.numel()]  # those that are divided
+        with hf_zero.zero.GatheredParameters(params):
+            taken = [param.detach() for param in params]
+        assert taken
+        before = [value.clone() for value in taken]
+        for _ in range(2):
+            with hf_zero.zero.GatheredParameters(params, modifier_rank=0):
+                for param in params:
+                    param.data.mul_(2)
+        assert all(torch.equal(value, kept) for value, kept in zip(taken, before, strict=True))
+    engine.destroy()
+
+
+def test_values_taken_out_of_a_gather_stay_as_they_were() -> None:
+    ranks.run_ranks(_kept_without_a_copy, 2)

@@ -47,6 +47,9 @@ class Divided(Protocol):
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
         """Return the part of parameter ``index`` in a (shard_numel,) tensor."""
 
+    def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
+        """Copy values to buffers that a coming backward may read."""
+
     def unpin(self, reshard: bool = True) -> None:
         """Undo one pin."""
 
@@ -137,7 +140,7 @@ class AloneParams:
         """Carry this rank's part of the complete ``value`` of parameter ``index`` into shard and master, if it differs; local."""
         unit = self._unit
         slot = unit.layout.slots[index]
-        unit.whole.show_older(index, value)
+        unit.show_older(index, value)
         part, own = slot.range.intersect(unit.layout.shard_range(unit.rank)).shift(-slot.offset), unit.shard_part(index, unit.shard)
         values = value.detach().reshape(-1)[part.start : part.stop]
         if part.numel and not torch.equal(values.view(torch.uint8), own.to(values.device).view(torch.uint8)):

@@ -331,10 +331,19 @@ class Unit:
         if shown and adopt:
             self._adopt_written()
             if self.exact:
-                self.whole.show_older()
+                self.show_older()
         self.whole.free(leave, for_autograd)
         self._enter(UnitState.SHARDED)
         return True
+
+    def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
+        """Copy values to buffers that a coming backward may read; the arguments are those of ``WholeBuffer.show_older``. Local.
+
+        At other times these buffers are a script's own, which keep their values: [Note: tensors taken out of a gather].
+        """
+        training = self.trained_by() if self.trained_by is not None else None
+        if training is not None and not training.idle:
+            self.whole.show_older(index, value)
 
     def _adopt_written(self) -> None:
         """Keep this rank's part of the values that were written while the parameters were unsharded; local.

@@ -227,7 +227,7 @@ class WholeBuffer:
         # After ``param.numpy()`` the storage can never be resized.
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             with ordinary_tensors():  # the buffer outlives an inference mode
-                self._older.append(HeldMemory(self.flat))
+                self._older = [*(one for one in self._older if one.tensor() is not None), HeldMemory(self.flat)]
                 self.flat = torch.empty_like(self.flat)
                 mark_resident(self.flat)
                 self._views = self._make_views()
