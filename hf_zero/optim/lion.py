@@ -14,7 +14,7 @@ from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class Lion(torch.optim.Optimizer):
-    """Train with Lion and decoupled weight decay; one state, ``exp_avg``, of the parameter's shape and dtype.
+    """Lion with decoupled weight decay; its one state, ``exp_avg``, has the parameter's shape and dtype.
 
     Per step: ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then ``m = b2 * m + (1 - b2) * g``. Every
     operation is element-wise, so shards update exactly as whole tensors.
@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -11,7 +11,7 @@ from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class UncorrectedAdam(torch.optim.Optimizer):
-    """Adam or AdamW whose moments are used as they are, not divided by ``1 - beta ** step``.
+    """Adam or AdamW without the division of the moments by ``1 - beta ** step``.
 
     Per step: ``m = b1 * m + (1 - b1) * g``, ``v = b2 * v + (1 - b2) * g * g``, ``p -= lr * m / (sqrt(v) + eps)``. The
     states are ``exp_avg`` and ``exp_avg_sq``, of the parameter's shape and dtype. Every operation is element-wise.
@@ -58,7 +58,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
