@@ -1,4 +1,4 @@
-"""Create, rename and delete files in an open folder through its descriptor, whatever happens to its name meanwhile.
+"""Create, rename and delete files in an open folder through its descriptor, even if its path changes meanwhile.
 
 [Note: by descriptor] Each call that gets a path looks it up anew. Between a check and the next call, another process may replace the
 checked folder by a link, or by another folder. A descriptor stays with the folder that was opened, and names in it are used literally:
@@ -21,19 +21,19 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # opening a pipe does not wait for its 
 
 
 class Folder:
-    """An open folder; a context manager that closes it.
+    """An open folder, as a context manager that closes it.
 
     Attributes:
-        path: Its name when it was opened, for messages.
+        path: Path of the folder when it was opened, for messages.
         descriptor: Descriptor of the open folder.
 
     Args:
-        path: Its name.
-        ours: Whether this package created it, so that it cannot be a link. A link that a user names as a folder is followed.
-        above: The open folder that it is opened in; ``path`` is the whole path all the same.
+        path: Path of the folder.
+        ours: hf_zero created the folder, so it cannot be a link. A link that a user names as a folder is followed.
+        above: The open parent folder through which it is opened; ``path`` is still the whole path.
 
     Raises:
-        OSError: It cannot be opened, or is not a folder; the message names ``path``.
+        OSError: The folder cannot be opened, or is not a folder; the message names ``path``.
     """
 
     descriptor: int
@@ -64,14 +64,14 @@ class Folder:
 
     @property
     def for_libraries(self) -> Path:
-        """Return a path that leads to this folder as long as it is open, for code that accepts only paths."""
+        """Return a path that stays valid for this folder while it is open, for code that accepts only paths."""
         stable = Path(f"/proc/self/fd/{self.descriptor}")
         return stable if stable.exists() else self.path
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names in it, sorted."""
+        """Return the names of the folder's entries, sorted."""
         with told_of(self.path):
             return sorted(os.listdir(self.descriptor))
 
@@ -89,11 +89,11 @@ class Folder:
             return False
 
     def is_own(self, beside: Folder) -> bool:
-        """Return whether this user made it.
+        """Return whether this user created the folder.
 
         Args:
-            beside: The folder that contains it. Network drives give their files owners of their own; there a temporary file
-                in ``beside`` shows the owner that this user's files get.
+            beside: The parent folder. Network drives may give files owners of their own; there a temporary file in ``beside`` shows the
+                owner that this user's files get.
         """
         owner = os.fstat(self.descriptor).st_uid
         return owner == os.geteuid() or owner == beside.owner_of_new_files()
@@ -119,7 +119,7 @@ class Folder:
         Args:
             name: Name of the new file.
             mode: Permission bits, reduced by the process' umask.
-            reads: Whether to open it for reading as well.
+            reads: Open it for reading as well.
 
         Raises:
             FileExistsError: An entry has this name.

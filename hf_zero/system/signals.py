@@ -1,10 +1,10 @@
 """Handle signals that ask this process to end soon: record them on arrival, and act on them where the work can stop.
 
-[Note: signals] The handler records the number of the signal, and nothing else: the training loop calls ``heard`` at a point where all
-ranks can stop. A scheduler and a launcher often tell a process twice within a moment (Slurm signals each process of a step, torchrun
-passes on the signal it was sent), so what comes within ``REPEATED_SECONDS`` of the first counts as the same. A later one ends the process
-at once, as the signal would have done without a listener. Python runs handlers in the main thread between two instructions: a call that
-waits inside a library (a collective, a device) returns first.
+[Note: signals] The handler only records the number of the signal; the training loop calls ``heard`` at a point where all ranks can stop. A
+scheduler and a launcher often signal a process twice within a moment (Slurm signals each process of a step, torchrun passes on the signal
+it received), so signals within ``REPEATED_SECONDS`` of the first count as the same. A later one ends the process at once, as it would
+without this handler. Python runs handlers in the main thread between two instructions: a call that waits inside a library (a collective, a
+device) returns first.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ class _Ear:
 
 @dataclass
 class _Noted:
-    """Signals that this process has received.
+    """Record of the signals that this process has received.
 
     Attributes:
-        number: Number of the first signal; 0 is none.
-        seconds: When the handler ran for it, monotonic.
-        answered: Whether a listener acts on it.
-        ending: Whether everything is saved, and the process is about to end.
-        further: Number of signals since then.
+        number: Number of the first signal; 0 for none.
+        seconds: Monotonic time at which its handler ran.
+        answered: A listener acts on it.
+        ending: Everything is saved, and the process is about to end.
+        further: Number of later signals.
     """
 
     number: int = 0
@@ -70,22 +70,22 @@ def heard() -> int:
 
 
 def answer() -> None:
-    """Note that the received signal is acted on: it is not delivered again when nothing listens any more."""
+    """Record that the received signal is acted on, so that it is not delivered again after the last listener has stopped."""
     _noted.answered = True
 
 
 def end() -> None:
-    """Note that everything is saved and the process ends: a launcher that ends its ranks after the first one interrupts nothing."""
+    """Record that everything is saved and the process ends; a signal of a launcher that ends its ranks is then ignored."""
     _noted.answered = _noted.ending = True
 
 
 def name_newest(say: Callable[[], str]) -> None:
-    """Register ``say``, which returns a sentence that names the newest complete checkpoint, for a second signal that ends the process."""
+    """Register ``say``, which returns a sentence on the newest complete checkpoint, for the message of a second signal."""
     _newest[:] = [say]
 
 
 def newest() -> str:
-    """Return a sentence on the newest complete checkpoint that this process knows."""
+    """Return a sentence about the newest complete checkpoint that this process knows."""
     try:
         return _newest[0]() if _newest else "this process has neither saved nor loaded a checkpoint"
     except OSError as error:
@@ -96,8 +96,8 @@ def listen(number: int) -> Callable[[bool], None] | None:
     """Record signal ``number`` from now on; the former handler is still called.
 
     Returns:
-        A function that stops the recording, and restores the former handler after the last listener. Its argument: deliver a signal again
-        that was received and not answered. None if no handler can be installed, because this is not the main thread.
+        A function that stops the recording, and restores the former handler after the last listener. Its argument: deliver a received
+        signal again if nobody acted on it. None if no handler can be installed, because this is not the main thread.
     """
     global _watches_forks, _said_deaf
     if threading.current_thread() is not threading.main_thread():
@@ -134,7 +134,7 @@ def listen(number: int) -> Callable[[bool], None] | None:
 
 
 def _put_back(number: int, ear: _Ear) -> None:
-    """Restore the former handler, unless another one has been installed since, which goes on calling ours."""
+    """Restore the former handler, unless another one has been installed since, which still calls hf_zero's."""
     if signal.getsignal(number) is _hear and threading.current_thread() is threading.main_thread():
         # None: the former handler was not installed from Python, which cannot restore it.
         signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
@@ -142,7 +142,7 @@ def _put_back(number: int, ear: _Ear) -> None:
 
 
 def _leave(number: int, deliver: bool) -> None:
-    """Discard the received signal, or deliver it again, because nothing listens any more."""
+    """Discard the received signal, or deliver it again, because no listener is left."""
     deliver = deliver and not _noted.answered
     if not _noted.ending:
         _noted.number, _noted.answered = 0, False
@@ -151,7 +151,7 @@ def _leave(number: int, deliver: bool) -> None:
 
 
 def _hear(number: int, frame: Any) -> None:
-    """Handle a signal."""
+    """Handle an arriving signal."""
     ear = _ears.get(number)
     if ear is None or not ear.listeners or ear.process != os.getpid():
         _pass_on(number, frame, ear.former if ear is not None else None)
@@ -170,7 +170,7 @@ def _hear(number: int, frame: Any) -> None:
 
 
 def _pass_on(number: int, frame: Any, former: Any) -> None:
-    """Do what the signal would have done without hf_zero's handler."""
+    """Run the former handler, or the default action of the signal."""
     if callable(former):
         former(number, frame)
     elif former is not signal.SIG_IGN:
