@@ -176,16 +176,16 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
     pure = next(wheel for wheel in wheels if wheel.name.endswith("-any.whl"))
     if not has_torch:
         run(*pip, "install", *_WITHOUT_TORCH)
-        told = []
+        results = []
         for wheel in (pure, best_wheel(wheels)):
             run(*pip, "install", "--no-deps", "--force-reinstall", wheel)
-            told.append(run(python, "-c", _IMPORTS).strip())
+            results.append(run(python, "-c", _IMPORTS).strip())
         run(python, "-m", "compileall", "-q", *venv.glob("lib/python*/site-packages/hf_zero"))
         assert (venv / "bin" / "hf-zero").is_file()
-        return f"no {torch} to be had; {told[-1]}; without the library too"
+        return f"no {torch} to be had; {results[-1]}; without the library too"
     pins = ("-c", source / "constraints.txt") if tuple(map(int, wanted.split("."))) >= FIRST_PINNED else ()
     run(*pip, "install", *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")
-    told = [run(python, "-c", _IMPORTS).strip()]
+    results = [run(python, "-c", _IMPORTS).strip()]
     for part in ("hf_zero", "_hf_zero_startup.py"):
         # Scripts and tests run beside the installed package: the sources' own copy is removed, and tests that read it follow the link.
         mine = source / part
@@ -194,15 +194,15 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
     try:
         began = time.monotonic()
         run(python, "examples/demo/demo.py", cwd=source)
-        told.append(f"demo in {time.monotonic() - began:.0f} s")
-        told.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
+        results.append(f"demo in {time.monotonic() - began:.0f} s")
+        results.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
     finally:
         for part in ("hf_zero", "_hf_zero_startup.py"):
             (source / part).unlink()
             (source / f"{part}.of-sdist").rename(source / part)
     made = run("make", "test-quick", f"PYTHON={name}", f"VENV={venv}", "TEST_WORKERS=2", cwd=source) if pins else ""
-    told.append("sdist: " + last_line(made) if made else "the sdist's `make test` needs Python 3.11")
-    return "; ".join(told)
+    results.append("sdist: " + last_line(made) if made else "the sdist's `make test` needs Python 3.11")
+    return "; ".join(results)
 
 
 def last_line(text: str) -> str:

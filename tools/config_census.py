@@ -95,22 +95,22 @@ def listing(python: str) -> dict[str, object]:
     done = subprocess.run([python, "-c", _LISTING], capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("CENSUS ")]
     if not lines:
-        raise RuntimeError(f"{python} told no keys: {done.stderr[-2000:]}")
-    told: dict[str, object] = json.loads(lines[-1].removeprefix("CENSUS "))
-    return told
+        raise RuntimeError(f"{python} found no keys: {done.stderr[-2000:]}")
+    found: dict[str, object] = json.loads(lines[-1].removeprefix("CENSUS "))
+    return found
 
 
 def main() -> int:
     """Print the missing keys; return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("python", help="Python of an environment with DeepSpeed")
-    told = listing(parser.parse_args().python)
-    missing = missing_keys(told["keys"])  # type: ignore[arg-type]
+    found = listing(parser.parse_args().python)
+    missing = missing_keys(found["keys"])  # type: ignore[arg-type]
     for module, key, default in missing:
         print(f"{key:45} default {default:20} {module}")
-    for name, error in told["failed"]:  # type: ignore[attr-defined]
+    for name, error in found["failed"]:  # type: ignore[attr-defined]
         print(f"not imported: {name}: {error}")
-    print(f"DeepSpeed {told['version']}: {len(missing)} of {len(told['keys'])} keys are not in the schema")  # type: ignore[arg-type]
+    print(f"DeepSpeed {found['version']}: {len(missing)} of {len(found['keys'])} keys are not in the schema")  # type: ignore[arg-type]
     return 1 if missing else 0
 
 

@@ -188,7 +188,7 @@ def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[st
     return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
 
 
-def telling_line(text: str) -> str:
+def failure_line(text: str) -> str:
     """Return the last line that names a failure, or else the last line."""
     lines = text.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if "FAILED" in line or "Error" in line), lines[-1])[:200]
@@ -260,6 +260,6 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
                 result = run(replace(part, seconds=int(min(part.seconds, left))), results.log, env, Path(scratch))
                 results.add(part.name, {**result, "machine": here}, Path(scratch))
-            reason = "" if result["status"] == 0 else f": {telling_line(result['tail'])}"
+            reason = "" if result["status"] == 0 else f": {failure_line(result['tail'])}"
             print(f"{said(result)} in {result['seconds']:g} s{reason}", flush=True)
     return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))

@@ -43,7 +43,7 @@ def cases_of(length: int, layers: int, stage: int) -> list[dict[str, Any]]:
     return [{**common, "wish": dict(wish)} for wish in WAYS.values()]
 
 
-def _peaks_told(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+def _planned_peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
     """Return the planned peaks of device and host, in bytes; computed in a process of its own."""
     found = [planned.plan(**case, world=WORLD, on_host=False).peaks for case in cases]
     return [(peaks["device"].nbytes, peaks["host"].nbytes) for peaks in found]
@@ -52,9 +52,9 @@ def _peaks_told(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
 def rows_of(length: int, layers: int, stage: int) -> list[tuple[str, int, int, int]]:
     """Return for each of ``WAYS``: name, measured and planned peak of the device, and planned peak of the host."""
     cases = cases_of(length, layers, stage)
-    told = ranks.run_alone(_peaks_told, cases, timeout=1200.0)
+    predicted = ranks.run_alone(_planned_peaks, cases, timeout=1200.0)
     real = planned.real_peaks(cases, WORLD)
-    return [(name, peak, device, host) for name, peak, (device, host) in zip(WAYS, real, told, strict=True)]
+    return [(name, peak, device, host) for name, peak, (device, host) in zip(WAYS, real, predicted, strict=True)]
 
 
 def main() -> None:

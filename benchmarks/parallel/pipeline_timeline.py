@@ -80,7 +80,7 @@ def recorded_passes() -> Iterator[list[Event]]:
         done[index] = done.get(index, 0) + 1
         return result
 
-    def went_back(passes: Any, at: tuple[int, int], *args: Any) -> Any:
+    def backward_part(passes: Any, at: tuple[int, int], *args: Any) -> Any:
         begin = time.perf_counter()
         result = backward(passes, at, *args)
         events.append(Event("backward", *at, max(begin, arrived[0]), time.perf_counter()))
@@ -89,7 +89,7 @@ def recorded_passes() -> Iterator[list[Event]]:
     with (
         mock.patch.object(Link, "receive", received),
         mock.patch.object(OwnStages, "run", ran),
-        mock.patch.object(Passes, "_backward_part", went_back),
+        mock.patch.object(Passes, "_backward_part", backward_part),
     ):
         yield events
 

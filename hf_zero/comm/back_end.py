@@ -17,7 +17,7 @@ from hf_zero.comm.process_groups import MOST_CONNECTED, all_gather_single, is_pr
 from hf_zero.comm.recorded import RecordedCollectives
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
-from hf_zero.system.planning import told_by
+from hf_zero.system.planning import planned_value
 
 # torch 2.13 renamed this function; both names are the same.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -86,7 +86,7 @@ class _Pretended(Collectives):
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
         observe.note("broadcast_object", unit)
-        return value if self.world == 1 else told_by(self.rank == source, value, unit)
+        return value if self.world == 1 else planned_value(self.rank == source, value, unit)
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         observe.note("gather_objects", unit)

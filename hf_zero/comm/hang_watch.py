@@ -193,7 +193,7 @@ class HangWatch(threading.Thread):
                     raise
                 logger.debug("long waits are no longer reported: the TCP store of the process group does not answer: %s", error)
                 if self._question is not None or self._seconds_waited() >= self._limit():
-                    self._say_alone()
+                    self._report_without_store()
                 return
         if self._last_answer and not self._is_gone():
             with suppress(RuntimeError):
@@ -262,7 +262,7 @@ class HangWatch(threading.Thread):
             self._question = None
             logger.warning("%s", report(self._rank, question.seconds, question.standing, question.answers, question.missing))
 
-    def _say_alone(self) -> None:
+    def _report_without_store(self) -> None:
         standing = self._question.standing if self._question is not None else look(device=True)
         if standing.operation:
             text = _own_part(self._rank, self._seconds_waited(), standing)
@@ -282,9 +282,9 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
     behind = {other: its for other, its in sorted(answers.items()) if its.behind(standing)}
     # In a vote a rank may wait for a rank that itself waits for another one, in the same vote.
     late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
-    told = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
+    elsewhere = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
     if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the creation of a group is not counted
-        late, told = told, {}
+        late, elsewhere = elsewhere, {}
     parts = [_own_part(rank, seconds, standing)]
     if late:
         parts.append(f"Not come: {_places(late)}")
@@ -298,8 +298,8 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
             "All ranks have reached this collective, so the ranks run different sequences of steps, or the network between "
             "them is slow or broken"
         )
-    if told and not late:
-        parts.append(f"Elsewhere: {_places(told)}")
+    if elsewhere and not late:
+        parts.append(f"Elsewhere: {_places(elsewhere)}")
     return ". ".join(parts)
 
 
@@ -315,11 +315,11 @@ def _wait(standing: Standing) -> str:
 
 def _places(standings: dict[int, Standing]) -> str:
     """Return text such as ``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
-    named = [f"rank {rank} on {its.host} {_doing(its)}" for rank, its in list(standings.items())[:_NAMED]]
+    named = [f"rank {rank} on {its.host} {_activity(its)}" for rank, its in list(standings.items())[:_NAMED]]
     return "; ".join(named + [f"and {len(standings) - _NAMED} more ranks"] * (len(standings) > _NAMED))
 
 
-def _doing(standing: Standing) -> str:
+def _activity(standing: Standing) -> str:
     if standing.operation:
         return f"waits for {_wait(standing)}"
     after = f", {standing.age:.0f} s after {standing.last}" if standing.last else ""

@@ -49,16 +49,16 @@ def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> 
     group = group or dist.distributed_c10d._get_default_group()
     device = host_device(group, default_device())
     mine = torch.tensor([own[0], own[-1] + 1, step] if regular else [-1, 0, 0], device=device)
-    told = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
-    all_gather_single(told, mine, group=group)
-    numbers = dict.fromkeys(zip(*[iter(told.tolist())] * 3, strict=True))  # each line once
+    gathered = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
+    all_gather_single(gathered, mine, group=group)
+    numbers = dict.fromkeys(zip(*[iter(gathered.tolist())] * 3, strict=True))  # each line once
     return [list(range(*line)) for line in numbers] if (-1, 0, 0) not in numbers else _irregular_lines(own, group)
 
 
 def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, list(own), group=group)
-    return [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, list(own), group=group)
+    return [list(line) for line in dict.fromkeys(tuple(line) for line in gathered)]
 
 
 def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:

@@ -228,18 +228,18 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
     _require_served(said, sizes)
     shared = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "sp", "tp"))
     if ranks % shared:
-        raise ConfigError(_misfit(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
+        raise ConfigError(_mismatch(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
     data = ranks // shared
     if sizes.get(DATA, data) != data:
-        raise ConfigError(_misfit(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
+        raise ConfigError(_mismatch(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
     replicate = _shard_groups(said, sizes, ranks, data, fits_nodes)
     if data % replicate:
         usable = [found for found in _divisors(data) if found == 1 or fits_nodes(ranks // found)]
-        raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", usable, "dp_replicate"))
+        raise ConfigError(_mismatch(said, ranks, f"dp_replicate is {replicate}", usable, "dp_replicate"))
     shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
     mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
-        raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
+        raise ConfigError(_mismatch(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     _require_experts_fit(mesh)
     return mesh
 
@@ -253,7 +253,7 @@ def _require_experts_fit(mesh: Mesh) -> None:
     if mesh.tp > 1:
         found = f"{EXPERT} {size} is no multiple of tp {mesh.tp}, or does not divide the {group} ranks that parameters are divided over"
     if size > 1 and (group % size or size % mesh.tp):
-        raise ConfigError(_misfit(mesh.claims, mesh.ranks, found, [fits for fits in _divisors(group) if fits % mesh.tp == 0], EXPERT))
+        raise ConfigError(_mismatch(mesh.claims, mesh.ranks, found, [fits for fits in _divisors(group) if fits % mesh.tp == 0], EXPERT))
 
 
 def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
@@ -310,16 +310,16 @@ def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int,
     if (data * together) % group or group % together:
         usable = [found * together for found in _divisors(data) if found == data or fits_nodes(found * together * sizes.get("tp", 1))]
         raise ConfigError(
-            _misfit(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
+            _mismatch(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
         )
     found = data * together // group
     if sizes.get("dp_replicate", found) != found:
         made = f"dp_replicate {sizes['dp_replicate']} x shard group {group} makes {sizes['dp_replicate'] * group} data-parallel ranks"
-        raise ConfigError(_misfit(claims, ranks, made, [data * together // sizes["dp_replicate"]], SHARD_GROUP))
+        raise ConfigError(_mismatch(claims, ranks, made, [data * together // sizes["dp_replicate"]], SHARD_GROUP))
     return found
 
 
-def _misfit(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
+def _mismatch(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
     fits = f"{axis} {' or '.join(map(str, usable))} would fit".strip()
     return f"the mesh does not fit the {ranks} rank(s): {found}; {fits}. It is described by\n{_listed(claims)}"
 

@@ -21,7 +21,7 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
         return None
     best: tuple[float, str] | None = None
     for candidate in known:
-        score = max(_likeness(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_turned_round(name, candidate)))
+        score = max(_similarity(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_reordered(name, candidate)))
         if score > 0 and (best is None or score > best[0]):
             best = (score, candidate)
     return best[1] if best else None
@@ -33,7 +33,7 @@ def _is_cut_short(name: str, known: str) -> bool:
     return 2 <= len(words) < len(known_words) <= 1.5 * len(words) and words == known_words[: len(words)]
 
 
-def _is_turned_round(name: str, known: str) -> bool:
+def _is_reordered(name: str, known: str) -> bool:
     """Return whether both names have the same words, at least two, in another order (`comm_overlap`)."""
     words = name.lower().split("_")
     return len(words) > 1 and sorted(words) == sorted(known.lower().split("_"))
@@ -43,7 +43,7 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _likeness(name: str, known: str) -> float:
+def _similarity(name: str, known: str) -> float:
     """Return the similarity of two names, from 0 (different) to 1 (equal)."""
     if not name or not known:
         return 0.0

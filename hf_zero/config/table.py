@@ -51,7 +51,7 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
         elif key.path != path:  # a key that the user chose: the schema does not describe its value
             value = hidden_under(path.rpartition(".")[2], value)
         shown = "(default of the class)" if left_open else MASK if value == MASK else show(value)
-        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_here(key, value, values)))
+        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_and_effect(key, value, values)))
     return rows
 
 
@@ -70,7 +70,7 @@ def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
     return listed
 
 
-def _fate_here(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
+def _fate_and_effect(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
     """Return fate and effect of a key with this value: a refused key that requests nothing is harmless."""
     if key.fate != "refused":
         return key.fate, key.effect

@@ -169,22 +169,22 @@ def announce() -> None:
 
 
 @functools.cache
-def _choose(wish: str) -> tuple[Library | None, Status]:
-    if wish == "0":
+def _choose(requested: str) -> tuple[Library | None, Status]:
+    if requested == "0":
         return None, Status("", "", f"{VARIABLE}=0")
     folder = Path(__file__).parent
-    paths = [Path(wish)] if os.sep in wish else [folder / name for name in NAMES]
+    paths = [Path(requested)] if os.sep in requested else [folder / name for name in NAMES]
     path = next((path for path in paths if path.is_file()), None)
-    explicit = wish not in ("", "1")
+    explicit = requested not in ("", "1")
     try:
         if path is None:
             raise OSError(f"no {paths[0].name} in {paths[0].parent}; no C++ compiler was found at installation (make kernels builds it)")
-        found = _load(path, wish if explicit and os.sep not in wish else "")
+        found = _load(path, requested if explicit and os.sep not in requested else "")
     except OSError as error:
         if explicit:
-            raise ConfigError(f"{VARIABLE} is {wish!r}: {error}. Allowed: 0, {', '.join(ISAS)}, or the path of a library.") from error
+            raise ConfigError(f"{VARIABLE} is {requested!r}: {error}. Allowed: 0, {', '.join(ISAS)}, or the path of a library.") from error
         return None, Status("", "", str(error))
-    return found, Status(found.path, found.isa, f"best of {', '.join(found.supported)}" if not explicit else f"{VARIABLE}={wish}")
+    return found, Status(found.path, found.isa, f"best of {', '.join(found.supported)}" if not explicit else f"{VARIABLE}={requested}")
 
 
 def _load(path: Path, isa: str) -> Library:

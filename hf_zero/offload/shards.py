@@ -185,7 +185,7 @@ class _Place:
 
 
 @dataclass
-class _Course:
+class _RequestOrder:
     """Direction in which units are requested: ascending in forward, descending in backward."""
 
     last: int = -1
@@ -222,7 +222,7 @@ class FileStorage(ShardStorage):
         self._copies = HostStorage(memory, lane)
         self._places: list[_Place] = []
         self._place_of: dict[int, _Place] = {}
-        self._course = _Course()
+        self._request_order = _RequestOrder()
         self._marks: dict[int, Mark] = {}
 
     def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class FileStorage(ShardStorage):
         return frame
 
     def _read_ahead(self, place: _Place) -> None:
-        step = self._course.go(place.index)
+        step = self._request_order.go(place.index)
         for distance in range(1, self._ahead + 1):
             index = place.index + step * distance
             if not 0 <= index < len(self._places):

@@ -128,8 +128,8 @@ def needs_whole_tensors(
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
         return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
-    untold = _Untold(kind, allow_untested, shards_only)
-    answers = [_probe(optimizer, group, untold, all_here) for group in _distinct_groups(optimizer)]
+    undecided = _Undecided(kind, allow_untested, shards_only)
+    answers = [_probe(optimizer, group, undecided, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
 
 
@@ -209,7 +209,7 @@ def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any
         _result(optimizer, options, [start], [grads])
 
 
-def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _Untold, all_here: bool) -> bool:
+def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
     """Compare the step of one small matrix with steps of its halves, and with the step beside another matrix, under one set of options.
 
     Returns:
@@ -227,10 +227,10 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _U
             try:
                 whole = _result(optimizer, options, [start], [grads])
             except Exception as error:
-                return untold(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
+                return undecided(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
-            return untold(f"did not move a small matrix in {TRIAL_STEPS} steps")
+            return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
         if _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest:  # false for NaN
             return False
         if all_here:
@@ -239,10 +239,10 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _U
         try:
             together = _result(optimizer, options, [start, other], [grads, other_grads])
         except Exception as error:
-            return untold(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
+            return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
     difference = (whole - together).abs().max().item()
     if not difference <= _PROBE_TOLERANCE * largest:
-        untold.looks_at_all(difference, largest)
+        undecided.reads_all_tensors(difference, largest)
     return True
 
 
@@ -269,7 +269,7 @@ def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class _Untold:
+class _Undecided:
     """Decision about a class for which the probe finds no answer.
 
     Attributes:
@@ -299,7 +299,7 @@ class _Untold:
             warn_once(f"optimizer {name} {problem}; each parameter is updated whole, by one rank")
         return not self.shards_only
 
-    def looks_at_all(self, difference: float, update: float) -> None:
+    def reads_all_tensors(self, difference: float, update: float) -> None:
         """Warn that a matrix stepped beside another one differs by ``difference``; ``update`` is its largest update.
 
         Raises:

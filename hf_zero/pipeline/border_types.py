@@ -47,7 +47,7 @@ class BorderTypes:
         dtypes = self._known.get(border, [meta.dtype for meta in metas])
         return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, dtypes, strict=True)]
 
-    def tell(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
+    def send(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
         """Send the types of ``tensors`` ahead of the tensors themselves, once per border."""
         if not self.sent or border in self._known:
             return
@@ -55,7 +55,7 @@ class BorderTypes:
         numbers = torch.tensor([_TYPES.index(tensor.dtype) for tensor in tensors], device=tensors[0].device)
         link.send([numbers], target, _LABEL)
 
-    def hear(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
+    def receive(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
         """Return ``metas`` with the types in which rank ``source`` sends the tensors."""
         if not self.sent:
             return list(metas)

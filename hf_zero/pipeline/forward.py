@@ -240,7 +240,7 @@ class PipelinedForward:
             whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
-            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
+            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.possible_weights(given))
         found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
         if self._beside is not None and self._beside.any_rank(found is None, "how losses of parts add up"):
             found = None  # ranks side by side run the same number of parts

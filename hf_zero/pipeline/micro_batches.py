@@ -83,7 +83,7 @@ def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | to
     return counts / counts.sum()
 
 
-def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
+def possible_weights(kwargs: Mapping[str, Any]) -> list[str]:
     """Return the entries of ``WEIGHTS`` that may be right for a batch, the likeliest first."""
     labels = kwargs.get("labels")
     if kwargs.get("num_items_in_batch") is not None:

@@ -64,9 +64,9 @@ class OwnStages:
             for key, hook in list(module._forward_pre_hooks.items()):
                 if hook is refuse:  # left by an engine that was destroyed
                     del module._forward_pre_hooks[key]
-            self._stand_before(path, module)
+            self._replace_forward(path, module)
 
-    def _stand_before(self, path: str, module: nn.Module) -> None:
+    def _replace_forward(self, path: str, module: nn.Module) -> None:
         original = module.forward
         self._originals[path] = original
 

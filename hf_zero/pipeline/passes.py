@@ -70,7 +70,7 @@ class Passes:
             waiting = self._here[at]
             found = [waiting.pop(0).detach() for _ in metas]
         else:
-            metas = self._types.hear(at[0] - 1, metas, self._link, source)
+            metas = self._types.receive(at[0] - 1, metas, self._link, source)
             found = self._link.receive(metas, source, "activations of the stage before")
         return [tensor.requires_grad_(grad and tensor.is_floating_point()) for tensor in found]
 
@@ -81,7 +81,7 @@ class Passes:
         if target == self._own.rank:
             self._here[to] = list(tensors)
         else:
-            self._types.tell(to[0] - 1, tensors, self._link, target)
+            self._types.send(to[0] - 1, tensors, self._link, target)
             self._link.send(tensors, target, "activations to the next stage")
 
     def joined(self, results: Sequence[Any]) -> tuple[list[dict[int, torch.Tensor]], torch.Tensor]:

@@ -31,7 +31,9 @@ def require_iterator(source: Any) -> Iterator[Any]:
     return source
 
 
-def read_together(networks: Sequence[Collectives], read: Callable[[], T], tell: Callable[[T], Any] = lambda _: None) -> tuple[T, list[Any]]:
+def read_together(
+    networks: Sequence[Collectives], read: Callable[[], T], report: Callable[[T], Any] = lambda _: None
+) -> tuple[T, list[Any]]:
     """Return the result of ``read`` on this rank, and the reports that the ranks of the first network make of theirs; collective over all
     networks, one after the other.
 
@@ -40,7 +42,7 @@ def read_together(networks: Sequence[Collectives], read: Callable[[], T], tell: 
     Args:
         networks: Axes that together reach every rank of the batch.
         read: Function that returns this rank's data.
-        tell: Function that makes this rank's report from its data.
+        report: Function that makes this rank's report from its data.
 
     Raises:
         StopIteration: On every rank, if data ended on one.
@@ -54,17 +56,17 @@ def read_together(networks: Sequence[Collectives], read: Callable[[], T], tell: 
         failure = error
     rank = dist.get_rank() if dist.is_initialized() else 0
     why = failure and (isinstance(failure, StopIteration), f"rank {rank} has no data for this batch: {type(failure).__name__}: {failure}")
-    told: list[Any] = []
+    reports: list[Any] = []
     for network in networks:
-        answers = network.gather_objects((None if told or found is None else tell(found), why), "data of a batch")
-        told = told or [answer for answer, _ in answers]
+        answers = network.gather_objects((None if reports or found is None else report(found), why), "data of a batch")
+        reports = reports or [answer for answer, _ in answers]
         why = next((other for _, other in answers if other), None)
     if failure is not None:
         raise failure
     if why:
         raise StopIteration(why[1]) if why[0] else StateError(why[1])
     assert found is not None
-    return found, told
+    return found, reports
 
 
 def train_batch(engine: Engine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:

@@ -43,7 +43,7 @@ class Folder:
         where = path.name if above is not None else os.fspath(path)
         hidden = path.name.startswith(".") and path.name.endswith((".part", ".former"))  # only this package gives such names
         flags = _DIRECTORY | (_NOT_THROUGH_LINKS if ours or hidden or above is not None else 0)
-        with told_of(path):
+        with errors_name(path):
             self.descriptor = os.open(where, flags, dir_fd=above.descriptor if above is not None else None)
 
     def __enter__(self) -> Folder:
@@ -72,12 +72,12 @@ class Folder:
 
     def names(self) -> list[str]:
         """Return the names of the folder's entries, sorted."""
-        with told_of(self.path):
+        with errors_name(self.path):
             return sorted(os.listdir(self.descriptor))
 
     def status(self, name: str) -> os.stat_result:
         """Return the status of ``name`` itself; a link is not followed."""
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
@@ -126,7 +126,7 @@ class Folder:
             OSError: The file system refuses.
         """
         flags = (os.O_RDWR if reads else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | _NOT_THROUGH_LINKS
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             return os.open(name, flags, mode, dir_fd=self.descriptor)
 
     def reopen(self, name: str, flags: int = os.O_RDWR) -> int:
@@ -135,7 +135,7 @@ class Folder:
         Raises:
             OSError: It is a link, a pipe, a device, a folder, or has a second name elsewhere (a hard link); or the file system refuses.
         """
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             descriptor = os.open(name, flags | _NOT_THROUGH_LINKS | _AT_ONCE, 0o666, dir_fd=self.descriptor)
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
@@ -154,7 +154,7 @@ class Folder:
 
     def make_folder(self, name: str, mode: int = 0o777) -> None:
         """Create the folder ``name``."""
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             os.mkdir(name, mode, dir_fd=self.descriptor)
 
     def move(self, name: str, new: str, target: Folder | None = None) -> None:
@@ -166,12 +166,12 @@ class Folder:
             target: The folder that it moves to; None is this one.
         """
         where = target if target is not None else self
-        with told_of(where.path / new):
+        with errors_name(where.path / new):
             os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=where.descriptor)
 
     def sync(self) -> None:
         """Force the names in the folder to the disk."""
-        with told_of(self.path):
+        with errors_name(self.path):
             os.fsync(self.descriptor)
 
     # -- deleting -----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Folder:
         Raises:
             OSError: It is a folder, does not exist, or the file system refuses.
         """
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_empty(self, inner: Folder) -> None:
@@ -193,7 +193,7 @@ class Folder:
         """
         name, held = inner.path.name, os.fstat(inner.descriptor)
         found = self.status(name)
-        with told_of(inner.path):
+        with errors_name(inner.path):
             if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
                 raise OSError(errno.ESTALE, "something else has its name by now")
             os.rmdir(name, dir_fd=self.descriptor)
@@ -207,7 +207,7 @@ def other_spelling(path: Path) -> OSError:
 
 
 @contextmanager
-def told_of(path: object) -> Iterator[None]:
+def errors_name(path: object) -> Iterator[None]:
     """Complete an ``OSError`` of the system with the full ``path``, if it names no file, or a name without its folder."""
     try:
         yield

@@ -90,11 +90,11 @@ class _Hook:
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]
         where = "".join(traceback.format_list(shown[:1] if shown[1:] == shown[:1] else shown))
         same = text if isinstance(error, HfZeroError) else f"{where}{text}"  # for hf_zero's errors the texts are enough
-        if not follows and _is_told_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
+        if not follows and _is_reported_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
             leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
             return
         leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else OTHER)
-        if follows and _told_by_first().get(MARK) == INTERRUPTED:
+        if follows and _report_of_first().get(MARK) == INTERRUPTED:
             return
         if of_settings or follows:
             at = f"{own.filename}:{own.lineno}: {own.line}\n" if own is not None else ""
@@ -119,20 +119,20 @@ def _has_first() -> bool:
     return bool(name) and place != "0" and Path(name).parent.name == place
 
 
-def _is_told_by_first(text: str, seconds: float) -> bool:
+def _is_reported_by_first(text: str, seconds: float) -> bool:
     """Return whether the report of local rank 0 ends with ``text``; wait up to ``seconds`` for the report."""
     if not _has_first():
         return False
     deadline = time.monotonic() + seconds
-    while not (told := _told_by_first()):
+    while not (report := _report_of_first()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     time.sleep(_PRINTING_SECONDS)
-    return str(told.get("py_callstack")).endswith(text)
+    return str(report.get("py_callstack")).endswith(text)
 
 
-def _told_by_first() -> dict[str, Any]:
+def _report_of_first() -> dict[str, Any]:
     """Return the report of the first rank of this node; empty if there is none, or if this is the first rank."""
     path = Path(os.environ.get(_VARIABLE, ""))
     first = path.parent.parent / "0" / path.name

@@ -81,7 +81,7 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def told_by(own: bool, value: Any, name: str) -> Any:
+def planned_value(own: bool, value: Any, name: str) -> Any:
     """Return the value that all ranks receive when one rank sends ``value``: the sender's value if it has been planned, else this rank's
     own.
 

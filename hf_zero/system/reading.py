@@ -35,10 +35,10 @@ def reading(path: object, error: Callable[[str], HfZeroError], advice: str = ADV
     except HfZeroError:
         raise
     except Exception as found:  # a broken file can make a library raise any error
-        raise error(f"cannot read {path}: {_told(found)}. {advice}") from found
+        raise error(f"cannot read {path}: {_described(found)}. {advice}") from found
 
 
-def _told(found: Exception) -> str:
+def _described(found: Exception) -> str:
     text = str(found).strip()
     if isinstance(found, RecursionError):
         return "it is nested too deep"
@@ -46,8 +46,8 @@ def _told(found: Exception) -> str:
         return "it asks for more memory than there is"
     if isinstance(found, KeyError):
         return f"{shown(found.args[0]) if found.args else 'a key'} is missing"
-    told = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"
-    return (told if len(told) <= _SHOWN else told[:_SHOWN] + "...").rstrip(".")
+    described = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"
+    return (described if len(described) <= _SHOWN else described[:_SHOWN] + "...").rstrip(".")
 
 
 def shown(data: Any) -> str:

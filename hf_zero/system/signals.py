@@ -24,7 +24,7 @@ REPEATED_SECONDS = 1.0
 
 
 @dataclass
-class _Ear:
+class _Registration:
     """A signal for which this process listens.
 
     Attributes:
@@ -57,11 +57,11 @@ class _Noted:
     further: int = 0
 
 
-_ears: dict[int, _Ear] = {}
+_registrations: dict[int, _Registration] = {}
 _noted = _Noted()
 _newest: list[Callable[[], str]] = []  # functions that name the newest complete checkpoint
 _watches_forks = False
-_said_deaf = False
+_warned_of_thread = False
 
 
 def heard() -> int:
@@ -99,10 +99,10 @@ def listen(number: int) -> Callable[[bool], None] | None:
         A function that stops the recording, and restores the former handler after the last listener. Its argument: deliver a received
         signal again if nobody acted on it. None if no handler can be installed, because this is not the main thread.
     """
-    global _watches_forks, _said_deaf
+    global _watches_forks, _warned_of_thread
     if threading.current_thread() is not threading.main_thread():
-        if not _said_deaf:
-            _said_deaf = True
+        if not _warned_of_thread:
+            _warned_of_thread = True
             logger.warning(
                 "rank %d does not catch %s: Python installs signal handlers in the main thread only, and this is %r. The rank "
                 "still learns of a signal that another rank catches",
@@ -112,33 +112,33 @@ def listen(number: int) -> Callable[[bool], None] | None:
     if not _watches_forks:
         os.register_at_fork(after_in_child=_forget)
         _watches_forks = True
-    if number not in _ears:
-        _ears[number] = _Ear(signal.getsignal(number), os.getpid())
-        signal.signal(number, _hear)
-    ear = _ears[number]
-    ear.listeners += 1
+    if number not in _registrations:
+        _registrations[number] = _Registration(signal.getsignal(number), os.getpid())
+        signal.signal(number, _record)
+    registration = _registrations[number]
+    registration.listeners += 1
     stopped = False
 
     def stop(deliver: bool = True) -> None:
         nonlocal stopped
-        if stopped or ear.process != os.getpid():
+        if stopped or registration.process != os.getpid():
             return
         stopped = True
-        ear.listeners -= 1
-        if ear.listeners == 0:
-            _put_back(number, ear)
+        registration.listeners -= 1
+        if registration.listeners == 0:
+            _put_back(number, registration)
             if _noted.number == number:
                 _leave(number, deliver)
 
     return stop
 
 
-def _put_back(number: int, ear: _Ear) -> None:
+def _put_back(number: int, registration: _Registration) -> None:
     """Restore the former handler, unless another one has been installed since, which still calls hf_zero's."""
-    if signal.getsignal(number) is _hear and threading.current_thread() is threading.main_thread():
+    if signal.getsignal(number) is _record and threading.current_thread() is threading.main_thread():
         # None: the former handler was not installed from Python, which cannot restore it.
-        signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
-        del _ears[number]
+        signal.signal(number, signal.SIG_DFL if registration.former is None else registration.former)
+        del _registrations[number]
 
 
 def _leave(number: int, deliver: bool) -> None:
@@ -150,11 +150,11 @@ def _leave(number: int, deliver: bool) -> None:
         os.kill(os.getpid(), number)
 
 
-def _hear(number: int, frame: Any) -> None:
+def _record(number: int, frame: Any) -> None:
     """Handle an arriving signal."""
-    ear = _ears.get(number)
-    if ear is None or not ear.listeners or ear.process != os.getpid():
-        _pass_on(number, frame, ear.former if ear is not None else None)
+    registration = _registrations.get(number)
+    if registration is None or not registration.listeners or registration.process != os.getpid():
+        _pass_on(number, frame, registration.former if registration is not None else None)
         return
     now = time.monotonic()
     if _noted.ending:
@@ -163,8 +163,8 @@ def _hear(number: int, frame: Any) -> None:
             os._exit(PREEMPTED_STATUS)
     elif not _noted.number:
         _noted.number, _noted.seconds = number, now
-        if callable(ear.former):
-            ear.former(number, frame)
+        if callable(registration.former):
+            registration.former(number, frame)
     elif now - _noted.seconds > REPEATED_SECONDS:
         _end_at_once(number)
 
@@ -188,8 +188,8 @@ def _end_at_once(number: int) -> None:
 
 def _forget() -> None:
     """Reset the state in a forked child, which receives its own signals."""
-    for number, ear in _ears.items():
-        if signal.getsignal(number) is _hear:
-            signal.signal(number, signal.SIG_DFL if ear.former is None else ear.former)
-    _ears.clear()
+    for number, registration in _registrations.items():
+        if signal.getsignal(number) is _record:
+            signal.signal(number, signal.SIG_DFL if registration.former is None else registration.former)
+    _registrations.clear()
     _noted.number, _noted.answered, _noted.ending, _noted.further = 0, False, False, 0

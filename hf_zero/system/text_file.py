@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hf_zero.errors import ConfigError
-from hf_zero.system.folder import told_of
+from hf_zero.system.folder import errors_name
 
 LIMIT_BYTES = 16 * 2**20  # limit of a configuration
 SMALL_BYTES = 64 * 2**10  # limit of a name, a digest, a note
@@ -61,7 +61,7 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
     """Return a context with the descriptor of a regular file, open for reading; arguments and errors are those of ``read_bytes``."""
     name = os.fspath(path)
     flags = os.O_RDONLY | (0 if pipe else _AT_ONCE) | (getattr(os, "O_NOFOLLOW", 0) if within is not None else 0)
-    with told_of(name):
+    with errors_name(name):
         descriptor = os.open(name, flags, dir_fd=within)
         try:
             mode = os.fstat(descriptor).st_mode

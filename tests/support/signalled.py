@@ -34,6 +34,6 @@ def new_process() -> Iterator[None]:
     try:
         yield
     finally:
-        assert not signals._ears, "somebody still listens"
+        assert not signals._registrations, "a signal still has listeners"
         signals._noted.__init__()  # type: ignore[misc]
         signals._newest.clear()
