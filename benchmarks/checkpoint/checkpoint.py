@@ -119,7 +119,7 @@ def bytes_below(folder: Path) -> int:
 
 
 def one_turn(contender: Ranks, folder: Path) -> None:
-    """Run everything that is timed of a contender, once."""
+    """Run each timed operation of a contender once: saves, loads, stalls of the training."""
     place = str(folder / contender.name)
     if contender.name.endswith("background"):
         contender.ask(do="copy")

@@ -124,7 +124,7 @@ def train(kind: str, model: str, size: str, seed: int, steps: int) -> dict[str, 
 
 
 def train_all(kinds: list[str], arguments: argparse.Namespace) -> None:
-    """Run some runs of one model and seed as one rank; rank 0 writes each result as a line."""
+    """Train once per entry of ``kinds``, with one model and seed, as one rank; rank 0 appends each result as a line to the output file."""
     import torch
     import torch.distributed as dist
 

@@ -282,7 +282,7 @@ def metric_heading(name: str) -> str:
 
 
 def main() -> None:
-    """Run the program."""
+    """Compare the methods that the command line names; exit with the status of the comparison."""
     sys.exit(compare(*parse_arguments()))
 
 

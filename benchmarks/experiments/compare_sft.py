@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def config(self) -> Path:
-        """Return the path of its DeepSpeed JSON."""
+        """Return the path of the DeepSpeed JSON file of this setup."""
         return FOLDER / "sft" / f"{self.name}.json"
 
 

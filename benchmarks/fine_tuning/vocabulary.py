@@ -70,7 +70,7 @@ class TiledHead(nn.Module):
 
 
 def sum_of_tile(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Return the cross-entropy of a tile of tokens."""
+    """Return the summed cross-entropy of one tile of tokens, from their hidden states."""
     return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 

@@ -123,7 +123,7 @@ def nccl(device: str) -> Iterator[Fact]:
 
 
 def collect(device: str) -> Iterator[Fact]:
-    """Yield all facts, first the ones that take no time."""
+    """Yield the facts about this machine and its software, first the ones that need no measurement."""
     yield "native library", native()
     yield from driver()
     yield "processors", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} for this process"

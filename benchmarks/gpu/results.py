@@ -85,7 +85,7 @@ class Results:
 
 
 def said(part: Mapping[str, Any]) -> str:
-    """Return the end of a part as text."""
+    """Return how a part ended, as text: "passed", "failed" with its exit status, or another status."""
     status = part["status"]
     return "passed" if status == 0 else status if isinstance(status, str) else f"failed ({status})"
 

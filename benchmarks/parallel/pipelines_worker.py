@@ -241,7 +241,7 @@ class Ddp:
 
 
 class Forward:
-    """transformers' own ``pp_size``, which has no backward."""
+    """Contender that runs the pipelined forward of transformers (``pp_size``), which has no backward."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         from transformers import AutoModelForCausalLM

@@ -14,7 +14,7 @@ class Watch(ABC):
 
     @abstractmethod
     def now(self) -> Any:
-        """Return the present moment."""
+        """Return a moment: the host's time, or an event recorded in the device's queue now."""
 
     @abstractmethod
     def end_of(self, works: list[Any]) -> Any:
@@ -22,7 +22,7 @@ class Watch(ABC):
 
     @abstractmethod
     def reached(self, moment: Any) -> bool:
-        """Return whether the moment has passed."""
+        """Return whether ``moment`` has passed, without waiting for it."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:

@@ -27,7 +27,7 @@ class KeptError:
 
     @property
     def take(self) -> float:
-        """Return the weight of the present code's error."""
+        """Return the weight of the newest code's error in the moving average."""
         return 1.0 - self.keep
 
 

@@ -36,7 +36,7 @@ class BufferPlan:
 
     @property
     def frames(self) -> int:
-        """Return the number of sub-groups in memory at a time."""
+        """Return the number of sub-groups that are held in memory at the same time."""
         return 1 + self.section.pipeline_read + self.section.pipeline_write
 
     def sub_group_numel(self, largest: int, tensors: int) -> int:

@@ -23,12 +23,12 @@ def buckets(optimizer: torch.optim.Optimizer, group: dict[str, Any], names: tupl
     """Yield the parameters of ``group`` that have a gradient, in buckets; missing states are created as zeros.
 
     Args:
-        optimizer: owner of the state dict.
-        group: one of its parameter groups; ``group["foreach"]`` False gives every parameter a bucket of its own.
-        names: the states to create and to collect, such as ``("exp_avg",)``.
+        optimizer: Owner of the state dict.
+        group: One of its parameter groups; ``group["foreach"]`` False gives every parameter a bucket of its own.
+        names: The states to create and to collect, such as ``("exp_avg",)``.
 
     Raises:
-        UnsupportedError: for a sparse gradient.
+        UnsupportedError: A gradient is sparse.
     """
     found: dict[Any, Bucket] = {}
     for index, param in enumerate(group["params"]):

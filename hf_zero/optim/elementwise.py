@@ -108,7 +108,7 @@ def needs_whole_tensors(
             probe fails runs on flat shards, with a warning.
 
     Returns:
-        False: the optimizer may run on flat shards. True: it needs each parameter in its own shape.
+        False: The optimizer may run on flat shards. True: it needs each parameter in its own shape.
 
     Raises:
         UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, or cannot be built for the probe.

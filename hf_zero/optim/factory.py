@@ -75,20 +75,20 @@ def build_optimizer(
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD, Lamb, Muon or another class of ``torch.optim``; letter case is ignored.
         params: ``optimizer.params``; numbers may be text. A parameter that is missing or None keeps the class' default.
-        param_groups: parameters, or group dicts whose own options win over ``params``.
-        device_type: device on which the optimizer will run. Torch's fused kernels are used where they exist for it, else its foreach
+        param_groups: Parameters, or group dicts whose own options win over ``params``.
+        device_type: Device on which the optimizer will run. Torch's fused kernels are used where they exist for it, else its foreach
             kernels; ``fused`` and ``foreach`` in ``params`` take precedence.
-        offloaded: the optimizer will run in host memory, wherever the parameters are now.
+        offloaded: The optimizer will run in host memory, wherever the parameters are now.
         moment_dtype: fp32 or bf16, for the moments of Adam and Lion over bf16 masters in host memory. Torch's classes keep moments in the
             masters' dtype, so they are not used where ``moment_dtype`` differs from it. None is fp32 for ``hf_zero.ops``.
-        matrices: returns the ids of the parameters that Muon trains; called for the type Muon only.
+        matrices: Function that returns the ids of the parameters that Muon trains; called for the type Muon only.
 
     Returns:
         An optimizer over the given parameters, with one group per given group.
 
     Raises:
-        ConfigError: for an unknown type or parameter, a value out of its range, or no parameters at all.
-        UnsupportedError: for a type or option that needs all tensors together or is not provided.
+        ConfigError: The type or a parameter is unknown, a value is out of its range, or there are no parameters at all.
+        UnsupportedError: The type or an option needs all tensors together, or is not provided.
     """
     groups = list(param_groups)
     if not groups:

@@ -14,10 +14,10 @@ def unknown_key(section: str, key: str, allowed: Iterable[str], owner: str) -> C
     """Return the error for a key that ``owner`` does not take.
 
     Args:
-        section: dotted path of the section, for example ``optimizer.params``.
-        key: the key found there.
-        allowed: the keys that ``owner`` takes.
-        owner: the class that the section builds, as the user wrote it.
+        section: Dotted path of the section, for example ``optimizer.params``.
+        key: A key found in the section.
+        allowed: The keys that ``owner`` takes.
+        owner: The class that the section builds, as the user wrote it.
 
     Returns:
         A ``ConfigError`` naming the key, the nearest allowed key if one is near, and all allowed keys.
@@ -39,11 +39,11 @@ def number(key: str, value: object) -> float:
     """Read one finite or infinite number; text such as ``"1e-5"`` is accepted (YAML tools write numbers as text).
 
     Args:
-        key: dotted key, for the message.
-        value: int, float or text of a number. Integers stay integers.
+        key: Dotted key, for the message.
+        value: Int, float or text of a number. Integers stay integers.
 
     Raises:
-        ConfigError: for booleans, ``"auto"``, NaN and anything that is not a number.
+        ConfigError: ``value`` is a boolean, ``"auto"``, NaN or anything else that is not a number.
     """
     parsed = parse_number(value)
     if parsed is None or math.isnan(parsed):
@@ -72,7 +72,7 @@ def at_least(key: str, value: object, lowest: float) -> float:
     """Read a number that must not be below ``lowest``.
 
     Raises:
-        ConfigError: when it is not a number or too small.
+        ConfigError: The value is not a number, or is too small.
     """
     parsed = number(key, value)
     if parsed < lowest:
@@ -84,7 +84,7 @@ def boolean(key: str, value: object) -> bool:
     """Read a boolean; the texts ``"true"`` and ``"false"`` (any letter case) and the numbers 0 and 1 are accepted.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: The value is anything else.
     """
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -97,12 +97,12 @@ def per_group(key: str, value: object, groups: int) -> list[float]:
     """Return one number per parameter group, from one number or a list of the right length.
 
     Args:
-        key: dotted key, for the message.
-        value: one number, or a list with one number per parameter group.
-        groups: how many parameter groups the optimizer has.
+        key: Dotted key, for the message.
+        value: One number, or a list with one number per parameter group.
+        groups: Number of the parameter groups of the optimizer.
 
     Raises:
-        ConfigError: for a list of another length, or entries that are not numbers.
+        ConfigError: The list has another length, or an entry is not a number.
     """
     if not isinstance(value, (list, tuple)):
         return [number(key, value)] * groups
@@ -117,7 +117,7 @@ def plain_values(section: str, params: Mapping[str, Any]) -> dict[str, Any]:
     """Return a copy of ``params`` in which texts of numbers and booleans are converted, in lists too (lists become tuples).
 
     Raises:
-        ConfigError: for a value that is still ``"auto"``, which the constructor would take for an option of its own.
+        ConfigError: A value is still ``"auto"``, which the constructor would take for an option of its own.
     """
     return {key: _plain(f"{section}.{key}", value) for key, value in params.items()}
 

@@ -20,15 +20,15 @@ class Lion(torch.optim.Optimizer):
     operation is element-wise, so shards update exactly as whole tensors.
 
     Args:
-        params: parameters or group dicts.
-        lr: learning rate; the paper advises 3 to 10 times less than for AdamW.
-        betas: interpolation of the update, decay of the momentum. The default is DeepSpeed's; the paper's is (0.9, 0.99).
-        weight_decay: decoupled weight decay.
+        params: Parameters or group dicts.
+        lr: Learning rate; the paper advises 3 to 10 times less than for AdamW.
+        betas: Interpolation of the update, decay of the momentum. The default is DeepSpeed's; the paper's is (0.9, 0.99).
+        weight_decay: Decoupled weight decay.
         foreach: False updates parameter by parameter; None and True update lists in one call.
-        maximize: go up the gradient.
+        maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        ValueError: for a hyper-parameter out of its range.
+        ValueError: A hyper-parameter is out of its range.
     """
 
     def __init__(

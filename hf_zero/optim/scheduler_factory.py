@@ -40,13 +40,13 @@ def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any)
     """Build the scheduler that the ``scheduler`` section asks for.
 
     Args:
-        type: one of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
+        type: One of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
         params: ``scheduler.params``; numbers may be text.
-        optimizer: for hf_zero's schedules any object with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
+        optimizer: For hf_zero's schedules any object with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
 
     Raises:
-        ConfigError: for an unknown type, an unknown or missing parameter, or a value out of its range.
-        UnsupportedError: for a torch class that JSON cannot describe.
+        ConfigError: The type is unknown, a parameter is unknown or missing, or a value is out of its range.
+        UnsupportedError: The type is a torch class that JSON cannot describe.
     """
     kind = _find_class(type)
     values = dict(params or {})

@@ -30,15 +30,15 @@ class IterationSchedule(LRScheduler):
     unlike torch's it does not replace ``optimizer.step``.
 
     Args:
-        optimizer: anything with ``param_groups``, a list of dicts with ``lr`` (float or tensor).
-        last_batch_iteration: the iteration to continue from; -1 starts afresh.
+        optimizer: Any object with ``param_groups``, a list of dicts with ``lr`` (float or tensor).
+        last_batch_iteration: The iteration to continue from; -1 starts afresh.
 
     Attributes:
-        last_batch_iteration: the iteration whose rate is set; also readable as torch's ``last_epoch``.
-        base_lrs: the rate that each group had before any schedule changed it.
+        last_batch_iteration: The iteration whose rate is set; also readable as torch's ``last_epoch``.
+        base_lrs: The rate that each group had before any schedule changed it.
 
     Raises:
-        ConfigError: by a subclass, for parameters out of their range.
+        ConfigError: A parameter is out of its range; raised by subclasses.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
@@ -83,8 +83,8 @@ class IterationSchedule(LRScheduler):
         """Move to the next iteration, or to the given one, and write its rates into ``param_groups``.
 
         Args:
-            last_batch_iteration: the iteration to move to; None for the next one.
-            batch_iteration: the same; the name in DeepSpeed's OneCycle and LRRangeTest.
+            last_batch_iteration: The iteration to move to; None for the next one.
+            batch_iteration: The iteration to move to; name of this argument in DeepSpeed's OneCycle and LRRangeTest.
         """
         target = batch_iteration if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = self.last_batch_iteration + 1 if target is None else int(target)
@@ -99,7 +99,7 @@ class IterationSchedule(LRScheduler):
         """Move to the saved iteration and write its rates into ``param_groups``.
 
         Raises:
-            CheckpointError: when the state has no whole number ``last_batch_iteration`` of -1 or more.
+            CheckpointError: ``last_batch_iteration`` in the state is missing, or is not a whole number of -1 or more.
         """
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
@@ -135,17 +135,17 @@ class WarmupLR(IterationSchedule):
     """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then a constant rate.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        warmup_min_lr: rate at iteration 0; a number, or a list with one per group.
-        warmup_max_lr: rate after the warm-up; a number, a list, or None for each group's own rate.
-        warmup_num_steps: length of the warm-up. 1 counts as 2, as in DeepSpeed; so does 0, which HF libraries write for
+        optimizer: Any object with ``param_groups``.
+        warmup_min_lr: Rate at iteration 0; a number, or a list with one per group.
+        warmup_max_lr: Rate after the warm-up; a number, a list, or None for each group's own rate.
+        warmup_num_steps: Length of the warm-up. 1 counts as 2, as in DeepSpeed; so does 0, which HF libraries write for
             "no warm-up".
         warmup_type: ``"log"``: the rise is log(iteration + 1) / log(warmup_num_steps) of the difference; ``"linear"``: iteration /
             warmup_num_steps of it.
-        last_batch_iteration: the iteration to continue from.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(
@@ -178,16 +178,16 @@ class WarmupDecayLR(WarmupLR):
     """WarmupLR, then a linear fall back to ``warmup_min_lr`` at ``total_num_steps``.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        total_num_steps: length of the whole schedule in optimizer steps.
-        warmup_min_lr: rate at iteration 0 and at the end; a number or a list.
-        warmup_max_lr: rate after the warm-up; a number or a list.
-        warmup_num_steps: length of the warm-up, as in WarmupLR.
+        optimizer: Any object with ``param_groups``.
+        total_num_steps: Length of the whole schedule in optimizer steps.
+        warmup_min_lr: Rate at iteration 0 and at the end; a number or a list.
+        warmup_max_lr: Rate after the warm-up; a number or a list.
+        warmup_num_steps: Length of the warm-up, as in WarmupLR.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: the iteration to continue from.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(
@@ -218,16 +218,16 @@ class WarmupCosineLR(IterationSchedule):
     Before the first ``step()`` the rate is 0 for every ``warmup_min_ratio``, as in DeepSpeed.
 
     Args:
-        optimizer: anything with ``param_groups``; their rates are the peaks.
-        total_num_steps: length of the whole schedule in optimizer steps.
-        warmup_min_ratio: fraction of the peak at iteration 0.
-        warmup_num_steps: length of the warm-up, as in WarmupLR.
-        cos_min_ratio: fraction of the peak at the end.
+        optimizer: Any object with ``param_groups``; their rates are the peaks.
+        total_num_steps: Length of the whole schedule in optimizer steps.
+        warmup_min_ratio: Fraction of the peak at iteration 0.
+        warmup_num_steps: Length of the warm-up, as in WarmupLR.
+        cos_min_ratio: Fraction of the peak at the end.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: the iteration to continue from.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     def __init__(
@@ -277,23 +277,23 @@ class OneCycle(IterationSchedule):
     cycled. Before the first ``step()`` beta 1 is ``cycle_min_mom``, as in DeepSpeed.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        cycle_min_lr: rate at both ends of the cycle; a number or a list.
-        cycle_max_lr: rate in the middle; a number or a list.
-        decay_lr_rate: after the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``; 0 keeps it.
-        cycle_first_step_size: length of the rise.
-        cycle_second_step_size: length of the fall; None for the length of the rise.
-        cycle_first_stair_count: the rise has this many stairs; 0 for a line.
-        cycle_second_stair_count: the fall has this many stairs; None for as many as the rise.
-        decay_step_size: iterations per decay interval; 0 turns both decays off.
-        cycle_momentum: whether to cycle beta 1; off, with one warning, for optimizers without ``betas``.
-        cycle_min_mom: beta 1 in the middle of the cycle; a number or a list.
-        cycle_max_mom: beta 1 at its ends; a number or a list.
-        decay_mom_rate: after the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
-        last_batch_iteration: the iteration to continue from.
+        optimizer: Any object with ``param_groups``.
+        cycle_min_lr: Rate at both ends of the cycle; a number or a list.
+        cycle_max_lr: Rate in the middle; a number or a list.
+        decay_lr_rate: After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``; 0 keeps it.
+        cycle_first_step_size: Length of the rise in iterations.
+        cycle_second_step_size: Length of the fall in iterations; None for the length of the rise.
+        cycle_first_stair_count: Number of stairs of the rise; 0 for a straight line.
+        cycle_second_stair_count: Number of stairs of the fall; None for as many as the rise has.
+        decay_step_size: Iterations per decay interval; 0 turns both decays off.
+        cycle_momentum: Cycle beta 1; switched off, with one warning, for optimizers without ``betas``.
+        cycle_min_mom: Beta 1 in the middle of the cycle; a number or a list.
+        cycle_max_mom: Beta 1 at both ends of the cycle; a number or a list.
+        decay_mom_rate: After the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     _SECOND_BETA = 0.99
@@ -336,12 +336,12 @@ class OneCycle(IterationSchedule):
 
     @property
     def total_size(self) -> float:
-        """Return the length of the whole cycle."""
+        """Return the number of iterations of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
     @property
     def step_ratio(self) -> float:
-        """Return the fraction of the cycle that is the rise."""
+        """Return the fraction of the cycle in which the rate rises."""
         return self.first_step_size / self.total_size
 
     def rates(self, iteration: int) -> list[float]:
@@ -400,15 +400,15 @@ class LRRangeTest(IterationSchedule):
     """Sweep of the rate upwards, to find where training diverges: ``min_lr * (1 + step_rate * (iteration + 1) / step_size)``.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        lr_range_test_min_lr: first rate; a number or a list.
-        lr_range_test_step_size: iterations per interval.
-        lr_range_test_step_rate: growth per interval.
-        lr_range_test_staircase: whether the rate changes only at whole intervals.
-        last_batch_iteration: the iteration to continue from.
+        optimizer: Any object with ``param_groups``.
+        lr_range_test_min_lr: First rate; a number or a list.
+        lr_range_test_step_size: Iterations per interval.
+        lr_range_test_step_rate: Growth per interval.
+        lr_range_test_staircase: Change the rate only at whole intervals.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(

@@ -17,17 +17,17 @@ class UncorrectedAdam(torch.optim.Optimizer):
     states are ``exp_avg`` and ``exp_avg_sq``, of the parameter's shape and dtype. Every operation is element-wise.
 
     Args:
-        params: parameters or group dicts.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (``p *= 1 - lr * weight_decay``) or added to the gradient.
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        betas: Decay factors of the two moments.
+        eps: Number added to the root of the second moment.
+        weight_decay: Decoupled (``p *= 1 - lr * weight_decay``) or added to the gradient.
         decoupled_weight_decay: True for AdamW's weight decay, False for Adam's.
         foreach: False updates parameter by parameter; None and True update lists in one call.
-        maximize: go up the gradient.
+        maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        ValueError: for a hyper-parameter out of its range.
+        ValueError: A hyper-parameter is out of its range.
     """
 
     def __init__(

@@ -75,7 +75,7 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """Return the context of ``opened`` with a file object."""
+    """Return a context with the regular file at ``path``, open for reading as a binary file object; errors are those of ``opened``."""
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
         yield file
 

@@ -75,7 +75,7 @@ class Training:
     moved: Moved = field(default_factory=Moved)
 
     def trace(self) -> Trace:
-        """Train; collective."""
+        """Train with the flag, count the tensors that move to the host, and return the trace of the training; collective."""
         model, reentrant = llama(self.adapters), KINDS[self.kind]
         if reentrant is not None:
             offload = self.flag == "offload"

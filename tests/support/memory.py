@@ -20,7 +20,7 @@ STATUS = Path("/proc/self/status")
 
 
 def resident_bytes(kind: str = "RssAnon") -> int:
-    """Return the bytes of this process in memory of one kind."""
+    """Return the bytes of this process's resident memory; ``kind`` is a field of /proc/self/status, by default anonymous memory."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024

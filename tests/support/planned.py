@@ -182,7 +182,7 @@ def run_all(cases: list[dict[str, Any]], world: int) -> list[list[Any]]:
 
 
 def key(case: Mapping[str, Any]) -> str:
-    """Return a case as text."""
+    """Return the JSON text of a case's model, configuration and wish, which identifies the case in files of results."""
     return json.dumps({name: case[name] for name in ("model", "config", "wish")})
 
 

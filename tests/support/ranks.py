@@ -98,17 +98,17 @@ def run_ranks(
     """Call ``function(*args)`` on every rank and return the values by rank.
 
     Args:
-        function: importable at module level (it is sent by name), reads its rank from ``torch.distributed``.
-        world_size: number of ranks.
-        timeout: seconds, on a quiet machine, after which the call fails with the stack of every rank; times ``PATIENCE``.
-        group_timeout: timeout of the process group's collectives in seconds; times ``PATIENCE``.
-        group: create the default gloo group before the call; otherwise only the launcher's variables are set.
-        env: variables set during the call, on every rank.
-        ordered: check that the ranks' collectives could not hang on NCCL (``collective_order.py``); a call with False gives the reason.
+        function: Function at module level (it is sent by name), which reads its rank from ``torch.distributed``.
+        world_size: Number of ranks.
+        timeout: Seconds on an idle machine after which the call fails with the stack of every rank; times ``PATIENCE``.
+        group_timeout: Timeout of the process group's collectives in seconds; times ``PATIENCE``.
+        group: Create the default gloo group before the call; otherwise only the launcher's variables are set.
+        env: Variables set during the call, on every rank.
+        ordered: Check that the ranks' collectives could not hang on NCCL (``collective_order.py``); a call with False gives the reason.
 
     Raises:
-        RankError: a rank raised, died or hung.
-        OrderError: the ranks' collectives could hang on NCCL.
+        RankError: A rank raised, died or hung.
+        OrderError: The ranks' collectives could hang on NCCL.
     """
     __tracebackhide__ = True  # pytest: the ranks' tracebacks are enough
     limits = {"timeout": PATIENCE * timeout, "group_timeout": PATIENCE * group_timeout}
