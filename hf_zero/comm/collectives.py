@@ -98,7 +98,7 @@ def _collective_error(label: str, error: BaseException) -> CollectiveError:
     recent, said = observe.recent_events(), " ".join(str(error).split()).rstrip(".")
     who = call_roll() or "a peer died, hangs, or runs a different sequence of steps"
     return CollectiveError(
-        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network said: {said}. "
+        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network reported: {said}. "
         f"Recent phases on this rank: {recent}. Look at the other ranks' logs for the first error"
     )
 

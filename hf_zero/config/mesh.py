@@ -270,7 +270,7 @@ def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
             against = [other for other in claims if other.axis == claim.axis]
             raise ConfigError(
                 f"the mesh of ranks is described in several places that contradict each other:\n{_listed(against)}\n"
-                "Say it once, or say the same everywhere"
+                "Set each size in one place, or to the same value everywhere"
             )
     return sizes
 

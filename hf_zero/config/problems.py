@@ -55,7 +55,7 @@ class Problems:
         if self.errors:
             blocks.append(_block("Please correct the following values of the DeepSpeed config:", self.errors))
         if self.refusals:
-            blocks.append(_block("The DeepSpeed config asks for things that hf_zero does not provide:", self.refusals))
+            blocks.append(_block("The DeepSpeed config has settings that hf_zero does not provide:", self.refusals))
         if self.mismatches:
             head = "Please correct the following DeepSpeed config values, which mismatch the training arguments:"
             tail = '\nThe easiest way is to set these values to "auto" in the DeepSpeed config.'

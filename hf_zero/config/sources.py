@@ -89,7 +89,7 @@ def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {place!r}: its config.json cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block is wanted")
+        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block {{...}} is expected")
     return content
 
 

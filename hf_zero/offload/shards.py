@@ -79,7 +79,7 @@ class _Frames:
         """
         found = self.holding(unit)
         if found is None:
-            raise StateError("no buffer holds the new values of this unit: they are sent once, after room for them was asked for")
+            raise StateError("no buffer holds the new values of this unit: reserve a buffer for them first, and send them only once")
         return found
 
     def settle(self) -> None:

@@ -129,7 +129,7 @@ def _plain(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     if value == "auto":
-        raise ConfigError(f'{key} is still "auto": nothing that is known here fills it. Give it a value.')
+        raise ConfigError(f'{key} is still "auto", and hf_zero has no source for its value here. Give it a value.')
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     parsed = parse_number(value)

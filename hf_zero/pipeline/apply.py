@@ -95,8 +95,8 @@ def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topolo
     if present is not None:
         if pipe is None or present.ranks != pipe.ranks:
             raise StateError(
-                f"the layers of this model are divided over {present.placement.ranks} ranks, for an engine before this one, which asks for "
-                f"{pipe.world if pipe is not None else 1}: load the model anew"
+                f"an earlier engine divided the layers of this model over {present.placement.ranks} ranks, and this engine needs them over "
+                f"{pipe.world if pipe is not None else 1}: load the model again"
             )
         return present
     if pipe is None:

@@ -246,8 +246,8 @@ class PipelinedForward:
             found = None  # ranks side by side run the same number of parts
         if found is None:
             log_rank0(
-                "pipeline: the output of %s for a batch cannot be put together from outputs for parts of the batch; each batch "
-                "goes through the %d stages as a whole, so stages wait for each other",
+                "pipeline: the output of %s for a batch cannot be computed from the outputs for parts of the batch; each batch "
+                "runs through the %d stages undivided, so stages wait for each other",
                 type(self._own.model).__name__,
                 self._pipe.world,
             )

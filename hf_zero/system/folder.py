@@ -201,9 +201,7 @@ class Folder:
 
 def other_spelling(path: Path) -> OSError:
     """Return the error about a name that exists with other capitals, on a disk that ignores case."""
-    return OSError(
-        errno.EEXIST, "it is there under a name with other capitals, which this disk does not tell apart; move it away", str(path)
-    )
+    return OSError(errno.EEXIST, "it exists under a name with other capitals, and this disk ignores capitals; move it away", str(path))
 
 
 @contextmanager

@@ -43,7 +43,7 @@ def _described(found: Exception) -> str:
     if isinstance(found, RecursionError):
         return "it is nested too deep"
     if isinstance(found, MemoryError):
-        return "it asks for more memory than there is"
+        return "it needs more memory than this machine has"
     if isinstance(found, KeyError):
         return f"{shown(found.args[0]) if found.args else 'a key'} is missing"
     described = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"

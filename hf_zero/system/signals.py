@@ -89,7 +89,7 @@ def newest() -> str:
     try:
         return _newest[0]() if _newest else "this process has neither saved nor loaded a checkpoint"
     except OSError as error:
-        return f"which checkpoint is the newest complete one cannot be told: {error}"
+        return f"the newest complete checkpoint cannot be determined: {error}"
 
 
 def listen(number: int) -> Callable[[bool], None] | None:

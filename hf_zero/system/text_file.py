@@ -44,15 +44,15 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = Fals
     with opened(path, pipe, within) as descriptor:
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_size > limit_bytes:
-            raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is: it has {found.st_size:,}")
+            raise ValueError(f"it is larger than {limit_bytes:,} bytes, the most that is read: it has {found.st_size:,}")
         if stat.S_ISREG(found.st_mode) and found.st_size > _DENSE_BYTES and _first_hole(descriptor, found.st_size) < found.st_size:
-            raise ValueError(f"it has holes, which no text has: of its {found.st_size:,} bytes some were never written")
+            raise ValueError(f"it has holes: some of its {found.st_size:,} bytes were never written, so it is no text")
         parts, room = [], limit_bytes + 1
         while room > 0 and (data := os.read(descriptor, min(room, 1 << 20))):
             parts.append(data)
             room -= len(data)
     if room <= 0:
-        raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is")
+        raise ValueError(f"it is larger than {limit_bytes:,} bytes, the most that is read")
     return b"".join(parts)
 
 
@@ -147,7 +147,9 @@ def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = L
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         if "larger than" in str(error):
-            raise ConfigError(f"{name} is larger than {limit_bytes:,} bytes, which none is; give the path of another file") from error
+            raise ConfigError(
+                f"{name} is larger than {limit_bytes:,} bytes, the most that is read; give the path of another file"
+            ) from error
         raise ConfigError(f"{name} cannot be read: {error}") from error  # a null character in the path
     try:
         return data.decode("utf-8-sig")

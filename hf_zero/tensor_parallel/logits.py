@@ -99,7 +99,7 @@ class VocabularyLogits(torch.Tensor):
             if logits.local.requires_grad:
                 raise StateError(
                     f"{func} reads logits of {logits.label}, of which each rank holds a part of the vocabulary, below autograd: "
-                    "pass it logits.whole(), or take the rule 'vocabulary' for this layer out of tensor_parallel.partition_config"
+                    "pass it logits.whole(), or remove the rule 'vocabulary' for this layer from tensor_parallel.partition_config"
                 )
             return logits.whole()
 
