@@ -129,7 +129,7 @@ def _needs(event: Event, stages: int) -> list[tuple[str, int, int]]:
 
 
 def own_seconds(ranks: Sequence[Sequence[Event]]) -> Callable[[Event], float]:
-    """Return the function that gives an event the median duration of its kind and stage."""
+    """Return a function of an event: the median duration, in seconds, of the events of its kind and stage."""
     found: dict[tuple[str, int], list[float]] = {}
     for rank in ranks:
         for event in rank:

@@ -28,7 +28,7 @@ Batch = dict[str, torch.Tensor]
 
 
 class CannotError(Exception):
-    """Error: the peer does not split this architecture; the text has the reason."""
+    """Error raised where a peer cannot split this architecture; its text is the reason."""
 
 
 def deepspeed_run(model: nn.Module, batch: Batch) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:

@@ -42,15 +42,15 @@ _HIGHLY_COMPOSITE = (
 
 
 class ElasticityError(ConfigError):
-    """Error: an elastic batch size cannot be computed. The message names the key, the value and the allowed values."""
+    """Error raised if an elastic batch size cannot be computed. The message names the key, the value and the allowed values."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """Error: the ``elasticity`` section is missing, switched off or wrong."""
+    """Error raised if the ``elasticity`` section is missing, switched off or wrong."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """Error: no allowed micro-batch size divides the elastic batch over this many ranks."""
+    """Error raised if no allowed micro-batch size divides the elastic batch over this many ranks."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from hf_zero.system.secrets import hidden
 
 
 class RefusedKeyError(ConfigError, UnsupportedError):
-    """Error: the configuration requests features that are not provided. The message names each key and a replacement."""
+    """Error raised if the configuration requests features that are not provided. The message names each key and a replacement."""
 
 
 @dataclass

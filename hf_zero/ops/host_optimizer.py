@@ -126,10 +126,10 @@ class HostOptimizer(torch.optim.Optimizer):
         self._pass(group, param, whole)
 
     def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sparse gradient ``grad`` as a dense one, for optimizers that change nothing where a gradient is zero.
+        """Return the sparse gradient ``grad`` as a dense one; a subclass does so if its step changes nothing where a gradient is zero.
 
         Raises:
-            UnsupportedError: The optimizer is not one of these: to update only the rows in the gradient would be another optimizer.
+            UnsupportedError: Every other optimizer also changes elements whose gradient is zero, so the sparse rows are not enough.
         """
         raise UnsupportedError(
             f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "

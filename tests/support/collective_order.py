@@ -23,7 +23,7 @@ _SHOWN = 4  # events before and after the first difference
 
 
 class OrderError(AssertionError):
-    """Error: the ranks of a job issued collectives in an order that could hang on NCCL, or mix up messages."""
+    """Error raised if the ranks of a job issued collectives in an order that could hang on NCCL, or mix up messages."""
 
 
 class Issue(NamedTuple):

@@ -49,7 +49,7 @@ LOG_TAIL_CHARS = 4000
 
 
 class RankError(AssertionError):
-    """At least one rank raised, died or was still running at the time limit. ``outcomes`` holds one entry per rank."""
+    """Error raised if a rank raised, died or was still running at the time limit. ``outcomes`` holds one entry per rank."""
 
     def __init__(self, name: str, outcomes: list[RankOutcome]) -> None:
         self.outcomes = outcomes
