@@ -24,7 +24,7 @@ _LENGTHS = (16, 64, 512)
 
 
 class UnknownFlowError(ConfigError):
-    """Error: the model cannot be traced and no layer is named, so no plan can be made."""
+    """Error raised if the model cannot be traced and no layer is named, so no plan can be made."""
 
 
 def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
