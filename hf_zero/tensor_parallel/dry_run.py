@@ -100,7 +100,7 @@ class DryRun:
 
 
 class _Diverged(Exception):
-    """Error: the split model runs other functions than the whole model."""
+    """Error raised if the split model runs other functions than the whole model."""
 
 
 def dry_run(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution, ranks: int) -> DryRun:

@@ -118,7 +118,7 @@ def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -
 
 
 class _Untraceable(Exception):
-    """Error: the model does not run without values, or no call that runs it is known."""
+    """Error raised if the model does not run without values, or no call that runs it is known."""
 
 
 def _remedy(model: nn.Module, ranks: int) -> str:
