@@ -102,13 +102,7 @@ def adopt_present_writes(unit: Unit) -> None:
     Raises:
         StateError: See ``adopt_writes``.
     """
-    adopt_writes(unit, is_idle(unit))
-
-
-def is_idle(unit: Unit) -> bool:
-    """Return whether no backward of the engine of ``unit`` can follow that reads the present values; local."""
-    training = unit.trained_by() if unit.trained_by is not None else None
-    return training is None or training.idle
+    adopt_writes(unit, not unit.awaited())
 
 
 def _is_beside(unit: Unit) -> bool:
