@@ -284,7 +284,8 @@ class Engine(nn.Module):
         if self.stepper is None:
             return frozenset()
         given, count = set(map(id, params)), self.accumulation
-        waits = count.awaits_update or count.held_back or count.broken
+        set_alone = self.stepper.reducer.shown.replaced and not count.in_window
+        waits = count.awaits_update or count.held_back or count.broken or set_alone
         if waits and all(id(param) in given for param in self.module.parameters()):
             self.discard_gradients()
         elif waits:

@@ -20,7 +20,7 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.noted_writes import NotedWrites
 from hf_zero.core.units.packed import is_wrapped
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory, same_bits
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -374,7 +374,7 @@ class Unit:
         """Keep writes that torch has not counted, but for the parameters at ``counted``, whose values are elsewhere; local."""
         own, shard = self.whole.flat[self.owned.start : self.owned.stop], self.own.shard
         on_host = own.device.type == "cpu"
-        if shard.device != own.device or (on_host and torch.equal(own.view(torch.uint8), shard.view(torch.uint8))):
+        if shard.device != own.device or (on_host and same_bits(own, shard)):
             return
         if not on_host and self.secondary.here:
             return

@@ -179,6 +179,10 @@ MENDED: tuple[str, ...] = (
         "forward data=1; backward; zero_grad how=blocks.0; step; forward data=2; backward; step"
         for stage in (0, 3)
     ),
+    *(
+        f"cell stage={stage} dtype=bf16; forward data=0; backward; set_grad param={_UP}; zero_grad how=optimizer; step; {_TRAIN}"
+        for stage in (0, 2)
+    ),
     *(  # everything is frozen when its backward runs
         f"cell stage={stage} ranks=2 frozen=embed client=1 tied=1; {_TRAIN}; forward data=8; freeze layer=blocks.0; freeze layer=blocks.1; "
         f"backward; step; {_TRAIN}"
