@@ -169,6 +169,8 @@ MENDED: tuple[str, ...] = (
             ("tied=1", "gather_write param=head.weight modifier=0 who=all", "write param=head.weight how=data_copy"),
         )
     ),
+    # Values that are assigned before others are loaded.
+    *(f"cell stage={stage} ranks=2; save; write param={_UP} how=assign; load which=last; {_TRAIN}" for stage in (0, 2, 3)),
     # Gradients that a script clears: of the whole model, by whatever object, or of a part; in the middle of an accumulation all are kept.
     *(
         f"cell stage={stage} ranks=2 {more}; {_TRAIN}; forward data=1; backward; zero_grad how={how}; step; forward data=2; backward; step"
