@@ -107,7 +107,7 @@ class Joiner:
         """Make the gradients of ``units``, and sort the gradients of all units in the model's order."""
         entries = {id(unit): self.gradients_of(unit) for unit in units}
         for unit in units:
-            unit.trained_by = ref(self.runtime)
+            unit.belongs_to = ref(self.runtime)
         known = {id(entry.unit): entry for entry in self.reducer.gradients} | entries
         ordered: list[UnitGradients] = []
         for block in (self.runtime.root, *self.runtime.blocks):

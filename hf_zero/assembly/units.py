@@ -145,8 +145,9 @@ class UnitBuilder:
 
     def _is_trained_elsewhere(self, param: nn.Parameter) -> bool:
         owner = find_unit(param)
-        training = owner[0].trained_by() if owner is not None and owner[0].trained_by is not None else None
-        return training is not None and param.requires_grad and training.trains and training.module is not self.module
+        training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
+        trains = training is not None and training.trains and training.module is not self.module
+        return trains and owner is not None and owner[0].trainable and param.requires_grad
 
     def kept(self) -> KeptTypes:
         """Return the dtypes of the tensors that the cast of the model skips."""
