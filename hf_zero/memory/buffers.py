@@ -1,6 +1,4 @@
-"""Allocate host memory that devices copy from and to, page-locked at its exact size, and memory that is updated beside
-it, on huge pages.
-"""
+"""Allocate host memory: page-locked buffers of exact size, which devices copy from and to, and ordinary memory on huge pages."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ ALIGNMENT = 4096
 
 
 class HostMemory:
-    """Allocates host buffers of one device; each is returned to the kernel with its last tensor.
+    """Allocator of the host buffers of one device; each buffer is returned to the kernel with its last tensor.
 
-    torch's own page-locked allocator rounds each size up to a power of two, half of it wasted at worst, and keeps what is freed; here pages
-    are taken from the kernel and registered with the driver as they are. When registering fails (a limit on locked memory) the
-    memory stays ordinary and copies are slower.
+    torch's page-locked allocator rounds each size up to a power of two, which wastes up to half of it, and keeps freed memory. This class
+    takes pages from the kernel and registers them with the driver. If registering fails (a limit on locked memory), the memory stays
+    ordinary and copies are slower.
 
     To free a buffer that a device may still be copying, a caller waits for all work of the device: use this class for lasting buffers, and
     ``HostPool`` for temporary ones.
