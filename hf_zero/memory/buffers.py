@@ -172,7 +172,7 @@ class _Locks:
         self._failed = False
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock pages; return False, with a warning, if the driver refuses, and then always."""
+        """Lock the ``nbytes`` of pages at ``address``; after the driver has refused once, with a warning, always return False."""
         if self._failed:
             return False
         with self._module.device(self._device):  # the driver initialises the current device

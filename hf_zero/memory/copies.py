@@ -78,7 +78,7 @@ class CopyLane:
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
         """Copy ``source`` to ``target``, of the same number of elements; callers must not access the host memory before the mark.
 
-        Device memory must live until the current stream is ordered behind it.
+        Device memory must stay allocated until the current stream is ordered after the mark.
         """
         with self.entered():
             target.copy_(source, non_blocking=True)

@@ -1,4 +1,4 @@
-"""Allocate host memory: large buffers on huge pages, freed blocks, and pages mapped from files."""
+"""Allocate large host buffers on huge pages, and list the memory that is mapped from files."""
 
 from __future__ import annotations
 

@@ -124,7 +124,7 @@ def _from_config(wish: ModelWish) -> PlannedModel:
 
 
 def _configuration(name: str, settings: dict[str, Any]) -> Any:
-    """Return the transformers configuration of the model ``name``, with the values of ``settings`` replaced."""
+    """Return the transformers configuration of the model ``name``, with ``settings`` in place of its values."""
     import transformers
 
     found = read_model_config(name, pipe=True)
@@ -234,7 +234,7 @@ def _require_known_names(kind: str, config_class: Any, settings: Mapping[str, An
 
 
 def _code_of(config: Any) -> str:
-    """Return the source code of the model of ``config``; it may read keys that the class does not list: ``getattr(config, "head_dim")``."""
+    """Return the source code of the model of ``config``, because models may read keys that the configuration class does not list."""
     try:
         return inspect.getsource(sys.modules[class_of(config).__module__])
     except (ConfigError, OSError):

@@ -95,7 +95,7 @@ class Work:
     operations: int = 0
 
     def plus(self, other: Work, times: int = 1) -> Work:
-        """Return this plus ``times`` times ``other``."""
+        """Return the sum of this work and ``times`` times ``other``."""
         mine, theirs = astuple(self), astuple(other)
         return Work(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
@@ -215,7 +215,7 @@ class StorageRecorder(TorchDispatchMode):
         finally:
             self.current_kind = before
 
-    def allocates(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    def wrapped(self, kind: str, call: Callable[..., Any]) -> Callable[..., Any]:
         """Return a function that runs ``call`` and gives the storages it allocates the kind ``kind``."""
 
         def run(*args: Any, **kwargs: Any) -> Any:

@@ -108,7 +108,7 @@ class Traffic:
     calls_alone: float = 0.0
 
     def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
-        """Return this plus ``times`` times ``other``."""
+        """Return the sum of this traffic and ``times`` times ``other``."""
         mine, theirs = astuple(self), astuple(other)
         return Traffic(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
@@ -321,7 +321,7 @@ class _Run:
     def _mark_gradient_pools(self, engine: Any) -> None:
         """Give storages that gradient pools allocate the kind "gradients", and mark the states of ``engine``."""
         for pool in {id(entry.collected.pool): entry.collected.pool for entry in engine.stepper.reducer.gradients}.values():
-            setattr(pool, "take", self.recorder.allocates("gradients", pool.take))  # noqa: B010
+            setattr(pool, "take", self.recorder.wrapped("gradients", pool.take))  # noqa: B010
         self._mark_owned(engine)
 
     def _patch_collectives(self, network: Collectives, topology: Topology) -> None:

@@ -37,7 +37,7 @@ from hf_zero.plan.time_bounds import TimeBounds
 SHOWN = 5  # number of best candidates in the answer
 _REFUSED = "refused"
 _PREPARATION = 0.2  # share of the progress before the first family
-_ROUNDS = 3  # plain families, recomputing ones, offloading ones
+_ROUNDS = 3  # rounds of the search: plain families, recomputing ones, offloading ones
 
 
 @dataclass(frozen=True)
@@ -176,7 +176,7 @@ class Search:
         return True
 
     def _is_slow_layout(self, layout: Layout) -> bool:
-        """Return whether all remaining candidates of ``layout`` are slower than the best; if so, exclude the layout."""
+        """Return whether ``layout`` is excluded now: its lower bound exceeds the best candidates, or the engine refuses it."""
         reached, first = self._time_to_beat(), Family(layout, 1, Tier(), False)
         if reached == float("inf"):
             return False

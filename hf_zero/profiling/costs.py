@@ -210,7 +210,7 @@ class CostRecorder:
             self._counter.__enter__()
 
     def stop(self) -> None:
-        """Stop recording; ``start`` continues."""
+        """Stop recording; a later ``start`` continues it."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
         for hook in self._hooks:

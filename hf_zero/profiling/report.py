@@ -150,7 +150,7 @@ def rate_text(flops: float, seconds: float) -> str:
 
 
 def flops_text(flops: float) -> str:
-    """Return a number of operations and the same number in multiply-adds, as text."""
+    """Return a number of operations and the equivalent number of multiply-adds, as text."""
     return f"{flops_to_string(flops)} ({macs_to_string(flops / 2)})"
 
 
