@@ -38,7 +38,7 @@ class HostMemory:
 
     Args:
         device: The training device; only one that copies from host memory needs it locked.
-        pin: Lock pages.
+        pin: Whether to lock pages.
     """
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
@@ -101,7 +101,7 @@ class HostPool:
         return self.memory.empty(max(nbytes, 1), torch.uint8, pinned=True)
 
     def give(self, block: torch.Tensor) -> None:
-        """Take a block back; from any thread, and from a finalizer."""
+        """Return ``block`` to the pool; may be called from any thread and from a finalizer."""
         self._given.append(block)
 
 

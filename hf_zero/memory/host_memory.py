@@ -22,11 +22,10 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised tensor like ``empty``, for use during a part of a step: a view that begins at a huge page of slightly larger
-    memory.
+    """Return an uninitialised (numel,) tensor for use during a part of a step; if it is large and on a host, it begins at a huge page.
 
-    Elements outside complete huge pages are on small ones, 2 MiB of a buffer on average. Permanent memory does not
-    justify the extra address space. No code writes to the rest of the room, so it takes no memory, and a plan leaves it out.
+    Such a tensor is a view of slightly larger memory. Unaligned, on average 2 MiB of a buffer would be on small pages. Permanent memory
+    does not justify the extra address space. No code writes to the rest, so it takes no memory, and a plan leaves it out.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or planning() or _advise() is None:

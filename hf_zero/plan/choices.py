@@ -93,7 +93,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def _filled(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Return a new tensor of ``zeros``, ``arange``, ...; store the values of integers and booleans."""
+        """Run an operation that creates a tensor (``zeros``, ``arange``, ...); store its values if they are integers or booleans."""
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and not result.is_floating_point():
             with _disable_current_modes():

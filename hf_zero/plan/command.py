@@ -110,7 +110,7 @@ def _translate_fsdp(options: argparse.Namespace) -> int:
 
 
 def _wish(options: argparse.Namespace) -> fit.Wish:
-    """Return the model, ranks and hardware that the flags describe."""
+    """Return the inputs of a plan that the flags describe: model, ranks and hardware."""
     from hf_zero.plan.cluster import Cluster, Hardware
     from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.quantities import bytes_per_second_of

@@ -231,7 +231,7 @@ def _stage(settings: Sequence[Setting], group: int | None) -> int:
 
 
 def _settings_at(settings: Sequence[Setting], stage: int, group: int | None) -> Iterator[Setting]:
-    """Yield the settings that take effect at ZeRO ``stage``, with ``STAGE`` and ``GROUP`` replaced by their values."""
+    """Yield the settings that take effect at ZeRO ``stage``, with the final values of the stage and of the shard group."""
     for setting in settings:
         if setting.value == GROUP:
             if group is not None and stage:

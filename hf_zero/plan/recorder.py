@@ -48,7 +48,7 @@ class Storage:
         shape: Shape of the first tensor in the storage.
         dtype: Dtype of this tensor.
         address: A unique address, where no memory is.
-        nbytes: Present size in bytes, as a device's allocator rounds it.
+        nbytes: Present size in bytes; on devices, rounded up like their allocator does.
         reference: Weak reference to torch's storage; records the release.
     """
 
@@ -80,7 +80,7 @@ class Change:
 
 @dataclass
 class Work:
-    """Computation and copies so far.
+    """Amounts of computation and of copied bytes.
 
     Attributes:
         flops: Floating-point operations of matrix products, convolutions and attention.

@@ -176,7 +176,7 @@ class RecordedStep:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter around each phase of the engine."""
+        """Watch one phase of the engine: recording begins with a training forward and ends with the next ``step``."""
         trains = name != "forward" or (self._module.training and torch.is_grad_enabled())
         if self._left == 0 and self._profile is None and name == "forward" and trains:
             self._begin()

@@ -70,7 +70,7 @@ def write_report(text: str, output_file: str | None) -> None:
 
 
 def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, depth: int, top: int, detailed: bool) -> str:
-    """Return the whole report.
+    """Return the report as text: figures, the most expensive classes of modules and, if ``detailed``, the tree of modules.
 
     Args:
         title: Title of the report.

@@ -141,7 +141,7 @@ class StepMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter around each phase of the engine; ``aside`` counts time that belongs to no step."""
+        """Watch one phase of the engine; the phase ``aside`` counts time that belongs to no step."""
         begin = time.perf_counter()
         if name == "aside" or (name == "forward" and not (self._module.training and torch.is_grad_enabled())):
             if self._aside is None:

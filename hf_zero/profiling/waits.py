@@ -51,7 +51,7 @@ class WaitTimes:
             observe.set_meter(None)
 
     def wait(self, kind: str, on_stream: bool) -> _Wait | _Nothing:
-        """Return a context manager for one wait."""
+        """Return a context manager that measures one wait; it does nothing inside another wait and on other threads."""
         if self._waiting or threading.get_ident() != self._thread:  # waits of the update thread do not delay the step
             return self._nothing
         watch = self._stream if on_stream else self._host
@@ -65,11 +65,11 @@ class WaitTimes:
         self._seconds[kind] += seconds
 
     def entered(self) -> None:
-        """Note that a wait begins."""
+        """Begin a wait; waits inside it are not measured."""
         self._waiting = True
 
     def left(self, kind: str, watch: Watch, begin: Any, end: Any) -> None:
-        """Note that the wait ends."""
+        """End the wait, and add its time to ``kind``."""
         self._waiting = False
         if watch is self._host:
             self._seconds[kind] += end - begin
