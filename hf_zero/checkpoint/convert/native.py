@@ -81,6 +81,7 @@ def read_checkpoint(folder: Path) -> Source:
         values={
             "scheduler": decoder.decode(index.scheduler),
             "scaler": decoder.decode(index.scaler),
+            "spikes": decoder.decode(index.spikes),
             "client_state": decoder.decode(index.client_state),
             "extra_state": decoder.decode(index.extra_state),
         },
@@ -213,4 +214,5 @@ def _index(source: Source, tag: str, values: dict[str, Any]) -> Index:
         scaler=values.get("scaler") or {},
         counters=dict(source.counters),
         client_state=values.get("client_state") or {},
+        spikes=values.get("spikes"),
     )

@@ -86,6 +86,16 @@ class OwnSettings(Section):
         "gathers, reductions, offload and data: a line in the log, Train/Speed, Train/Memory and Train/Waited in monitors, speed, memory "
         "and waited in Trainer's logs; 0 is off",
     )
+    spike_factor: Literal[0] | Annotated[float, Field(gt=1, allow_inf_nan=False)] = used(
+        0,
+        "A gradient norm above this many times the median of the last 100 optimizer steps is a spike: the log names the step, the norm and "
+        "the samples of its batch. The first 20 steps are none; 0 is off",
+    )
+    spike_action: Annotated[Literal["log", "skip"], ANY_CASE] = used(
+        "log",
+        "With spike_factor: skip drops the gradients of such a step, as a step that overflows does; weights, moments and the scheduler "
+        "stay. After 10 skipped steps in succession their norms count as usual. Checkpoints hold the norms, so a resumed run decides alike",
+    )
     peak_tflops: Positive | None = used(
         None,
         "With step_metrics: 10^12 operations per second of one device at its best, which utilisation is a share of; unset: a table",
