@@ -86,7 +86,7 @@ def test_files_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     written("full-8", tmp_path)
     before = (tmp_path / "ds.json").read_text()
     assert main(["recipes", "lora-1", "--out", str(tmp_path)]) == 1
-    assert "is there already" in capsys.readouterr().err and (tmp_path / "ds.json").read_text() == before
+    assert "exists already" in capsys.readouterr().err and (tmp_path / "ds.json").read_text() == before
 
 
 @pytest.fixture(scope="module")

@@ -83,7 +83,7 @@ def test_a_model_of_too_many_modules_is_not_built(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hf_zero.plan.models._MOST_MODULES", 20)
-    assert "more than 20 modules, which no model has" in say(capsys, tmp_path, {**GPT2, "n_layer": 5})
+    assert "more than 20 modules" in say(capsys, tmp_path, {**GPT2, "n_layer": 5})
 
 
 def test_explain_reads_the_same_files_with_the_same_bounds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
