@@ -199,7 +199,7 @@ def _sizes() -> None:
         config = {"gradient_accumulation_steps": 4, KEY: 1.0, "zero_optimization": {"stage": 2}}
         with (
             trainers.clean_state(),
-            pytest.raises(ConfigError, match=rf"{key} is {found} in .*, and DeepSpeedPlugin\({argument}\) is {value}"),
+            pytest.raises(ConfigError, match=rf"{key} is {found} in .*, but DeepSpeedPlugin\({argument}\) is {value}"),
         ):
             DeepSpeedPlugin(hf_ds_config=config, **{argument: value})
     with trainers.clean_state(), pytest.raises(ConfigError, match="bf16.enabled is False in the configuration"):
