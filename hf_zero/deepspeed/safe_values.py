@@ -30,7 +30,7 @@ class Training:
         shown: Gradients that scripts see in ``param.grad``.
         optimizer: Optimizer that updates the unit.
         scaler: Loss scale.
-        defers: Function that returns whether gradients may still wait for their reduction (``no_sync``).
+        defers: Whether gradients may wait for their reduction (``no_sync``).
     """
 
     gradients: UnitGradients
@@ -144,7 +144,7 @@ def _everyone(gradients: UnitGradients) -> Collectives:
 
 
 def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
-    """Return a copy of the gradient of parameter ``index`` averaged over ranks, for a gradient that the engine has not reduced; collective."""
+    """Return a copy of the gradient of parameter ``index``, which is not reduced yet, averaged over ranks; collective."""
     slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
     own = gradients.collected.own()[slot.range.start : slot.range.stop].clone()
     network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()

@@ -43,7 +43,7 @@ class PluginOptions(TypedDict, total=False):
 
 
 class ZeroPlugin(DeepSpeedPlugin):
-    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both; write no files.
+    """A `DeepSpeedPlugin` of accelerate that is configured by a DeepSpeed JSON, by typed arguments, or by both, without files.
 
     A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; an argument that contradicts the JSON is an error.
     Arguments that are not given come from the answers of `accelerate config`, as in accelerate's own plugin. ``"auto"`` values that

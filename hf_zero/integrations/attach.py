@@ -42,7 +42,7 @@ def serve_offload(built: Engine) -> None:
 
 
 def let_go(destroyed: Engine) -> None:
-    """Give a Trainer its plain model back when its engine is destroyed.
+    """Restore the plain model of a Trainer when its engine is destroyed.
 
     [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the previous training
     (or evaluation at stage 3). It then uses ``trainer.model_wrapped``, the same engine, as if it were prepared. So a Trainer that destroys

@@ -1,4 +1,4 @@
-"""A callback for Trainer that averages the weights: ``Trainer(callbacks=[AveragedWeightsCallback(decay=0.999)])``."""
+"""Define a callback for Trainer that averages the weights: ``Trainer(callbacks=[AveragedWeightsCallback(decay=0.999)])``."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FOLDER = "averaged"
 
 
 class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
-    """Average the weights after each optimizer step, and evaluate and save with the averages.
+    """A Trainer callback that averages the weights after each optimizer step, and evaluates and saves with the averages.
 
     Trainer's checkpoints hold the average itself (in the engine's files), so a resumed run goes on with it.
 

@@ -1,4 +1,4 @@
-"""``TrainingArguments`` with typed ZeRO fields, for Trainer scripts without a DeepSpeed JSON, or beside one."""
+"""Define ``TrainingArguments`` with typed ZeRO fields, for Trainer scripts with or without a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def _option(description: str, choices: tuple[Any, ...] | None = None) -> Any:
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):
-    """Add typed ZeRO fields to transformers' ``TrainingArguments``; works with ``HfArgumentParser``.
+    """The ``TrainingArguments`` of transformers with typed ZeRO fields; works with ``HfArgumentParser``.
 
     A field fills a value that the configuration in ``deepspeed`` (or the launcher's) lacks or leaves on "auto". The constructor reports
     all mistakes in one error: fields out of range, fields that contradict the configuration, values of the configuration that contradict

@@ -155,7 +155,7 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def default_topology(ranks: int) -> PipeDataParallelTopology:
-    """Return a topology with about as many stages as data-parallel ranks: both get the prime factors of ``ranks`` in turn, as in DeepSpeed."""
+    """Return a topology with about as many stages as data-parallel ranks: both get prime factors of ``ranks`` in turn."""
     factors = prime_factors(ranks)
     return PipeDataParallelTopology(math.prod(factors[::2]), math.prod(factors[1::2]))
 

@@ -111,7 +111,7 @@ def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[s
     return device_mesh(dict(zip(mesh_dim_names, mesh_shape, strict=True)), default_device().type, {})
 
 
-# What DeepSpeed asks of the version of torch is always there.
+# DeepSpeed checks torch's version with these functions; every supported torch has the collectives.
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -120,7 +120,7 @@ def has_all_gather_into_tensor() -> bool:
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
+    """Return True, because torch.distributed has this collective."""
     return True
 
 
