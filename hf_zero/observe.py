@@ -31,7 +31,7 @@ if not logger.handlers and not logging.getLogger().handlers:
     logger.propagate = False
 
 
-def _write_out(record: logging.LogRecord) -> bool:
+def _escape_message(record: logging.LogRecord) -> bool:
     """Escape control characters in a record's message (``errors.printable``), for every handler; return True, as a log filter."""
     text = record.getMessage()
     safe = printable(text)
@@ -40,13 +40,13 @@ def _write_out(record: logging.LogRecord) -> bool:
     return True
 
 
-logger.addFilter(_write_out)
+logger.addFilter(_escape_message)
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET")
 _level = (os.environ.get("HF_ZERO_LOG_LEVEL") or "INFO").upper()
 if _level not in _LEVELS:
     raise ConfigError(f"HF_ZERO_LOG_LEVEL is {os.environ['HF_ZERO_LOG_LEVEL']!r}; {', '.join(_LEVELS[:5])} are allowed")
 logger.setLevel(_level)
-_hushed = False  # whether ``announce`` is off, because the engines are not the user's
+_announcements_off = False  # whether ``announce`` is off, because the engines are not the user's
 
 _RING_SIZE = 64
 _NOTHING = nullcontext()
@@ -180,7 +180,7 @@ def log_rank0(message: str, *args: object, level: int = logging.INFO) -> None:
 
 def announce(message: str) -> None:
     """Log a line on rank 0 whatever level other libraries have set; only HF_ZERO_LOG_LEVEL above INFO suppresses it."""
-    if _hushed or global_rank() != 0 or logging.getLevelName(_level) > logging.INFO:
+    if _announcements_off or global_rank() != 0 or logging.getLevelName(_level) > logging.INFO:
         return
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
     if not logger.filter(record):
@@ -195,14 +195,14 @@ def announce(message: str) -> None:
 @contextmanager
 def hushed() -> Iterator[None]:
     """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement."""
-    global _hushed
-    before, level = _hushed, logger.level
-    _hushed = True
+    global _announcements_off
+    before, level = _announcements_off, logger.level
+    _announcements_off = True
     logger.setLevel("ERROR")
     try:
         yield
     finally:
-        _hushed = before
+        _announcements_off = before
         logger.setLevel(level)
 
 

@@ -142,7 +142,7 @@ class SavedHere:
 
 
 @dataclass
-class _Side:
+class _CopyResources:
     """The copy stream of a device, for both directions, and its pool of host memory.
 
     All copies to and from the pool run in this one stream, so a block may be reused before an earlier copy from it has finished.
@@ -153,9 +153,9 @@ class _Side:
 
 
 class HostActivations:
-    """A pair of hooks for saved tensors, ``save`` and ``load``, that keeps them on the host.
+    """A pair of saved-tensor hooks, ``save`` and ``load``, that keeps the tensors in host memory until backward.
 
-    Parameters, memory that is marked as resident, tensors that are on the host already and small ones stay as they are.
+    Parameters, memory that is marked as resident, tensors that are on the host already and small tensors are not moved.
 
     Args:
         copies_always: Whether tensors that are on the host already are copied too (for tests).
@@ -163,7 +163,7 @@ class HostActivations:
 
     def __init__(self, copies_always: bool = False) -> None:
         self.copies_always = copies_always
-        self._sides: dict[torch.device, _Side] = {}
+        self._resources: dict[torch.device, _CopyResources] = {}
         self._groups = [_Group(0)]  # the last one is not complete
         self._known: dict[int, ReferenceType[_Piece]] = {}  # by storage, while its piece has a source
         self._under_way: list[_Group] = []  # groups with marks
@@ -221,7 +221,7 @@ class HostActivations:
             piece.check()
             if not piece.changed and tensor._version == piece.version:
                 return piece, int(tensor.storage_offset()), False
-        pool = self._side(tensor.device).pool
+        pool = self._resources_of(tensor.device).pool
         moved = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         values = tensor.detach().as_strided(moved, tensor.stride())
         if storage.nbytes() <= _MOST_UNUSED * values.numel() * width and storage.nbytes() % width == 0:
@@ -239,15 +239,15 @@ class HostActivations:
         leaving = [(piece, piece.source) for piece in pieces if piece.host is None and piece.source is not None]
         leaving = [(piece, source) for piece, source in leaving if source.nbytes >= LEAST_BYTES]
         for device in {piece.device for piece, _ in leaving}:
-            side = self._side(device)
-            with side.lane.entered():
+            resources = self._resources_of(device)
+            with resources.lane.entered():
                 for piece, source in leaving:
                     if piece.device == device:
-                        piece.block = side.pool.take(source.nbytes)
+                        piece.block = resources.pool.take(source.nbytes)
                         piece.host = piece.block[: source.nbytes].view(source.dtype)
                         piece.host.copy_(source, non_blocking=True)
                         group.held.append(source)
-                self._begun(group, side.lane.mark())
+                self._begun(group, resources.lane.mark())
 
     def _begun(self, group: _Group, mark: Mark) -> None:
         group.marks.append(mark)
@@ -303,7 +303,7 @@ class HostActivations:
         """Begin to copy pieces back that are not on the device; without ``group`` the computing stream waits for them immediately."""
         absent = [(piece, piece.host) for piece in pieces if piece.source is None and piece.fetched is None and piece.host is not None]
         for device in {piece.device for piece, _ in absent}:
-            lane = self._side(device).lane
+            lane = self._resources_of(device).lane
             # Allocate in the computing stream, which will free the memory.
             there = [(piece, host, torch.empty_like(host, device=device)) for piece, host in absent if piece.device == device]
             with lane.entered():
@@ -334,10 +334,10 @@ class HostActivations:
             group.marks, group.held = [], []
         self._under_way = []
 
-    def _side(self, device: torch.device) -> _Side:
-        if device not in self._sides:
-            self._sides[device] = _Side(CopyLane(device), HostPool(HostMemory(device)))
-        return self._sides[device]
+    def _resources_of(self, device: torch.device) -> _CopyResources:
+        if device not in self._resources:
+            self._resources[device] = _CopyResources(CopyLane(device), HostPool(HostMemory(device)))
+        return self._resources[device]
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -35,7 +35,7 @@ class SavedPart:
     part: Any  # Tensor, or the result of HostActivations.save
 
 
-def keeps(tensor: Tensor) -> bool:
+def is_saved_unchanged(tensor: Tensor) -> bool:
     """Return whether an input is saved unchanged: parameters stay in memory anyway; integers and single numbers are too small."""
     return isinstance(tensor, Parameter) or not tensor.is_floating_point() or tensor.numel() < 2
 
@@ -51,8 +51,8 @@ class DividedInputs:
         self.collectives = collectives
 
     def save(self, tensor: Tensor) -> Any:
-        """Return the tensor itself if ``keeps`` it, else a ``SavedPart`` with a copy of this rank's part."""
-        if keeps(tensor) or tensor.numel() < self.collectives.world:
+        """Return the tensor itself if ``is_saved_unchanged``, else a ``SavedPart`` with a copy of this rank's part."""
+        if is_saved_unchanged(tensor) or tensor.numel() < self.collectives.world:
             return tensor
         world, rank = self.collectives.world, self.collectives.rank
         length = -(-tensor.numel() // world)

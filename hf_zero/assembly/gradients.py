@@ -116,7 +116,7 @@ class GradientsBuilder:
         late = partial(data.any_of, unit="late gradients")
         return Reducer(entries, self._exchange, overlap, late, tell, self._networks.topology.device)
 
-    def remember_with(self, optimizer: ShardedOptimizer) -> None:
+    def add_errors_to_checkpoints_of(self, optimizer: ShardedOptimizer) -> None:
         """Let checkpoints of ``optimizer`` store the quantization errors of gradients, if gradients are sent quantized; local."""
         if isinstance(self._exchange, QuantizedExchange):
             optimizer.memory = self._exchange

@@ -111,7 +111,7 @@ def _matching(module: nn.Module, search: re.Pattern[str]) -> Iterator[torch.Tens
 
 
 _ABOUT_TYPES = re.compile(r"\bd?types?\b", re.IGNORECASE)
-_SAID = "hf_zero: parameters train in"
+_FIRST_WORDS = "hf_zero: parameters train in"
 _SHOWN = 3
 
 
@@ -123,14 +123,14 @@ def explain_types(engine: Any, error: BaseException, phase: str) -> None:
     """
     dtype = engine.precision.param_dtype
     text = str(error)
-    if phase != "forward" or not isinstance(error, RuntimeError) or dtype is None or not _ABOUT_TYPES.search(text) or _SAID in text:
+    if phase != "forward" or not isinstance(error, RuntimeError) or dtype is None or not _ABOUT_TYPES.search(text) or _FIRST_WORDS in text:
         return
     buffers = _others(engine.module.named_buffers(), dtype)
     params = _others(engine.module.named_parameters(), dtype)
     if not (buffers or params):
         return
     name = str(dtype).removeprefix("torch.")
-    lines = [f"{_SAID} {name}."]
+    lines = [f"{_FIRST_WORDS} {name}."]
     if buffers:
         lines.append(
             f"Buffers stay as they were loaded: {_list(buffers)}. Cast them where the forward uses them, load the model in {name} "

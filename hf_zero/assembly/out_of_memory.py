@@ -18,7 +18,7 @@ from hf_zero.system.sizes import gib
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WORTH = 0.01  # share of the memory of the engine and its model; smaller savings are not listed
-_SAID = "hf_zero: what was alive on rank"
+_FIRST_WORDS = "hf_zero: what was alive on rank"
 _REST = "activations"  # and other allocations since the engine was made
 
 
@@ -88,21 +88,21 @@ class OutOfMemory:
         The class of the error stays, its text stays in front, and it keeps a single argument, so that a search for "out of memory" finds
         it.
         """
-        if not is_out_of_memory(error) or _SAID in str(error):
+        if not is_out_of_memory(error) or _FIRST_WORDS in str(error):
             return
         try:
-            told = "\n".join(self._lines(engine, error, phase))
+            explanation = "\n".join(self._lines(engine, error, phase))
         except Exception as fault:  # a failing explanation must not hide the error itself
-            told = f"{_SAID} {observe.global_rank()} cannot be listed: {type(fault).__name__}: {fault}"
+            explanation = f"{_FIRST_WORDS} {observe.global_rank()} cannot be listed: {type(fault).__name__}: {fault}"
         text, *more = error.args or ("",)
-        error.args = (f"{text}\n{told}".lstrip("\n"), *more)
+        error.args = (f"{text}\n{explanation}".lstrip("\n"), *more)
 
     def _lines(self, engine: Any, error: BaseException, phase: str) -> Iterator[str]:
         failure = failure_of(engine, error, phase, self._others)
         parts = [f"{kind} {gib(failure.here(kind))}" for kind in KINDS if failure.here(kind)]
         last = _last_block(engine)
         moment = f"{phase} (last block: {last})" if last and phase != "step" else phase
-        yield f"{_SAID} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
+        yield f"{_FIRST_WORDS} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
         found = sorted(savings(engine, self._resolved, failure), key=lambda saving: -saving.nbytes)
         least = _WORTH * (failure.here(*KINDS) - failure.here("other"))
         worth = [saving for saving in found if saving.nbytes > least]

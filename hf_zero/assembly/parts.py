@@ -117,7 +117,7 @@ class PartsBuilder:
         optimizer, stepper = None, None
         if inner is not None and gradients is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, whole_tensors)
-            gradients.remember_with(optimizer)
+            gradients.add_errors_to_checkpoints_of(optimizer)
             joiner = self._joiner(builder, runtime, reducer, optimizer, units, gradients)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)
             stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units, kind)
@@ -179,7 +179,7 @@ class PartsBuilder:
             progress=progress,
             clock=reports.clock,
             reports=reports,
-            checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
+            checkpoints=EngineCheckpoints(policies.checkpoint_settings(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,

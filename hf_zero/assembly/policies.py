@@ -169,7 +169,7 @@ def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
     )
 
 
-def saved_how(config: ZeroConfig) -> CheckpointSettings:
+def checkpoint_settings(config: ZeroConfig) -> CheckpointSettings:
     """Return the settings for writing and reading checkpoints."""
     writer, cache = config.checkpoint.writer, config.datastates_ckpt
     gigabytes = cache.host_cache_size if cache is not None else None

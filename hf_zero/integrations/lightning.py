@@ -69,7 +69,7 @@ class _ZeroArguments:
             self._tidy(sections)
 
     def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
-        """Remove unrequested sections from the configuration that Lightning made: "aio" and "activation_checkpointing"."""
+        """Add the offload sections to the configuration that Lightning made, and remove "aio" and "activation_checkpointing" if unused."""
         if "zero_optimization" in self.config:  # absent with zero_optimization=False
             self.config["zero_optimization"].update(sections)
         if all(section["device"] != "nvme" for section in sections.values()):

@@ -21,7 +21,10 @@ from hf_zero.memory import heap
 
 
 def load_packed(load: Callable[[], Any]) -> Any:
-    """Call ``load``, which loads a quantized model, and shard each weight at stage 3 ([Note: packed as loaded]). Collective at stage 3."""
+    """Call ``load``, which loads a quantized model, and return its result; at stage 3 shard each weight, which is collective.
+
+    See [Note: packed as loaded].
+    """
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
     heap.return_large_blocks()  # unsharded weights and buffers of quantization are freed between packed ones that stay

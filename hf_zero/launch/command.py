@@ -209,7 +209,7 @@ def _devices() -> int:
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
 
 
-def _further(options: argparse.Namespace) -> list[str]:
+def _launcher_arguments(options: argparse.Namespace) -> list[str]:
     try:
         return shlex.split(options.launcher_args)
     except ValueError as error:
@@ -226,19 +226,19 @@ def _script(options: argparse.Namespace) -> list[str]:
 
 def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
     """Return the torchrun command for this host; with several hosts the user runs the same `hf-zero launch` on each."""
-    number = _own_number(options, hosts) if len(hosts) > 1 else 0
+    number = _own_node_rank(options, hosts) if len(hosts) > 1 else 0
     host = hosts[number]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
     words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
-    words += ["--master_port", str(options.master_port), *_further(options)]
+    words += ["--master_port", str(options.master_port), *_launcher_arguments(options)]
     if local_rank.is_wanted(options):
         words += ["--no_python", sys.executable, "-m", local_rank.__name__]
     words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
     return Command([*words, *options.script_args], _visible(host))
 
 
-def _own_number(options: argparse.Namespace, hosts: list[Host]) -> int:
+def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
     if options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank is {options.node_rank}, but there are {len(hosts)} hosts, numbered from 0")
     if options.node_rank >= 0:
@@ -258,13 +258,13 @@ def _visible(host: Host) -> dict[str, str]:
 
 
 def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    variables, from_files = _for_all(options, hosts, environ)
+    variables, from_files = _common_variables(options, hosts, environ)
     words = [_program("mpirun.openmpi", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
     words += ["--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
     own = [] if _is_local(hosts) else names_passed_on(environ)
     for name in dict.fromkeys([*own, *from_files, *variables]):
         words += ["-x", name]  # only the name: mpirun reads the value from its environment
-    return Command([*words, *_further(options), *_script(options)], variables, from_files)
+    return Command([*words, *_launcher_arguments(options), *_script(options)], variables, from_files)
 
 
 def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -272,7 +272,7 @@ def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
     words += ["-hosts", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
     # The default, written out. A list of names would not pass PATH and LD_LIBRARY_PATH to ranks on other hosts.
     words += ["-genvall"]
-    return Command([*words, *_further(options), *_script(options)], *_for_all(options, hosts, environ))
+    return Command([*words, *_launcher_arguments(options), *_script(options)], *_common_variables(options, hosts, environ))
 
 
 def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -291,10 +291,10 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
     variables = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
     if options.master_port != DEFAULT_PORT:
         variables["MASTER_PORT"] = str(options.master_port)
-    variables.update(_same_devices(options, hosts))
+    variables.update(_common_devices(options, hosts))
     from_files = {} if _is_local(hosts) else read_environment_files(environ)
     # Pass only srun's own environment: further variables would be list items of this option, which a comma in a value breaks.
-    return Command([*words, "--export=ALL", *_further(options), *_script(options)], variables, from_files)
+    return Command([*words, "--export=ALL", *_launcher_arguments(options), *_script(options)], variables, from_files)
 
 
 def _is_local(hosts: list[Host]) -> bool:
@@ -302,17 +302,17 @@ def _is_local(hosts: list[Host]) -> bool:
     return bool(hosts) and all(host.name == _LOCAL for host in hosts)
 
 
-def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def _common_variables(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """Return the variables for every rank (address and port of rank 0, chosen devices), and the variables of ``.deepspeed_env``, which
     only ranks on other hosts need.
     """
     local = _is_local(hosts)
     address = options.master_addr or ("127.0.0.1" if local else hosts[0].name)
-    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_same_devices(options, hosts)}
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_common_devices(options, hosts)}
     return variables, {} if local else read_environment_files(environ)
 
 
-def _same_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, str]:
+def _common_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, str]:
     visible = [_visible(host) for host in hosts]
     if any(entry != visible[0] for entry in visible):
         raise ConfigError(

@@ -164,7 +164,9 @@ def export_placement(environ: MutableMapping[str, str] | None = None, port: int 
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if found.local_world == found.world else found.address)
     if found.rank == 0 and address and address == found.address and "MASTER_ADDR" not in environ and not _is_here(address):
         here = os.uname().nodename
-        raise ConfigError(f"{found.launcher} runs on {address}, but rank 0 runs on {here}: {_NAME_IT[found.launcher].format(here)}")
+        raise ConfigError(
+            f"{found.launcher} runs on {address}, but rank 0 runs on {here}: {_HOW_TO_SET_ADDRESS[found.launcher].format(here)}"
+        )
     values = {
         "RANK": found.rank,
         "WORLD_SIZE": found.world,
@@ -179,7 +181,7 @@ def export_placement(environ: MutableMapping[str, str] | None = None, port: int 
     return found
 
 
-_NAME_IT = {
+_HOW_TO_SET_ADDRESS = {
     "Open MPI": "pass mpirun -x MASTER_ADDR={}",
     "MPICH's mpirun": "pass mpirun -genv MASTER_ADDR {}",
     "MVAPICH2": "pass mpirun -env MASTER_ADDR={}",
@@ -195,7 +197,7 @@ def require_address(environ: Mapping[str, str]) -> None:
     """
     found = find_placement(environ)
     if found is not None and found.local_world != found.world and "MASTER_ADDR" not in environ:
-        how = _NAME_IT[found.launcher].format("HOST_OF_RANK_0")
+        how = _HOW_TO_SET_ADDRESS[found.launcher].format("HOST_OF_RANK_0")
         raise ConfigError(
             f"{found.launcher} started {found.world} ranks on several hosts, but does not give the address of rank 0: {how}, "
             "or start with hf-zero launch --hostfile"

@@ -123,7 +123,7 @@ def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, ke
 
 
 def _largest(values: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return 1 where an entry is among the ``limit`` largest of its column, else 0; int64."""
+    """Return an int64 mask: 1 for the ``limit`` largest entries of each column, 0 for the others."""
     indices = torch.topk(values, k=min(limit, len(values)), dim=0).indices
     return torch.zeros(values.shape, dtype=torch.int64, device=values.device).scatter_(0, indices, 1)
 
