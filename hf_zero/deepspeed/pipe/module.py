@@ -294,6 +294,6 @@ def _trainable(module: nn.Module | None) -> int:
 
 
 def _repeated(model: PipelineModule) -> list[str]:
-    """Return the classes of layers with parameters that occur several times; the gradients of each such layer are reduced separately."""
+    """Return the class names of layers with parameters that occur several times: each such layer becomes a block of the engine."""
     layers = [module for name, module in model.named_children() if name.isdigit() and next(module.parameters(), None) is not None]
     return [name for name, count in Counter(type(layer).__name__ for layer in layers).items() if count > 1]
