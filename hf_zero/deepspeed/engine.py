@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class Engine(ConfiguredEngine):
-    """The engine that trains ``module`` with ZeRO; the first result of ``hf_zero.initialize``.
+    """Train ``module`` with ZeRO; ``hf_zero.initialize`` returns this engine as its first result.
 
     DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) come from the tables in
     ``getters.py``, methods with side effects from ``requests.py``. Any unknown name is looked up on the wrapped module.

@@ -26,7 +26,7 @@ def set_z3_leaf_modules(
 def unset_z3_leaf_modules(
     model: nn.Module, leaf_module_classes: Iterable[type[nn.Module] | str], raise_if_not_found: bool = True
 ) -> list[nn.Module]:
-    """Remove the marks of all modules of the given classes (or class names).
+    """Undo ``set_z3_leaf_modules``: remove the marks of all modules of the given classes (or class names).
 
     Returns:
         The modules that are not marked any more.

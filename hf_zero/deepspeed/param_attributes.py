@@ -21,7 +21,7 @@ from hf_zero.errors import StateError
 
 
 class ZeroParamStatus(Enum):
-    """States of a parameter (``param.ds_status``): gathered, sharded, or being gathered."""
+    """Name the state of a parameter (``param.ds_status``): gathered, sharded, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -29,7 +29,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Placements of a parameter's values (``param.ds_param_type``): on every rank, or divided over ranks."""
+    """Name the placement of a parameter's values (``param.ds_param_type``): on every rank, or divided over ranks."""
 
     NORMAL = 1
     PARTITIONED = 2

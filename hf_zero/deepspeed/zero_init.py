@@ -27,9 +27,9 @@ from hf_zero.offload.policy import init_shard_storage
 
 
 class Init:
-    """A context that shards a model while it is built inside (stage 3); DeepSpeed's ``zero.Init``.
+    """Shard a model while it is built inside the ``with`` block (stage 3); DeepSpeed's ``zero.Init``.
 
-    It creates the process group if there is none. With a single rank parameters are also empty until they are gathered or ``initialize`` is
+    The context creates the process group if there is none. With a single rank parameters are also empty until they are gathered or ``initialize`` is
     called.
 
     Args:

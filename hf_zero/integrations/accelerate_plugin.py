@@ -43,7 +43,7 @@ class PluginOptions(TypedDict, total=False):
 
 
 class ZeroPlugin(DeepSpeedPlugin):
-    """A `DeepSpeedPlugin` of accelerate that is configured by a DeepSpeed JSON, by typed arguments, or by both, without files.
+    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both, without writing files.
 
     A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; an argument that contradicts the JSON is an error.
     Arguments that are not given come from the answers of `accelerate config`, as in accelerate's own plugin. ``"auto"`` values that
@@ -163,7 +163,7 @@ class ZeroPlugin(DeepSpeedPlugin):
 
 
 class DummyOptim(AccelerateDummyOptim):
-    """Placeholder of the optimizer that the configuration defines; accelerate's class of the same name works as well.
+    """Declare that the configuration defines the optimizer; accelerate's class of the same name works as well.
 
     Args:
         params: Parameters or group dicts; a generator is stored as a list, because it is read more than once.
@@ -177,7 +177,7 @@ class DummyOptim(AccelerateDummyOptim):
 
 
 class DummyScheduler(AccelerateDummyScheduler):
-    """Placeholder of the scheduler that the configuration defines; accelerate's class of the same name works as well."""
+    """Declare that the configuration defines the scheduler; accelerate's class of the same name works as well."""
 
 
 def _precision_values(mixed_precision: str | None) -> dict[str, Any]:

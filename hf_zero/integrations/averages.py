@@ -21,7 +21,7 @@ FOLDER = "averaged"
 
 
 class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
-    """A Trainer callback that averages the weights after each optimizer step, and evaluates and saves with the averages.
+    """Average the weights after each optimizer step of a Trainer, and evaluate and save with the averages.
 
     Trainer's checkpoints hold the average itself (in the engine's files), so a resumed run goes on with it.
 

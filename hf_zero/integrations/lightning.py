@@ -79,7 +79,7 @@ class _ZeroArguments:
 
 
 class ZeroStrategy(_ZeroArguments, _Trainer):
-    """The strategy that trains with ZeRO under Lightning's ``Trainer``, on GPUs and on CPUs.
+    """Train with ZeRO under Lightning's ``Trainer``, on GPUs and on CPUs.
 
     Args:
         stage: ZeRO stage 1, 2 or 3.
@@ -124,7 +124,7 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
 
 
 class FabricZeroStrategy(_ZeroArguments, _Fabric):
-    """The strategy that trains with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; its arguments are those of ``ZeroStrategy``.
+    """Train with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; the arguments are those of ``ZeroStrategy``.
 
     Fabric has no arguments for accumulation and clipping: set ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
     engine then counts micro-steps, and the script calls ``optimizer.step()`` after each one. Without ``config`` nothing is clipped.

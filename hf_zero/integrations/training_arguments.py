@@ -70,7 +70,7 @@ def _option(description: str, choices: tuple[Any, ...] | None = None) -> Any:
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):
-    """The ``TrainingArguments`` of transformers with typed ZeRO fields; works with ``HfArgumentParser``.
+    """Add typed ZeRO fields to the ``TrainingArguments`` of transformers; the class works with ``HfArgumentParser``.
 
     A field fills a value that the configuration in ``deepspeed`` (or the launcher's) lacks or leaves on "auto". The constructor reports
     all mistakes in one error: fields out of range, fields that contradict the configuration, values of the configuration that contradict
