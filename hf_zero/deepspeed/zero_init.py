@@ -29,8 +29,8 @@ from hf_zero.offload.policy import init_shard_storage
 class Init:
     """Shard a model while it is built inside the ``with`` block (stage 3); DeepSpeed's ``zero.Init``.
 
-    The context creates the process group if there is none. With a single rank parameters are also empty until they are gathered or ``initialize`` is
-    called.
+    The context creates the process group if there is none. With a single rank parameters are also empty, until they are gathered or
+    ``initialize`` is called.
 
     Args:
         module: An existing module to shard immediately.
