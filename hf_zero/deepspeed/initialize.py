@@ -49,7 +49,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, ShardedOptimizer | Any, DataLoader[Any] | Any, Any]:  # Any for None: a script knows what it has asked for
     """Make an engine for ``model``; collective. The arguments are those of DeepSpeed's function.
 
     Args:
