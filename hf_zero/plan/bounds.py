@@ -91,4 +91,4 @@ class Bounds:
 
 def _is_beside(one: Family, family: Family) -> bool:
     """Return whether ``one`` is ``family`` at stage 1 or 2 without moving."""
-    return (one.layout, one.tier, one.recomputes) == (family.layout, Tier(), family.recomputes) and one.stage in (1, 2)
+    return one.stage in (1, 2) and one == replace(family, stage=one.stage, tier=Tier())

@@ -1,4 +1,4 @@
-"""What a search may choose: how ranks are divided, the stage, what is offloaded, recomputation, samples of a micro-step."""
+"""What a search may choose: how ranks are divided, the stage, what is offloaded, what becomes of activations, samples of a micro-step."""
 
 from __future__ import annotations
 
@@ -85,15 +85,19 @@ class Family:
         stage: Of ZeRO.
         tier: What is offloaded.
         recomputes: Activations are recomputed in backward.
+        moves: What the forward keeps for backward waits on the host: activations, or the inputs of layers where those are recomputed.
     """
 
     layout: Layout
     stage: int
     tier: Tier
     recomputes: bool
+    moves: bool = False
 
     def __str__(self) -> str:
-        words = (f"stage {self.stage}", str(self.layout), str(self.tier), "recomputed activations" if self.recomputes else "")
+        kept = {(True, False): "recomputed activations", (False, True): "activations on the host"}
+        both = "recomputed activations with the inputs of layers on the host" if self.recomputes and self.moves else ""
+        words = (f"stage {self.stage}", str(self.layout), str(self.tier), both or kept.get((self.recomputes, self.moves), ""))
         return ", ".join(filter(None, words))
 
 
@@ -127,6 +131,7 @@ class Space:
         tiers: What may be offloaded.
         micro_batch: The only size allowed; None for all that divide.
         nvme_path: Folder of what goes to disk.
+        moves: Activations may wait on the host.
     """
 
     base: Mapping[str, Any]
@@ -136,6 +141,7 @@ class Space:
     tiers: Sequence[Tier]
     micro_batch: int | None = None
     nvme_path: str = ""
+    moves: bool = False
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Sizes of a micro-step that make the global batch, from the smallest; none where it does not divide."""
@@ -211,11 +217,15 @@ def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
 
 
 def families_of(space: Space, layout: Layout) -> list[Family]:
-    """Return all of one layout, from the fastest sort to the smallest: what is offloaded goes first, then recomputation, then the stage."""
+    """Return all of one layout, from the fastest sort to the smallest: what is offloaded goes first, then recomputation, then the stage.
+
+    Between stages of a pipeline the engine moves no activations.
+    """
     return [
-        Family(layout, stage, tier, recomputes)
+        Family(layout, stage, tier, recomputes, moves)
         for stage in STAGES
         for recomputes in (False, True)
+        for moves in (False, True)[: 1 + (space.moves and layout.pipeline == 1)]
         for tier in space.tiers
         if _serves(stage, tier) and (stage or not layout.shard_group)
     ]

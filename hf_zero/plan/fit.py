@@ -45,7 +45,7 @@ class Wish:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Adds the flags."""
     group = parser.add_argument_group("search", "with --fit; --config is then what all configurations have in common, and may be left out")
-    group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, recomputation, axes")
+    group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, activations, axes")
     group.add_argument("--global-batch", type=int, metavar="N", help="samples of an optimizer step, of all ranks and micro-steps together")
     group.add_argument(
         "--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts,pipeline (default all)"
@@ -83,7 +83,7 @@ def require_flags(options: argparse.Namespace, wish: Wish) -> None:
     if options.plot is not None:
         raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
     if options.offload_activations:
-        raise ConfigError("--offload-activations is of one configuration: a search does not try it; plan the best one with it (--config)")
+        raise ConfigError("--offload-activations is of one configuration: leave it out, a search tries activations on the host by itself")
     cluster, limits = wish.cluster, wish.hardware
     if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
         raise ConfigError(
@@ -116,7 +116,7 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
         print("\n".join(_lines(answer, planner, rates)))
     if answer.best and options.write is not None:
         best = answer.best[0].candidate
-        done = write(options.write, planner.space.config(best), wish.cluster, best.family.recomputes)
+        done = write(options.write, planner.space.config(best), wish.cluster, best.family.recomputes, best.family.moves)
         print("\n".join(done), file=sys.stderr if options.json else sys.stdout)
     return 0 if answer.best else 1
 
@@ -135,7 +135,7 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     blocks = blocks_of(wish.model)
     layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts))
     tiers = tiers_of(cluster.on_host, options.nvme_path)
-    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
+    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path, not cluster.on_host)
     require_batch(space)
     workers = Workers(min(processors(), SHOWN))  # no more plans are ever waited for at once
     sequence = sequence_of(options.sequence, blocks.positions)
@@ -239,6 +239,7 @@ def _best(one: Fitting, planner: Planner) -> dict[str, object]:
         "tokens_per_second": _tokens(one, planner),
         "peak_bytes_per_rank": {"device": round(costs.device), "host": round(costs.host), "disk": round(costs.disk)},
         "checkpoint_activations": candidate.family.recomputes,
+        "offload_activations": candidate.family.moves,
         "config": planner.space.config(candidate),
     }
 

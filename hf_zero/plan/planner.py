@@ -124,7 +124,7 @@ class Planner:
 
     def _task(self, candidate: Candidate, count: int) -> Task:
         wish = self.blocks.wish if count == self.blocks.count else self.blocks.few(count)
-        wish = replace(wish, checkpointing=candidate.family.recomputes)
+        wish = replace(wish, checkpointing=candidate.family.recomputes, moves=candidate.family.moves)
         return Task(wish, self._config(candidate), self.cluster, Load(candidate.micro_batch, self.sequence), self.attention)
 
     @property

@@ -7,7 +7,7 @@ known of one that has not been planned:
 - More samples at a time hold more, but for a step of one micro-step, which accumulates nothing. So that is tried, and of the others the
   largest that fits is looked for; smaller ones only repeat gathers and reductions. What a moment of a step holds is a line over the
   samples, and a peak the largest of such lines: a size is clearly above the memory where the line through two smaller ones is.
-- What recomputes, or moves states and parameters off the device, computes or sends more for the same samples. Where a family fits with a
+- What recomputes, or moves states, parameters or activations away, computes or sends more for the same samples. Where a family fits with a
   size, one that only adds such things is of use with larger sizes only.
 - Stages 0, 1 and 2 hold less of the optimizer's states from one to the next, and what is moved or recomputed is not held either. So what
   holds no less than a candidate that is clearly above the memory is above it too: stage 2 goes first. (Stage 3 may hold more than 2: its
@@ -23,7 +23,7 @@ for a Llama of 8 B on 8 ranks (all axes) 91 where 928 candidates would take some
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.above import Above
@@ -36,7 +36,7 @@ from hf_zero.plan.rates import Rates
 SHOWN = 5
 _REFUSED = "refused"
 _PREPARING = 0.2  # of a search, before the first family
-_SORTS = 3  # of families: as they are, recomputing, moving
+_SORTS = 3  # of families: as they are, recomputing, moving states or activations
 
 
 @dataclass(frozen=True)
@@ -185,8 +185,11 @@ class Search:
 
     def _sound(self, layout: Layout, size: int) -> None:
         """Tries of each stage what holds least without offload: where that is above the memory, so is all else of the stage."""
-        families = [Family(layout, stage, Tier(), True) for stage in STAGES if stage or not layout.shard_group]
-        candidates = [self.planner.space.candidate(one, size) for one in families]
+        space = self.planner.space
+        families = [
+            Family(layout, stage, Tier(), True, space.moves and layout.pipeline == 1) for stage in STAGES if stage or not layout.shard_group
+        ]
+        candidates = [space.candidate(one, size) for one in families]
         self.planner.prepare([one for one in candidates if one.family.stage >= 2])
         for candidate in candidates:
             with suppress(HfZeroError):  # told when the family itself is looked at
@@ -333,18 +336,18 @@ def _order(one: Fitting) -> tuple[float, float, float]:
 
 def _sort(family: Family) -> int:
     """When a family is looked at."""
-    return 2 if family.tier != Tier() else int(family.recomputes)
+    return 2 if family.tier != Tier() or family.moves else int(family.recomputes)
 
 
 def _is_beside(family: Family, other: Family) -> bool:
     """Return whether the two differ in their stages alone."""
-    return (family.layout, family.tier, family.recomputes) == (other.layout, other.tier, other.recomputes)
+    return replace(family, stage=other.stage) == other
 
 
 def _only_adds(family: Family, other: Family) -> bool:
     """Return whether ``family`` is ``other`` with more that is recomputed or moved."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
-    return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
+    return same and other.recomputes <= family.recomputes and other.moves <= family.moves and other.tier.within(family.tier)
 
 
 def _line(error: BaseException) -> str:

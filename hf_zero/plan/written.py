@@ -12,7 +12,20 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan.cluster import Cluster
 from hf_zero.system import own_files
 
-_RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()"
+_ACTIVATIONS = {
+    (True, False): (
+        "recomputes activations",
+        "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()",
+    ),
+    (False, True): (
+        "keeps activations on the host",
+        "torch.autograd.graph.save_on_cpu() around the forward, or activation_offloading of TRL",
+    ),
+    (True, True): (
+        "recomputes activations, with the inputs of layers on the host",
+        'gradient_checkpointing=True and gradient_checkpointing_kwargs={"offload": True} of the training arguments',
+    ),
+}
 
 
 def places(folder: Path) -> tuple[Path, Path]:
@@ -52,7 +65,7 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
     return list(texts)
 
 
-def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool) -> list[str]:
+def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool, moves: bool = False) -> list[str]:
     """Writes both files; the folder is made where there is none.
 
     Args:
@@ -60,6 +73,7 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         config: The DeepSpeed configuration.
         cluster: The ranks.
         recomputes: The plan recomputes activations, which is the model's to do.
+        moves: What the forward keeps waits on the host, which is the script's to do.
 
     Returns:
         What is to be done with them, in lines.
@@ -86,8 +100,9 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         "same_network": True,
         "use_cpu": False,
     }
-    remark = f"# The plan recomputes activations: {_RECOMPUTES}.\n" if recomputes else ""
+    does, by = _ACTIVATIONS.get((recomputes, moves), ("", ""))
+    remark = f"# The plan {does}: {by}.\n" if does else ""
     write_files(folder, config, content, remark)
     far = " --machine_rank N --main_process_ip HOST --main_process_port PORT" if nodes > 1 else ""
     lines = [f"wrote {file} and {launcher}; start: accelerate launch --config_file {launcher}{far} SCRIPT"]
-    return [*lines, *([f"the script recomputes activations: {_RECOMPUTES}"] if recomputes else [])]
+    return [*lines, *([f"the script {does}: {by}"] if does else [])]
