@@ -1,11 +1,14 @@
 """The longest sequence that fits 8 GiB, by plans: for each model and number of ranks what each way to save memory is worth.
 
-    python -m benchmarks.long_sequences.longest --json benchmarks/results/longest.json
-    python -m benchmarks.long_sequences.longest --models 1.1b --ranks 2 --ways "stage 3" --memory 2GiB      # does it run?
+    python -m benchmarks.long_sequences.longest                    # goes on where it was; writes results/longest.json and the page
+    python -m benchmarks.long_sequences.longest --models 1.1b --ranks 2 --ways "stage 3" --memory 2GiB --json /tmp/try.json
 
 A plan runs the engine itself on tensors without values (docs/plan.md). Models of two sizes in a row are planned, and what a block adds is
 added for the others ([Note: few blocks]); memory grows in lines over tokens, so each next length is where the line through the last two
-meets the limit. The length that is printed fits, and a 16th more does not. Nothing is timed.
+meets the limit. The whole model is planned with the length that is printed, which fits; a 16th more does not. Nothing is timed.
+
+DeepSpeed cannot be planned. Its row is by a formula, in its favour: what the same ways take here, beside the bucket in which it copies
+gradients before it reduces them: 5 * 10^8 elements (``reduce_bucket_size``, its default) of 2 bytes.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.tables import ResultTable
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import extrapolated
@@ -37,8 +41,18 @@ MODELS: dict[str, dict[str, Any]] = {
 HOST = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 STEP = 1024  # lengths are multiples of so many tokens
 CLOSE = 16  # a search ends where a 16th more does not fit
+BUCKET = 1_000_000_000  # bytes
+COLUMNS = 2  # of a row, before those of the numbers of ranks
+RESULTS = Path(__file__).parents[1] / "results" / "longest.json"
+PAGE = Path(__file__).parents[2] / "docs" / "long-sequences.md"
+START, STOP = "<!-- longest: made by python -m benchmarks.long_sequences.longest -->", "<!-- end of longest -->"
+TEXT = """Thousands (1024) of tokens of the longest sequence that fits {memory} of each device, and in brackets GiB of host memory that a
+rank takes then: Llamas in bf16 with AdamW, stage 3, recomputed layers, one sequence at a time. By plans on a pretended accelerator; a 16th
+more tokens do not fit. **States on the host**: masters, moments and parameters, as in all rows below it. **Tiles**: of feed-forward layers
+and of the loss, 4096 tokens each. Divided sequences are shared by all ranks; others are each rank's own. A dash: not even 1024 tokens fit;
+empty: not planned yet."""
 MOST = 1 << 26  # tokens
-BLOCKS = 2  # of the smaller of two models; what they say is planned whole in the end
+BLOCKS = 4  # of the smaller of two models
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,15 @@ class Way:
         host: Optimizer states and parameters rest on the host.
         tiles: Feed-forward layers and the loss are computed in tiles of 4096 tokens.
         moves: The inputs of layers wait on the host for backward.
-        axis: The key that divides sequences over all ranks; "" where each rank has sequences of its own.
+        axis: What divides sequences over all ranks: "sequence", or a strategy of context parallelism; "" where ranks have their own.
+        beside: Bytes of the device that something else takes.
     """
 
     host: bool = True
     tiles: bool = False
     moves: bool = False
     axis: str = ""
+    beside: int = 0
 
     def config(self, ranks: int) -> dict[str, Any]:
         """Return the DeepSpeed configuration."""
@@ -69,8 +85,8 @@ class Way:
 
 
 WAYS = {
-    "stage 3, all on the device": Way(host=False),
-    "stage 3": Way(),
+    "stage 3": Way(host=False),
+    "states on the host": Way(),
     "tiles": Way(tiles=True),
     "tiles, inputs of layers on the host": Way(tiles=True, moves=True),
     "sequence parallel": Way(axis="sequence"),
@@ -78,6 +94,9 @@ WAYS = {
     "sequence parallel, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="sequence"),
     "context parallel, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="allgather"),
     "context parallel in a ring, tiles, inputs of layers on the host": Way(tiles=True, moves=True, axis="alltoall"),
+    "DeepSpeed with ALST (sequence parallel, tiles, inputs of layers on the host), by formula": Way(
+        tiles=True, moves=True, axis="sequence", beside=BUCKET
+    ),
 }
 
 
@@ -145,33 +164,70 @@ def _guess(known: Mapping[int, Taken], limit: int) -> int:
 # -- the table --------------------------------------------------------------------------------------------------------
 
 
+def rows_of(known: Mapping[tuple[str, str, int], str], models: list[str], ranks: list[int], ways: list[str]) -> list[list[str]]:
+    """Cells of the table: a row for each model and way, a column for each number of ranks."""
+    return [[model, way, *(known.get((model, way, count), "") for count in ranks)] for model in models for way in ways]
+
+
+def saved(path: Path) -> dict[tuple[str, str, int], str]:
+    """Return the cells of an earlier run, by model, way and ranks."""
+    if not path.exists():
+        return {}
+    table = json.loads(path.read_text(encoding="utf-8"))
+    ranks = [int(column.split()[0]) for column in table["columns"][COLUMNS:]]
+    pairs = ((row, place) for row in table["rows"] for place in range(len(ranks)))
+    return {(row[0], row[1], ranks[place]): row[COLUMNS + place] for row, place in pairs if row[COLUMNS + place]}
+
+
+def cell(tokens: int, peak: Taken) -> str:
+    """One cell."""
+    return f"{tokens // 1024:,} ({peak.host / 2**30:.1f})" if tokens else "-"
+
+
+def tokens_of(text: str) -> int:
+    """Return the tokens that a cell tells."""
+    return 0 if text in ("", "-") else 1024 * int(text.split()[0].replace(",", ""))
+
+
+def page_with(table: ResultTable, page: str) -> str:
+    """Return the page with the table in its place."""
+    lines = ["", table.text, "", "| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    return page.split(START)[0] + START + "\n".join([*lines, STOP]) + page.split(STOP)[1]
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--ways", nargs="+", choices=tuple(WAYS), default=list(WAYS), metavar="WAY")
     parser.add_argument("--memory", default="8GiB", help="of a device (default 8GiB)")
-    parser.add_argument("--json", type=Path, help="results so far are read from it, and each new one is added")
+    parser.add_argument("--json", type=Path, default=RESULTS, help="results so far are read from it, and each new one is added")
     return parser.parse_args()
 
 
 def main() -> int:
     arguments = parse()
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
-    limit = bytes_of(arguments.memory, "--memory")
-    found: list[dict[str, Any]] = json.loads(arguments.json.read_text()) if arguments.json and arguments.json.exists() else []
-    done = {(row["model"], row["way"], row["ranks"]) for row in found}
-    wanted = [(model, way, count) for count in arguments.ranks for way in arguments.ways for model in arguments.models]
-    for model, way, count in wanted:
-        if (model, way, count) in done:
-            continue
-        beside = [row for row in found if (row["model"], row["way"]) == (model, way) and row["tokens"]]
-        near = max((row["tokens"] * (count / row["ranks"] if WAYS[way].axis else 1) for row in beside), default=0)
-        tokens, peak = longest(MODELS[model], WAYS[way], count, limit, int(near))
-        found.append({"model": model, "way": way, "ranks": count, "tokens": tokens, "device": peak.device, "host": peak.host})
-        print(json.dumps(found[-1]), flush=True)
-        if arguments.json:
-            arguments.json.write_text(json.dumps(found, indent=1) + "\n")
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # of other processes; this one has begun
+    limit, known = bytes_of(arguments.memory, "--memory"), saved(arguments.json)
+    wanted = [(model, way, count) for count in arguments.ranks[::-1] for way in arguments.ways for model in arguments.models]
+    for model, way, count in [one for one in wanted if one not in known]:
+        beside = [(tokens_of(text), ranks) for (other, name, ranks), text in known.items() if (other, name) == (model, way)]
+        near = max((tokens * count // ranks if WAYS[way].axis else tokens for tokens, ranks in beside), default=0)
+        tokens, peak = longest(MODELS[model], WAYS[way], count, limit - WAYS[way].beside, near)
+        known[model, way, count] = cell(tokens, peak)
+        print(model, way, count, known[model, way, count], flush=True)
+        every = (list(MODELS), [2, 4, 8], list(WAYS)) if arguments.json == RESULTS else (arguments.models, arguments.ranks, arguments.ways)
+        table = ResultTable(
+            "The longest sequence",
+            "python -m benchmarks.long_sequences.longest",
+            TEXT.format(memory=arguments.memory),
+            ["model", "switched on", *(f"{ranks} ranks" for ranks in every[1])],
+            rows_of(known, *every),
+        )
+        table.save(arguments.json)
+        if arguments.json == RESULTS and PAGE.exists():
+            PAGE.write_text(page_with(table, PAGE.read_text(encoding="utf-8")), encoding="utf-8")
     return 0
 
 
