@@ -134,7 +134,7 @@ class DividedForwards:
         self._joins_loss = self._is_mean or not by_caller
         self.attention.calls = 0
         self._masks.enter(batch["position_ids"].shape[-1])
-        self._randomness.enter(model.training and not self.layout.collectives.pretended)  # a pretended device draws nothing
+        self._randomness.enter(model.training)
         self._open = True
         return (), batch
 

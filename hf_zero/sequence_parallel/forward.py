@@ -31,12 +31,13 @@ class Randomness:
 
     def __init__(self, collectives: Collectives) -> None:
         self._rank = collectives.rank
+        self._draws = not collectives.pretended  # a pretended device draws nothing
         self._device = collectives.topology.device
         self._outer: list[torch.Tensor] | None = None
 
     def enter(self, training: bool) -> None:
-        """Begins the rank's own stream; evaluation draws nothing."""
-        if not training:
+        """Begin the rank's own stream; evaluation draws nothing."""
+        if not (training and self._draws):
             return
         start = int(torch.randint(2**31, ()))
         self._outer = [torch.get_rng_state()]
