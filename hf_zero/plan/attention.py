@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -50,31 +51,33 @@ def device_attention(flash: bool) -> Iterator[None]:
         yield
 
 
-def _attend(
-    usual: Any,
-    flash: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@dataclass(frozen=True)
+class _Rules:
+    """Arguments of ``scaled_dot_product_attention`` behind query, key and value, with its names and defaults."""
+
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _attend(usual: Any, flash: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.device.type != DEVICE:
-        return usual(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
+        return usual(query, key, value, *args, **kwargs)
+    rules = _Rules(*args, **kwargs)
+    mask = rules.attn_mask
+    if mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return kernel(query, key, value, rules.dropout_p, rules.is_causal, False, scale=rules.scale)[0]
     if flash:
         raise ConfigError(
             f"--attention flash: the kernel takes 16 bit, no mask and heads of at most {_MOST_WIDTH}; the model asks for {query.dtype}, "
-            f"{'a mask' if attn_mask is not None else 'no mask'} and heads of {query.shape[-1]}. Use --attention sdpa"
+            f"{'a mask' if mask is not None else 'no mask'} and heads of {query.shape[-1]}. Use --attention sdpa"
         )
-    if enable_gqa and key.shape[1] != query.shape[1]:
+    if rules.enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-    mask = attn_mask
     if mask is not None:
         mask = (mask.to(query.dtype) if mask.dtype == torch.bool else mask).expand(*query.shape[:3], key.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, mask, True, rules.dropout_p, rules.is_causal, scale=rules.scale)[0]
