@@ -1,6 +1,6 @@
-"""Attention as a run has it: with the masks that tokens of one sequence per sample need, and as a GPU's kernels keep it.
+"""Give plans the attention of a run: masks only where a run needs them, and the memory of a GPU's kernels.
 
-On a pretended device torch would take its reference, which keeps every score.
+On the simulated device torch would select its reference implementation, which keeps all scores.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hf_zero.errors import ConfigError
 from hf_zero.system.planning import DEVICE
 
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_WIDTH = 256  # of a head, for the flash kernel
+_MOST_WIDTH = 256  # largest width of a head that the flash kernel accepts
 
 
 @contextmanager
 def masks_by_values() -> Iterator[None]:
-    """Inside, transformers decides by values whether a mask is needed, as in a run, where tensors without values would always get one.
+    """Make transformers decide like in a run, inside the ``with``, whether attention needs a mask; fake tensors would always get one.
 
-    Truth values that nobody knows are true, here: positions without a break, tokens without padding.
+    The decision reads values of tensors. Unknown booleans count as true in a plan: positions are consecutive, and tokens are not padding.
     """
     masking = sys.modules.get("transformers.masking_utils")
     if not hasattr(masking, "is_tracing"):
@@ -38,13 +38,13 @@ def masks_by_values() -> Iterator[None]:
 
 @contextmanager
 def device_attention(flash: bool) -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` on the pretended device is the operation that CUDA would choose.
+    """Replace ``scaled_dot_product_attention`` on the simulated device, inside the ``with``, by the operation that CUDA would select.
 
-    Half precision without a mask goes to the flash kernel, all else to the memory-efficient one (torch's ``sdp_utils.cpp``). Both keep
-    outputs and one number per row of scores. The function is exchanged, not a mode entered: modes are off in a backward that recomputes.
+    Half precision without a mask uses the flash kernel, everything else the memory-efficient kernel (torch's ``sdp_utils.cpp``). Both keep
+    the outputs and one number per row of scores. This patches the function, because dispatch modes are off in a backward that recomputes.
 
     Args:
-        flash: Refuse what the flash kernel does not take.
+        flash: Whether to raise for inputs that the flash kernel does not accept.
     """
     functional = torch.nn.functional
     with mock.patch.object(functional, "scaled_dot_product_attention", partial(_attend, functional.scaled_dot_product_attention, flash)):
@@ -53,7 +53,7 @@ def device_attention(flash: bool) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class _Rules:
-    """Arguments of ``scaled_dot_product_attention`` behind query, key and value, with its names and defaults."""
+    """Arguments of ``scaled_dot_product_attention`` after query, key and value, with torch's names and defaults."""
 
     attn_mask: torch.Tensor | None = None
     dropout_p: float = 0.0
@@ -72,8 +72,8 @@ def _attend(usual: Any, flash: bool, query: torch.Tensor, key: torch.Tensor, val
         return kernel(query, key, value, rules.dropout_p, rules.is_causal, False, scale=rules.scale)[0]
     if flash:
         raise ConfigError(
-            f"--attention flash: the kernel takes 16 bit, no mask and heads of at most {_MOST_WIDTH}; the model asks for {query.dtype}, "
-            f"{'a mask' if mask is not None else 'no mask'} and heads of {query.shape[-1]}. Use --attention sdpa"
+            f"--attention flash: the kernel accepts 16-bit types, no mask and heads of width at most {_MOST_WIDTH}; the model has {query.dtype}, "
+            f"{'a mask' if mask is not None else 'no mask'} and heads of width {query.shape[-1]}. Use --attention sdpa"
         )
     if rules.enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
