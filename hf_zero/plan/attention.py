@@ -72,7 +72,7 @@ def _attend(usual: Any, flash: bool, query: torch.Tensor, key: torch.Tensor, val
         return kernel(query, key, value, rules.dropout_p, rules.is_causal, False, scale=rules.scale)[0]
     if flash:
         raise ConfigError(
-            f"--attention flash: the kernel accepts 16-bit types, no mask and heads of width at most {_MOST_WIDTH}; the model has {query.dtype}, "
+            f"--attention flash: the kernel takes 16 bit, no mask and heads of width up to {_MOST_WIDTH}; the model has {query.dtype}, "
             f"{'a mask' if mask is not None else 'no mask'} and heads of width {query.shape[-1]}. Use --attention sdpa"
         )
     if rules.enable_gqa and key.shape[1] != query.shape[1]:
