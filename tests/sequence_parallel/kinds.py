@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from functools import partial
 
 import torch
 from torch import nn
 
+from tests.support.examples import EXAMPLES
 from tests.support.models import VOCAB
 from tests.support.parity import Run
 from tests.support.sequences import Data, llama
@@ -58,6 +60,16 @@ def adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
+
+
+def tiled() -> nn.Module:
+    """The Llama of the example of long sequences, in tiles of 5 tokens."""
+    script = runpy.run_path(str(EXAMPLES / "minimal" / "long_sequences.py"))
+    with torch.device("meta"):
+        config = llama().config
+    model: nn.Module = script["TiledLlama"](config)
+    type(model).forward.__globals__["TILE"] = 5
+    return model
 
 
 def adapted_in_four_bit(base: str) -> nn.Module:

@@ -13,11 +13,11 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.sequence_parallel.context import check, config, divided, script_batch
-from tests.sequence_parallel.kinds import MASKS, adapted, adapted_in_four_bit, gpt2, mistral
+from tests.sequence_parallel.kinds import MASKS, adapted, adapted_in_four_bit, gpt2, mistral, tiled
 from tests.support import parity, ranks, zoo
 from tests.support.parity import Run
 from tests.support.rows import slow_but
-from tests.support.sequences import LOSS, NORM, Data, build, llama, mixtral, whole
+from tests.support.sequences import LOSS, NORM, Data, build, compare, llama, mixtral, whole
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -143,10 +143,12 @@ def test_adapters_on_a_base_in_four_bit(tmp_path: Path) -> None:
 def lora() -> None:
     check(adapted, Run(stage=3), Data(packed=True), 2)
     check(adapted, Run(stage=1, extra=OPTIMIZER_ON_HOST), Data(packed=True), 2)
-    check(llama, Run(stage=3, accumulation=2, clip=0.5, extra=ALL_ON_HOST), Data(padding="right"), 2)
+    run, data = Run(stage=3, accumulation=2, clip=0.5, extra=ALL_ON_HOST), Data(padding="right")
+    check(llama, run, data, 2)
+    compare(divided(tiled, run, data, 2), whole(llama, run, data, 1), "the model of examples/minimal/long_sequences.py")
 
 
-def test_adapters_and_states_on_the_host() -> None:
+def test_adapters_states_on_the_host_and_tiles() -> None:
     pytest.importorskip("peft")
     ranks.run_ranks(lora, 2)
 
