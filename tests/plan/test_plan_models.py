@@ -54,7 +54,7 @@ def say(capsys: pytest.CaptureFixture[str], folder: Path, content: dict[str, Any
         ({"model_type": {"a": []}}, "its model_type is"),
         ({"model_type": "\x1b]0;gpt2"}, r"\x1b]0;gpt2"),
         ({"architectures": 5}, "architectures of the configuration is 5"),
-        ({"architectures": [5]}, "a list of names of models is allowed"),
+        ({"architectures": [5]}, "a list of class names is allowed"),
         ({"activation_function": "gelo"}, "KeyError: 'gelo'"),
         ({"n_layer": -1}, "n_layer is -1; whole numbers from 0 to 4,096 are allowed"),
         ({"n_layer": 10**6}, "n_layer is 1000000"),

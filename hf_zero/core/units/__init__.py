@@ -42,7 +42,7 @@ was built]), so that the weights are those of a plain build ([Note: same seed, s
 unit they are in to block units, one block at a time, so the whole model is never held. The same path takes a module over from another
 engine. Until then the C library returns large blocks as they are freed ([Note: permanent blocks in the heap]), so that a rank's memory is
 its shards and one whole tensor while ``from_pretrained`` loads. A parameter has one engine: what another engine trains and this one does
-not stays in its units (``Unit.trained_by``), and an engine that has lost parameters to another says so when it is to train
+not stays in its units (``Unit.belongs_to``), and an engine that has lost parameters to another says so when it is to train
 (``Runtime.lost``). A deep copy of a sharded parameter belongs to a copy of its unit ([Note: deep copies], ``unit_copy.py``); a module
 whose parameters no engine unshards says so when it is called (``unprepared.py``). A state dict of sharded parameters holds shapes without
 values, which refuse to be written, computed with, and loaded into anything but the parameter that they stand for ([Note: no empty file],
