@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -60,7 +61,7 @@ class SlicedAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Runs ``core`` on this rank's heads of whole sequences; collective.
+        """Run ``core`` on this rank's heads of whole sequences; collective.
 
         Args:
             core: The function of transformers that would have been called.
@@ -75,30 +76,59 @@ class SlicedAttention:
             (batch, slice, heads, width), and None for the weights.
         """
         self.calls += 1
-        ranks, rank, heads = self.collectives.world, self.collectives.rank, query.shape[1]
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
             raise UnsupportedError(
                 f"sequence parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its "
                 "slice only"
             )
-        length = query.shape[2] * ranks
-        own = slice(rank * (heads // ranks), (rank + 1) * (heads // ranks))
-        mask = _mask_of_heads(attention_mask, length, key.shape[2] * ranks, own)
+        mask = _whole_mask(attention_mask, query.shape[2] * self.collectives.world, key.shape[2] * self.collectives.world)
         positions = kwargs.pop("position_ids", None)
         if positions is not None and self.reads_positions:
             whole = whole_of(positions)
             kwargs["position_ids"] = join_slices(self.collectives, positions, -1, "position_ids") if whole is None else whole
-        for name in _PER_HEAD:
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name][own]
-        query, key, value, groups = heads_for_sequences(self.collectives, query, key, value)
-        output, _ = core(_own_heads(module, heads, own, groups), query, key, value, mask, **kwargs)
-        return sequences_for_heads(self.collectives, output), None
+        return with_own_heads(self.collectives, partial(_output_of, core), module, query, key, value, mask, **kwargs), None
 
 
-def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
-    """Return ``mask`` for this rank's heads; refuse masks that cover only the slice."""
+def _output_of(core: Core, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return core(*args, **kwargs)[0]
+
+
+def with_own_heads(
+    collectives: Collectives,
+    run: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the attention of slices, (batch, slice, heads, width), that ``run`` computes for this rank's heads; collective.
+
+    Args:
+        collectives: The ranks that trade heads for the tokens of all of them.
+        run: Called as a function of transformers' table, with tensors of this rank's heads; (batch, tokens, heads, width).
+        module: The attention module.
+        query: (batch, heads, slice, width).
+        key: (batch, key heads, slice, width).
+        value: As ``key``, maybe of another width.
+        mask: Of the tokens of all ranks, or None.
+        **kwargs: For ``run``.
+    """
+    heads, ranks = query.shape[1], collectives.world
+    own = slice(collectives.rank * (heads // ranks), (collectives.rank + 1) * (heads // ranks))
+    for name in _PER_HEAD:
+        if isinstance(kwargs.get(name), torch.Tensor):
+            kwargs[name] = kwargs[name][own]
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
+        mask = mask[:, own]
+    query, key, value, groups = heads_for_sequences(collectives, query, key, value)
+    return sequences_for_heads(collectives, run(_own_heads(module, heads, own, groups), query, key, value, mask, **kwargs))
+
+
+def _whole_mask(mask: Any, queries: int, keys: int) -> Any:
+    """Return ``mask`` for whole sequences; refuse masks that cover only the slice."""
     if not isinstance(mask, torch.Tensor):
         return mask
     whole = whole_of(mask)
@@ -108,7 +138,7 @@ def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
             f"sequence parallelism: the model made an attention mask of shape {tuple(mask.shape)} by itself, where whole sequences of "
             f"{keys} tokens need one of {keys}; only models that make masks with transformers.masking_utils are supported"
         )
-    return mask[:, own] if mask.dim() == 4 and mask.shape[1] > 1 else mask
+    return mask
 
 
 class _OwnHeads:

@@ -110,7 +110,7 @@ def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 def heads_for_sequences(
     collectives: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Gives up most heads and gets whole sequences of the rest; collective.
+    """Give up most heads and get whole sequences of the rest; collective.
 
     Args:
         collectives: The sequence-parallel group.
