@@ -105,8 +105,26 @@ def _translate_fsdp(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--from translates FSDP settings: leave MODEL, --config and --fit out; --write DIR writes a ds.json to plan with --config"
         )
+    _refuse_unread(options, {"source", "ranks", "ranks_per_node", "json", "write"})
     from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
     return 0
+
+
+def _refuse_unread(options: argparse.Namespace, read: set[str]) -> None:
+    """Raise if a flag that ``--from`` does not read has another value than its default.
+
+    Raises:
+        ConfigError: Names the flags.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    unread = [name for name, default in vars(parser.parse_args([])).items() if name not in read and getattr(options, name) != default]
+    if unread:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        raise ConfigError(
+            f"--from translates FSDP settings and does not read {names}: plan the configuration that --from --write DIR writes with "
+            f"MODEL --config DIR/ds.json {' '.join(names.split(', '))}"
+        )
 
 
 def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
