@@ -18,7 +18,7 @@ from hf_zero.deepspeed import getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
-from hf_zero.deepspeed.safe_values import Training, register_training
+from hf_zero.deepspeed.safe_values import Training, register_joining, register_training
 from hf_zero.deepspeed.served.autocast import mark_lower_precision
 from hf_zero.errors import StateError
 
@@ -64,6 +64,7 @@ class Engine(ConfiguredEngine):
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
             self._register(parts.stepper.reducer.gradients)
+            register_joining(parts.stepper.trained, self.scaler)
         elif self.stage_policy.parameters_sharded:
             self.optimizer = OffloadHandle(module)
 

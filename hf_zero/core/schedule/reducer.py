@@ -337,6 +337,26 @@ class Reducer:
             self._send(entry, completes=True)
         self._finish()
 
+    def mean_of_waiting(self, name: str, grad: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+        """Return the mean over ranks of a gradient that no backward of this step reduces, with the loss scale; collective.
+
+        Args:
+            name: Name of the parameter.
+            grad: The gradient on this rank; None if there is none.
+            shape: Its shape.
+
+        Returns:
+            A new tensor of that shape, in the type of sums over micro-steps; None if no rank has a gradient.
+        """
+        network, policy = self.exchange.collectives.data, self.exchange.policy
+        if not network.any_rank(grad is not None, f"{name}: gradient"):
+            return None
+        mean = torch.zeros(shape, dtype=policy.accumulation_dtype, device=network.topology.device)
+        if grad is not None:
+            mean.add_(grad.detach().to_dense() if grad.is_sparse else grad.detach()).mul_(self.exchange.scale * self._factor)
+        network.all_reduce(mean, f"{name}: gradient").wait()
+        return mean.mul_(policy.post_scale)
+
     def _send_late(self, error: str) -> str:
         """Reduce late gradients of any rank once more, after their position in the order.
 

@@ -310,6 +310,20 @@ class TrainedUnits:
         self._trained.look()
         return frozenset(id(entry.param) for entry in self._trained.waiting())
 
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean over ranks of the gradient with which ``param`` joins at the coming step, with the loss scale; collective.
+
+        Returns:
+            None if ``param`` does not join, or no rank has a gradient.
+        """
+        self._trained.look()
+        entry = next((entry for entry in self._trained.outside() if entry.param is param), None)
+        if entry is None:
+            return None
+        owner = find_unit(param)
+        shape = owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
+        return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
+
     def forget_waiting(self) -> None:
         """Discard the gradients that wait in ``param.grad`` for the coming step; local."""
         self._trained.look()
