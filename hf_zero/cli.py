@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
@@ -94,8 +93,8 @@ def _add_convert(commands: Any) -> None:
         "convert",
         help="checkpoints of DeepSpeed, torch.distributed.checkpoint and models of Hugging Face to ours, and ours to those of the last two",
     )
-    convert.add_argument("source", type=Path, help="folder of checkpoints or of one of them, or of a model; what it is shows by its files")
-    convert.add_argument("target", type=Path, help="folder to write")
+    convert.add_argument("source", help="folder or URL of checkpoints or of one of them, or folder of a model; its files show what it is")
+    convert.add_argument("target", help="folder to write; with --to hf_zero also a URL")
     convert.add_argument(
         "--to",
         choices=("hf_zero", "hf", "dcp"),
@@ -141,10 +140,11 @@ def _size(text: str) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from hf_zero.checkpoint.convert.run import Conversion, convert
+    from hf_zero.system.object_store import place_of
 
     wanted = Conversion(
-        source=options.source,
-        target=options.target,
+        source=place_of(options.source),
+        target=place_of(options.target),
         to=options.to,
         tag=options.tag,
         dtype=options.dtype,

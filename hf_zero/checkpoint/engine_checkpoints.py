@@ -29,6 +29,7 @@ from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import CheckpointError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import signals
+from hf_zero.system.object_store import place_of, raw
 from hf_zero.tensor_parallel.same_data import SameData
 
 T = TypeVar("T")
@@ -110,7 +111,7 @@ class EngineCheckpoints:
             return request, self.state_of(engine)
 
         request, state = self._agreed("save_checkpoint()", ask)
-        signals.name_newest(partial(folders.say_newest, Path(save_dir)))
+        _name_newest(save_dir)
         folder = save_checkpoint(state, request, self.background)
         if latest and not trained:
             engine.progress.saved_at = engine.progress.global_steps
@@ -146,20 +147,20 @@ class EngineCheckpoints:
         loaded = load_checkpoint(state, request)
         if loaded is None:
             return None
-        signals.name_newest(partial(folders.say_newest, Path(load_dir)))
+        _name_newest(load_dir)
         model_axis = self._collectives.topology.model
         if model_axis is not None:
             # What else is resumed, loaders and random states, may be that of other groups.
             SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
         whole = request.optimizer_states and not request.module_only and custom is None
-        engine.averages.loaded_from = str(loaded.path) if whole else ""
+        engine.averages.loaded_from = raw(loaded.path) if whole else ""
         engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
-        return Restored(str(loaded.path), loaded.client_state, loaded.counters)
+        return Restored(raw(loaded.path), loaded.client_state, loaded.counters)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
-        load_averages(self.state_of(engine), Path(folder), averages)
+        load_averages(self.state_of(engine), place_of(folder), averages)
 
     def wait(self) -> None:
         """Waits until a checkpoint that is written in the background is complete; collective.
@@ -219,14 +220,21 @@ class EngineCheckpoints:
 
 
 def _folder(given: Any, argument: str) -> str:
-    """Return the path that was given as ``argument``.
+    """Return the path or URL that was given as ``argument``.
 
     Raises:
-        CheckpointError: It is no path.
+        CheckpointError: It is neither, or the library for the URL is not installed.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path")
-    return str(os.fspath(given))
+        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
+    return raw(place_of(os.fspath(given)))
+
+
+def _name_newest(given: str | os.PathLike[str]) -> None:
+    """Have the last words of a process name the newest checkpoint; it asks no store, which may take longer than the process has."""
+    place = place_of(os.fspath(given))
+    say = partial(folders.say_newest, place) if isinstance(place, Path) else lambda: f"complete checkpoints are in {place}"
+    signals.name_newest(say)
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:
