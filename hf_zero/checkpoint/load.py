@@ -53,6 +53,7 @@ class LoadRequest:
         custom: Called with ``src=`` (whole state dict) and ``dst=`` (the module) in place of loading parameters by name.
         node_local: Every node has a disk of its own, and ``load_dir`` is this rank's.
         may_unpickle: Read pickled values of the client state.
+        else_from: Local folder that is looked at where ``load_dir``, in an object store, has none; empty for no such folder.
     """
 
     load_dir: str
@@ -65,6 +66,7 @@ class LoadRequest:
     custom: Callable[..., Any] | None = None
     node_local: bool = False
     may_unpickle: bool = False
+    else_from: str = ""
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
@@ -129,6 +131,8 @@ def load_averages(state: TrainingState, folder: Place, averages: AveragedWeights
 def _find(request: LoadRequest) -> tuple[str, str] | None:
     """Return folder and index text, on rank 0; sizes of all files are checked here, once."""
     load_dir = place_of(request.load_dir)
+    if request.else_from and not folders.complete_ones(load_dir) and folders.complete_ones(Path(request.else_from)):
+        load_dir = Path(request.else_from)  # saved before there was a URL
     folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
     if folder is None:
         return None

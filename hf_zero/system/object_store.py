@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import errno
 import importlib
+import logging
+import os
 import random
 import re
 import time
@@ -23,9 +25,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from hf_zero.errors import CheckpointError
-from hf_zero.observe import logger
 from hf_zero.system.secrets import without_credentials
 
+logger = logging.getLogger("hf_zero")  # same name as in ``observe``, which imports torch
 T = TypeVar("T")
 
 TRIES = 8
@@ -37,7 +39,8 @@ _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _BROKEN_URL = re.compile(r"([a-z][a-z0-9+-]{1,10}):/[^/]")
 _FINAL = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError)
 # Protocols of stores without folders: nothing is made before an object is written, least of all a bucket.
-_WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oss", "oci", "ocilake", "memory", "r2"}
+_WITHOUT_FOLDERS = frozenset(("s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "adl", "hf", "oss", "oci", "ocilake", "memory", "r2"))
+_LOCAL = frozenset(("file", "local"))
 _PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "az": "adlfs", "abfs": "adlfs", "hf": "huggingface_hub"}
 _ASK_LATER = {408, 425, 429}
 
@@ -201,7 +204,7 @@ class ObjectPath:
                 self.fs.invalidate_cache()
                 found: dict[str, Any] = self.fs.info(self.key)
                 return found
-            except FileNotFoundError:
+            except (FileNotFoundError, NotADirectoryError):
                 return None
 
         return tried(self, ask)
@@ -300,7 +303,22 @@ class ObjectPath:
             OSError: The store refuses.
         """
         self._make_room()
-        tried(self, lambda: self.fs.pipe_file(self.key, data) and None)
+        tried(self, lambda: self._put(data))
+
+    def _put(self, data: bytes, new: bool = False) -> None:
+        """Write an object in one request; on a disk, where a writer may be killed half-way, under another name first."""
+        if not self._has_protocol(_LOCAL):
+            self.fs.pipe_file(self.key, data, **({"mode": "create"} if new else {}))
+            return
+        other = f"{self.key}.{os.urandom(4).hex()}.part"
+        self.fs.pipe_file(other, data)
+        if new:
+            try:
+                self.fs.link(other, self.key)
+            finally:
+                self.fs.rm_file(other)
+        else:
+            self.fs.mv(other, self.key)
 
     def put_new(self, data: bytes) -> None:
         """Write a small object unless there is one; a store that has no such request is asked before the write.
@@ -313,11 +331,11 @@ class ObjectPath:
 
         def ask() -> None:
             try:
-                self.fs.pipe_file(self.key, data, mode="create")
+                self._put(data, new=True)
             except FileExistsError:
                 raise
             except (NotImplementedError, TypeError, ValueError):
-                self._put_unasked(data)
+                self._put(data)
             except Exception as error:
                 if not _is_condition(error):
                     raise
@@ -330,9 +348,6 @@ class ObjectPath:
         except FileExistsError:
             if self.get(len(data) + (1 << 16)) != data:  # else it is ours: the answer to the first try was lost
                 raise
-
-    def _put_unasked(self, data: bytes) -> None:
-        self.fs.pipe_file(self.key, data)
 
     @contextmanager
     def writing(self, nbytes: int) -> Iterator[Any]:
@@ -351,9 +366,7 @@ class ObjectPath:
             raise
 
     def _make_room(self) -> None:
-        protocol = self.fs.protocol
-        names = {protocol} if isinstance(protocol, str) else set(protocol)
-        if not names & {*_WITHOUT_FOLDERS, "file", "local"}:
+        if not self._has_protocol(_WITHOUT_FOLDERS | _LOCAL):
             tried(self, lambda: self.fs.makedirs(self.parent.key, exist_ok=True))
 
     # -- deletion
@@ -384,10 +397,13 @@ class ObjectPath:
 
     def tidy(self) -> None:
         """Remove the empty folder of this name, where a store has folders."""
-        protocol = self.fs.protocol
-        if {"file", "local"} & ({protocol} if isinstance(protocol, str) else set(protocol)):
-            with suppress(OSError):
+        if not self._has_protocol(_WITHOUT_FOLDERS):
+            with suppress(Exception):
                 self.fs.rmdir(self.key)
+
+    def _has_protocol(self, names: frozenset[str]) -> bool:
+        protocol = self.fs.protocol
+        return bool(names & ({protocol} if isinstance(protocol, str) else set(protocol)))
 
 
 @dataclass(frozen=True)

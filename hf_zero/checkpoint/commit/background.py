@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from hf_zero.checkpoint.commit import agreement, folders, staging
+from hf_zero.checkpoint.commit.store_saves import StoreSave
 from hf_zero.checkpoint.commit.targets import Target
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry, Piece
 from hf_zero.checkpoint.format.records import FileRecord, read_file_record
@@ -153,6 +154,8 @@ class Background:
     def start(self, task: Task, told: list[dict[str, Any]]) -> None:
         """Begin to write; ``told`` has the description of every rank's share."""
         running = _Running(task.what, task.target)
+        if isinstance(task.target, StoreSave):
+            _wait_before_pools_end(running)
         running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
         running.heard = exit_status.promise(running.lost)
@@ -288,6 +291,20 @@ class _ToldByRank(CheckpointError):
 def _room(piece: Piece) -> int:
     """Return bytes that a piece takes in the copy, with the gap behind it."""
     return 0 if isinstance(piece, int) else -(-piece.numel() * piece.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
+
+
+_running_to_store: list[_Running] = []
+
+
+def _wait_before_pools_end(running: _Running) -> None:
+    """Have the end of the interpreter wait for a save before it ends pools of threads, which libraries of stores need for each request.
+
+    Python offers no public function for this moment; ``concurrent.futures`` uses the same one.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if not _running_to_store and register is not None:
+        register(lambda: _running_to_store[-1].thread.join())
+    _running_to_store[:] = [running]
 
 
 def _tell(target: Target, name: str, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Find checkpoint folders: their names, which are complete, by tag or ``latest``, also in a Trainer's output folder.
+"""Find checkpoint folders: their names, which are complete, by tag or ``latest``.
 
 [Note: a sub-folder for each save] An object store cannot rename, so a save there writes into ``<tag>/<number>``, and the marker
 ``<tag>/complete`` names that number: one small object, written last, which a store replaces as a whole. Until then nothing that is read
@@ -11,16 +11,14 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE, LATEST_FILE, MARKER_FILE
+from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 from hf_zero.system.object_store import Place
 from hf_zero.system.reading import whole_json
-from hf_zero.system.text_file import limit_beside, opened_file, read_first_line, read_text
+from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
 _TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
@@ -238,74 +236,3 @@ def read_index(folder: Place) -> str:
     if digest(text) != expected:
         raise CheckpointError(f"{path} is damaged: its sha256 is {digest(text)}, {MARKER_FILE} says {expected[:64]!r}")
     return text
-
-
-_STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each record
-
-
-def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Find the complete ``checkpoint-N`` with the highest N in a Trainer's output folder; None when there is none.
-
-    transformers' ``get_last_checkpoint`` takes the highest N, also of a folder that was being written when the run was killed. This one
-    passes those over, with a warning that names them.
-
-    Args:
-        output_dir: ``TrainingArguments.output_dir``; need not exist.
-    """
-    numbered = {}
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match is not None and folder.is_dir():
-            numbered[int(match[1])] = folder
-    found: Path | None = None
-    incomplete = []
-    for number in sorted(numbered, reverse=True):
-        if _is_whole_trainer_checkpoint(numbered[number]):
-            found = numbered[number]
-            break
-        incomplete.append(numbered[number].name)
-    if incomplete:
-        logger.warning("%s in %s: incomplete; the newest complete checkpoint is %s", ", ".join(incomplete), output_dir, found)
-    return str(found) if found is not None else None
-
-
-def _is_whole_trainer_checkpoint(folder: Path) -> bool:
-    """Return whether the file that Trainer writes last exists and, if there is any sign of the engine's checkpoint, that checkpoint is
-    complete and the random state of every rank exists.
-
-    Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
-    """
-    if not isinstance(whole_json(folder / "trainer_state.json", _STATE_BYTES), dict):
-        return False
-    try:
-        tag = read_latest(folder)
-    except CheckpointError:
-        return False
-    if tag is None:
-        return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
-    found = complete_or_previous(folder, tag)
-    return found is not None and all(_is_archive(folder / name) for name in _random_states(found))
-
-
-def _is_archive(path: Path) -> bool:
-    """Return whether a file is whole, as ``torch.save`` writes it."""
-    try:
-        with opened_file(path) as file:
-            return zipfile.is_zipfile(file)
-    except OSError:
-        return False
-
-
-def _random_states(checkpoint: Place) -> Iterator[str]:
-    """Yield the names of Trainer's files beside an hf_zero checkpoint; none when it was converted, or does not say how many ranks
-    wrote it.
-    """
-    path = (files_of(checkpoint) or checkpoint) / INDEX_FILE
-    index = whole_json(path, limit_beside(path))
-    if index is None:
-        return
-    world = index.get("world") if isinstance(index, dict) and index.get("library") != CONVERTED else 0
-    if world == 1:
-        yield "rng_state.pth"
-    elif isinstance(world, int):
-        yield from (f"rng_state_{rank}.pth" for rank in range(world))  # one by one: the number may be anything
