@@ -392,7 +392,8 @@ def _is_file(path: str) -> bool:
 def _number_in(folder: str) -> str:
     """Return the sub-folder with the files of a checkpoint that its marker names, as those in object stores do; else nothing."""
     marker = os.path.join(folder, "complete")
-    text = _read_small(marker, SMALL_BYTES).decode("utf-8", "replace") if _is_file(marker) else ""
+    with _reading(marker):
+        text = _read_small(marker, SMALL_BYTES).decode("utf-8", "replace") if _is_file(marker) else ""
     found = re.fullmatch(r"[0-9a-f]{64} ([0-9a-f]{8})", text.strip())
     return found[1] if found is not None else ""
 

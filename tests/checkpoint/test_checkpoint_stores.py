@@ -181,6 +181,7 @@ def test_an_upload_that_breaks_off_is_not_completed_later(tmp_path: Path) -> Non
 
 def test_what_killed_saves_left_is_found_by_their_records(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     from hf_zero.checkpoint.commit.store_saves import StoreSave
+    from hf_zero.checkpoint.format.names import MASTER, average_kind, average_tensors_kind, shard_file
     from hf_zero.system.object_store import ObjectPath, place_of
     from hf_zero.system.process import Process
 
@@ -190,10 +191,12 @@ def test_what_killed_saves_left_is_found_by_their_records(tmp_path: Path, caplog
     elsewhere = {**dead, "place": "another machine"}
     parent = {**Process.own().as_json(), "pid": os.getppid(), "started": ""}  # it lives
 
+    names = [shard_file(kind, 0, 1) for kind in (MASTER, average_kind("ema"), average_tensors_kind("ema"))]
+
     def leave(number: str, tag: str, writer: dict[str, Any]) -> None:
         (tmp_path / tag / number).mkdir(parents=True)
-        (tmp_path / tag / number / "master-00000-of-00001.safetensors").write_bytes(b"x")
-        (tmp_path / tag / number / "notes.txt").write_bytes(b"a user's")
+        for name in (*names, "notes.txt"):
+            (tmp_path / tag / number / name).write_bytes(b"x")
         (tmp_path / ".saves").mkdir(exist_ok=True)
         (tmp_path / ".saves" / f"{number}.json").write_text(json.dumps({**writer, "tag": tag, "replaces": None}))
 
@@ -204,7 +207,7 @@ def test_what_killed_saves_left_is_found_by_their_records(tmp_path: Path, caplog
     StoreSave(place, "t", "00000009").begin()
     assert objects(tmp_path) == [
         *(".saves/00000002.json", ".saves/00000003.json", ".saves/00000009.json", ".saves/0000000g.json", "t/00000001/notes.txt"),
-        *(f"u/{number}/{name}" for number in ("00000002", "00000003") for name in ("master-00000-of-00001.safetensors", "notes.txt")),
+        *(f"u/{number}/{name}" for number in ("00000002", "00000003") for name in sorted((*names, "notes.txt"))),
     ]
     with pytest.raises(CheckpointError, match="is still running and is saving checkpoint 'u'"):
         StoreSave(place, "u", "0000000a").begin()

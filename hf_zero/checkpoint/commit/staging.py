@@ -34,7 +34,7 @@ from hf_zero.system.reading import whole_json
 from hf_zero.system.text_file import read_bytes
 
 _SHARD = re.compile(
-    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|(onebit_worker|onebit_server|loco)_error)"
+    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|average(_tensors)?\.\w{1,64}|(onebit_worker|onebit_server|loco)_error)"
     r"-\d{5,}-of-\d{5,}(\.tensor-\d{5,}-of-\d{5,})?\.safetensors"
 )
 _OTHER = re.compile(r"values(-\d{5,})?\.safetensors|module\.safetensors")  # the second in version 1 alone
