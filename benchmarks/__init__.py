@@ -1,1 +1,1 @@
-"""Measurements of speed, memory and bytes, one folder for each topic; README.md has the list."""
+"""Measurements of speed, memory and bytes, one folder per topic; README.md lists them."""

@@ -1,12 +1,12 @@
-"""Build backend: setuptools' wheel plus the native library and the start-up hook that serves the `deepspeed` alias.
+"""Build backend: setuptools' wheel, plus the native library and the start-up hook that provides the `deepspeed` alias.
 
-A ``.pth`` file must lie directly in site-packages. setuptools can place one there for neither a wheel nor an editable
-install, and wheels are plain zip files, so this file adds it through the public hooks of PEP 517 and PEP 660. The editable wheel
-is written here as a whole: one ``.pth`` file with the source folder and the hook, which Python reads in that order.
+A ``.pth`` file must be directly in site-packages. setuptools can place one there neither for a wheel nor for an editable install.
+Wheels are plain zip files, so this backend adds the file through the public hooks of PEP 517 and PEP 660. It writes the editable wheel
+itself: one ``.pth`` file with the source folder and then the hook, which Python reads in that order.
 
-The native library is built where a C++ compiler is found (native_library.py). A wheel with it is tagged for the platform. The setting
-``wheel`` chooses instead, as in ``pip wheel --config-settings wheel=manylinux_2_17_x86_64``: ``pure`` is without the library, and a
-platform of ``native_library.PLATFORMS`` is with one that runs on any Linux of that processor with glibc 2.17 or newer.
+The native library is built if a C++ compiler is found (native_library.py). A wheel with the library is tagged for the platform. The
+setting ``wheel`` overrides this, as in ``pip wheel --config-settings wheel=manylinux_2_17_x86_64``: ``pure`` builds without the library,
+and a platform of ``native_library.PLATFORMS`` builds one that runs on any Linux of that processor with glibc 2.17 or newer.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import native_library
 import page
 from setuptools import build_meta
 
-page.write()  # before any hook: each of them lets setuptools read the project's metadata
+page.write()  # before any hook, because each hook makes setuptools read the project's metadata
 
 get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
 prepare_metadata_for_build_wheel = build_meta.prepare_metadata_for_build_wheel
@@ -36,10 +36,10 @@ Settings = dict[str, Any] | None
 
 HOOK_FILE = "hf_zero.pth"
 HOOK_MODULE = "_hf_zero_startup.py"
-# The hook loads the module by its path: looked up by name it would be another one where the search path begins with a folder that has
-# one (`PYTHONPATH=:x` puts the working folder there). A .pth file may outlive the module (a half-finished uninstall, a moved source
-# folder): then it does nothing, in every Python process. The two modules that it asks are there before anything is imported;
-# `importlib.util` would cost more than all the rest.
+# The hook loads the module by its path. A look-up by name could find another module where the search path begins with a folder that has one
+# (`PYTHONPATH=:x` puts the working folder there). A .pth file may outlive the module (an interrupted uninstall, a moved source folder); it
+# then does nothing, in every Python process. The two modules that it imports are loaded before any import; `importlib.util` would take
+# longer than the whole hook.
 _HOOK = """
 try:
     import _frozen_importlib as b, _frozen_importlib_external as e
@@ -54,10 +54,10 @@ PURE_TAG = "py3-none-any"
 
 
 def hook_line(root: Path | None = None) -> str:
-    """The one line that Python runs at its start.
+    """Return the line of the ``.pth`` file that Python runs at its start.
 
     Args:
-        root: The folder of the module; None is the folder of the ``.pth`` file, which ``site`` calls ``sitedir`` where it runs the line.
+        root: Folder of the module; None is the folder of the ``.pth`` file, which ``site`` calls ``sitedir`` when it runs the line.
     """
     path = repr(str(root / HOOK_MODULE)) if root is not None else f"sitedir + '/{HOOK_MODULE}'"
     code = _HOOK.strip().replace("    ", " ").format(path=path)
@@ -65,7 +65,11 @@ def hook_line(root: Path | None = None) -> str:
 
 
 def _wheel_setting(settings: Settings) -> str:
-    """The setting ``wheel``: "" (this machine), "pure" or a platform."""
+    """Return the setting ``wheel``: "" (this machine), "pure" or a platform.
+
+    Raises:
+        ValueError: The setting has another value.
+    """
     wanted = str((settings or {}).get("wheel", ""))
     allowed = ("", PURE, *native_library.PLATFORMS)
     if wanted not in allowed:
@@ -74,7 +78,7 @@ def _wheel_setting(settings: Settings) -> str:
 
 
 def get_requires_for_build_wheel(config_settings: Settings = None) -> list[str]:
-    """What building needs: setuptools' wishes, and what builds the library, if one is to be built."""
+    """Return the requirements of a build: setuptools' own, and the tools that build the library if it is to be built."""
     wanted = _wheel_setting(config_settings)
     tools = [] if wanted == PURE else native_library.tool_requirements(wanted)
     return [*build_meta.get_requires_for_build_wheel(config_settings), *tools]
@@ -84,11 +88,11 @@ get_requires_for_build_editable = get_requires_for_build_wheel
 
 
 def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """Builds the wheel with setuptools, then adds the native library and the hook; returns the file's name.
+    """Build the wheel with setuptools, then add the native library and the hook; return the file's name.
 
     Raises:
-        RuntimeError: The library for a platform that was asked for by name cannot be built.
-        ValueError: No such setting.
+        RuntimeError: The library for an explicitly requested platform cannot be built.
+        ValueError: The setting ``wheel`` has an unknown value.
     """
     wanted = _wheel_setting(config_settings)
     with tempfile.TemporaryDirectory() as folder:
@@ -108,16 +112,16 @@ def build_wheel(wheel_directory: str, config_settings: Settings = None, metadata
 
 
 def _library(wanted: str, folder: Path) -> Path | None:
-    """The library that the setting ``wheel`` asks for, built into ``folder``."""
+    """Build the library that the setting ``wheel`` requests into ``folder``; return its path, or None without a library."""
     if wanted == PURE:
         return None
     return native_library.build_for(wanted, folder) if wanted else native_library.build(folder)
 
 
 def build_editable(wheel_directory: str, config_settings: Settings = None, metadata_directory: str | None = None) -> str:
-    """Builds a wheel that holds the metadata and one ``.pth`` file naming this source folder; returns the file's name.
+    """Build a wheel with the metadata and one ``.pth`` file that names this source folder; return the file's name.
 
-    The native library is left in the source folder, where the package is imported from.
+    The native library stays in the source folder, from which the package is imported.
     """
     root = native_library.ROOT
     library = native_library.build(root / native_library.FOLDER)
@@ -138,7 +142,9 @@ def build_editable(wheel_directory: str, config_settings: Settings = None, metad
 
 @contextmanager
 def _build_folder_elsewhere() -> Iterator[None]:
-    """Lets setuptools build outside the sources: it never empties ``build/``, so a module deleted since would be packed again."""
+    """Make setuptools build outside the sources, inside the context; it never empties ``build/``, so it would pack deleted modules
+    again.
+    """
     before = os.environ.get("DIST_EXTRA_CONFIG")
     with tempfile.TemporaryDirectory() as folder:
         settings = Path(folder, "distutils.cfg")
@@ -158,7 +164,7 @@ def _wheel_file(tag: str) -> bytes:
 
 
 def _write_wheel(path: Path, files: dict[str, bytes]) -> None:
-    """Writes a wheel with a fresh RECORD; the metadata folder comes last, as the format recommends."""
+    """Write a wheel with a new RECORD; the metadata folder comes last, as the format recommends."""
     record = next(name for name in files if name.endswith(".dist-info/WHEEL")).replace("/WHEEL", "/RECORD")
     files.pop(record, None)
     lines = [f"{name},sha256={_digest(data)},{len(data)}" for name, data in files.items()]

@@ -1,12 +1,12 @@
-"""Builds the native library from ``kernels/`` with cmake: for wheels, for editable installs, and by hand with
+"""Build the native library from ``kernels/`` with cmake: for wheels, for editable installs, and by hand with
 
     python packaging/native_library.py
 
-which leaves it in ``hf_zero/native/``, where a source folder on the path finds it. Standard library only.
+which leaves the library in ``hf_zero/native/``, where a source folder on the path finds it. Standard library only.
 
-The compiler of this machine makes a library for this machine's C library and newer ones: glibc 2.34 moved ``pthread_create`` and its like
-under a new version, which older ones do not have. Libraries for everybody are built by zig (``ziglang`` in the package index), which brings
-clang and the symbols of each glibc, for this processor and for others (``PLATFORMS``).
+The compiler of this machine makes a library for this machine's C library and newer ones: glibc 2.34 gave ``pthread_create`` and similar
+functions a new symbol version, which older ones do not have. Libraries to distribute are built by zig (``ziglang`` in the package index).
+It includes clang and the symbols of each glibc, for this processor and for others (``PLATFORMS``).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDER = Path("hf_zero", "native")  # of the library, in the source folder and in the wheel
+FOLDER = Path("hf_zero", "native")  # folder of the library, in the source folder and in the wheel
 _COMPILERS = ("c++", "g++", "clang++")
 _LIMIT_SECONDS = 600
-# What is asked for, and a wheel is tagged -> (zig's name of the target, processor). glibc 2.17 is of 2012, and the first for aarch64.
+# Requested platform, which is also the tag of the wheel -> (zig's name of the target, processor). glibc 2.17 of 2012 is aarch64's first.
 PLATFORMS = {
     "manylinux_2_17_x86_64": ("x86_64-linux-gnu.2.17", "x86_64"),
     "manylinux_2_17_aarch64": ("aarch64-linux-gnu.2.17", "aarch64"),
@@ -31,7 +31,7 @@ PLATFORMS = {
 
 
 def compiler() -> str:
-    """The C++ compiler that works here, "" without one. ``CXX`` overrules."""
+    """Return the C++ compiler that works here, "" without one; the variable ``CXX`` takes precedence."""
     for name in [os.environ["CXX"]] if os.environ.get("CXX") else _COMPILERS:
         words = name.split()
         if words and shutil.which(words[0]) and _succeeds([*words, "--version"]):
@@ -40,10 +40,10 @@ def compiler() -> str:
 
 
 def tool_requirements(platform: str = "") -> list[str]:
-    """What to ask of the package index to build here: cmake and ninja where the machine has a compiler and lacks them.
+    """Return the packages that a build here needs from the package index: cmake and ninja, if there is a compiler and they are missing.
 
     Args:
-        platform: One of ``PLATFORMS``, which take zig, cmake and ninja from there always; "" is this machine.
+        platform: One of ``PLATFORMS``, which always need zig, cmake and ninja from the index; "" is this machine.
     """
     if platform:
         return ["cmake>=3.18", "ninja", "ziglang>=0.13"]
@@ -54,10 +54,10 @@ def tool_requirements(platform: str = "") -> list[str]:
 
 
 def build(target: Path) -> Path | None:
-    """Builds the library into the folder ``target``; without compiler, or when the build fails, says so in a line.
+    """Build the library into the folder ``target``; without a compiler, or when the build fails, print a line with the reason.
 
     Returns:
-        The library's file, or None.
+        The library's file, or None without a library.
     """
     if not compiler():
         return _without("no C++ compiler was found")
@@ -72,13 +72,13 @@ def build(target: Path) -> Path | None:
 
 
 def build_for(platform: str, target: Path) -> Path:
-    """Builds the library for one of ``PLATFORMS`` into the folder ``target``, with zig; returns its file.
+    """Build the library for one of ``PLATFORMS`` into the folder ``target``, with zig; return its file.
 
     Raises:
-        RuntimeError: It cannot be built. A wheel that was asked for by name is never made without it.
+        RuntimeError: The library cannot be built. An explicitly requested wheel is never made without it.
     """
     triple, processor = PLATFORMS[platform]
-    # zig's C driver compiles C++ too and, unlike its C++ one, builds no C++ run-time library first: none is needed.
+    # zig's C driver also compiles C++ and, unlike its C++ driver, does not first build a C++ run-time library, which is not needed.
     options = [
         f"-DCMAKE_CXX_COMPILER={sys.executable}",
         f"-DCMAKE_CXX_COMPILER_ARG1=-m ziglang cc -target {triple}",
@@ -95,7 +95,7 @@ def build_for(platform: str, target: Path) -> Path:
 
 
 def _run_cmake(options: list[str], target: Path) -> tuple[str, Path | None]:
-    """Builds into ``target``; returns the last command and the library's file, None where the command failed."""
+    """Run cmake to build into ``target``; return the last command and the library's file, None if the command failed."""
     with tempfile.TemporaryDirectory() as scratch:
         commands = (
             ["cmake", "-S", str(ROOT / "kernels"), "-B", scratch, "-DCMAKE_BUILD_TYPE=Release", *options],
@@ -108,7 +108,7 @@ def _run_cmake(options: list[str], target: Path) -> tuple[str, Path | None]:
                 return " ".join(command), None
         (library,) = [path for suffix in ("so", "dylib") for path in Path(scratch).glob(f"libhf_zero_kernels.{suffix}")]
         target.mkdir(parents=True, exist_ok=True)
-        # Renamed into its place: a process that has the old file open keeps it whole.
+        # Renamed into place, so that a process that has the old file open keeps it intact.
         fresh = target / f".{library.name}.{os.getpid()}"
         shutil.copy(library, fresh)
         os.replace(fresh, target / library.name)
@@ -116,7 +116,7 @@ def _run_cmake(options: list[str], target: Path) -> tuple[str, Path | None]:
 
 
 def platform_tag(platform: str = "") -> str:
-    """The tag of a wheel that carries the library, for one of ``PLATFORMS`` or this machine, and is independent of Python's version."""
+    """Return the tag of a wheel with the library, for one of ``PLATFORMS`` or this machine, independent of Python's version."""
     if platform:
         return f"py3-none-{platform}.{platform.replace('manylinux_2_17', 'manylinux2014')}"  # the second name is for older installers
     return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

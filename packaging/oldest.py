@@ -1,8 +1,8 @@
-"""Prints the lower bounds of pyproject.toml as exact versions: what `make test-oldest` installs.
+"""Print the lower bounds of pyproject.toml as exact versions, which `make test-oldest` installs.
 
     python packaging/oldest.py torch==2.13.0
 
-Arguments take the place of a bound of the same name. Standard library only, for Python 3.10 as well.
+Arguments replace the bound of the same name. Standard library only, for Python 3.10 as well.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ PROJECT = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 
 def oldest(overruled: list[str]) -> list[str]:
-    """``name==version`` of every dependency that has a lower bound, or of the argument that overrules it."""
+    """Return ``name==version`` of every dependency that has a lower bound, or the argument that replaces it."""
     text = re.search(r"^dependencies = \[(.*?)^\]", PROJECT.read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL)
     assert text
     bounds = dict(re.findall(r'"([\w.-]+)>=([\w.]+)"', text[1]))

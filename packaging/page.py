@@ -1,4 +1,4 @@
-"""Write the page that the package index shows: README.md with absolute links, because relative ones lead nowhere there."""
+"""Write the page that the package index shows: README.md with absolute links, because relative links do not work there."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "packaging" / "page.md"  # named in pyproject.toml, ignored by git
 _PICTURES = (".png", ".svg")
-# `](path)` of Markdown, and `src="path"` or the like of HTML; links that have a scheme or lead into the page stay.
+# `](path)` of Markdown, and `src="path"` and the like of HTML; links with a scheme, and links inside the page, are kept.
 _LINK = re.compile(r"(?P<before>\]\(|\b(?:src|srcset|href)=\")(?![a-z]+:|#)(?P<path>[^)\s\"]+)")
 
 

@@ -1,11 +1,12 @@
-"""Builds and checks all files of a release; what `make release` runs. It uploads nothing.
+"""Build and check all files of a release; `make release` runs this. It uploads nothing.
 
     python packaging/release.py --out dist
 
-An sdist, and from what is in it a wheel without the native library and one for each of ``native_library.PLATFORMS``. twine and auditwheel
-check them, and they are installed into fresh environments of each Python that is found. Where torch's CPU build can be had, the demo and
-the quick tests run there with the wheel's package alone, and `make test-quick` with the sdist's; elsewhere every module that needs neither
-torch nor what is built on it is imported, and the library is called. The last lines say what is left to do for a person.
+It builds an sdist, and from the sdist's content a wheel without the native library and one for each of ``native_library.PLATFORMS``. twine
+and auditwheel check them, and they are installed into new environments of each Python that is found. Where torch's CPU build is
+available, the demo and the quick tests run there with the wheel's package alone, and `make test-quick` with the sdist's. Elsewhere every
+module that needs neither torch nor a library on top of it is imported, and the library is called. The last lines list the steps that are
+left for a person.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ import native_library
 
 ROOT = native_library.ROOT
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-# The versions that constraints.txt pins begin to exist for this one; for older ones pip chooses.
+# constraints.txt pins versions that exist from this Python version on; for older ones pip chooses.
 FIRST_PINNED = (3, 11)
 _LIMIT_SECONDS = 3600
-# What torch brings that the package imports by itself, and the rest of what is needed without it.
+# Packages that torch brings and hf_zero imports itself, and its other requirements without torch.
 _WITHOUT_TORCH = ("numpy", "packaging", "pydantic", "rich", "tqdm", "typing_extensions", "safetensors")
 _IMPORTS = """
 import ctypes, importlib, importlib.metadata, importlib.util, pathlib, sys
@@ -68,15 +69,15 @@ print(f"{imported} modules imported, {waiting} need torch or what is built on it
 
 
 def say(text: str) -> None:
-    """Prints a line of the report at once."""
+    """Print a line of the report at once."""
     print(f"release: {text}", flush=True)
 
 
 def run(*command: object, cwd: Path | None = None, **variables: str) -> str:
-    """Runs a command outside of the source folder; returns its output.
+    """Run a command outside of the source folder; return its output.
 
     Raises:
-        SystemExit: It failed; its output is printed.
+        SystemExit: The command failed; its output is printed.
     """
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "HF_ZERO", "MAKE"))}
     words = [str(word) for word in command]
@@ -88,7 +89,7 @@ def run(*command: object, cwd: Path | None = None, **variables: str) -> str:
 
 
 def version() -> str:
-    """The version in ``hf_zero/__init__.py``, for which CHANGELOG.md must have a section."""
+    """Return the version in ``hf_zero/__init__.py``; exit unless CHANGELOG.md has a section for it."""
     found = re.search(r'^__version__ = "(.+?)"', (ROOT / "hf_zero" / "__init__.py").read_text(encoding="utf-8"), re.MULTILINE)
     assert found
     if not re.search(rf"^## {re.escape(found[1])}\b", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE):
@@ -97,8 +98,8 @@ def version() -> str:
 
 
 def build(out: Path, scratch: Path) -> tuple[Path, list[Path], Path]:
-    """Builds everything into ``out``; returns the sdist, the wheels, and the folder that holds what the sdist holds."""
-    left = ROOT / "hf_zero.egg-info"  # setuptools writes it beside the sources, where a path of modules would find it
+    """Build everything into ``out``; return the sdist, the wheels, and the folder with the sdist's content."""
+    left = ROOT / "hf_zero.egg-info"  # setuptools writes it beside the sources, where imports would find it
     was_there = left.exists()
     run(sys.executable, "-m", "build", "--no-isolation", "--sdist", "--outdir", out, ROOT)
     if not was_there:
@@ -118,7 +119,7 @@ def build(out: Path, scratch: Path) -> tuple[Path, list[Path], Path]:
 
 
 def check_files(sdist: Path, wheels: list[Path]) -> None:
-    """twine over all files, auditwheel over the wheels with the library; relative links would be dead on the index's page."""
+    """Check all files with twine and the wheels with the library with auditwheel; refuse relative links, which do not work on the index."""
     run(sys.executable, "-m", "twine", "check", "--strict", sdist, *wheels)
     say("twine check: passed")
     for wheel in wheels:
@@ -138,7 +139,7 @@ def check_files(sdist: Path, wheels: list[Path]) -> None:
 
 
 def interpreter(wanted: str) -> str:
-    """A Python of that version that runs here: on the path, one of pyenv's or one of uv's; "" without one."""
+    """Return a Python of that version that runs here: on the path, one of pyenv's or one of uv's; "" without one."""
     names = [shutil.which(f"python{wanted}") or "", *sorted(glob.glob(os.path.expanduser(f"~/.pyenv/versions/{wanted}.*/bin/python")))]
     if shutil.which("uv"):
         names.append(subprocess.run(["uv", "python", "find", wanted], capture_output=True, text=True).stdout.strip())
@@ -150,21 +151,23 @@ def interpreter(wanted: str) -> str:
 
 
 def best_wheel(wheels: list[Path]) -> Path:
-    """The wheel with the library for this machine, else the one without."""
+    """Return the wheel with the library for this machine, else the wheel without it."""
     machine = f"_{platform.machine()}.whl" if sys.platform == "linux" else "-any.whl"
     pure = next(wheel for wheel in wheels if wheel.name.endswith("-any.whl"))
     return next((wheel for wheel in wheels if wheel.name.endswith(machine)), pure)
 
 
 def torch_requirement() -> str:
-    """torch as the tests are run with. The index's own build for Linux brings CUDA, which is gigabytes: there a CPU build is asked for."""
+    """Return the requirement of torch for the tests. The index's own build for Linux includes CUDA, gigabytes, so it is the CPU build
+    there.
+    """
     pinned = re.search(r"^torch==\S+", (ROOT / "constraints.txt").read_text(encoding="utf-8"), re.MULTILINE)
     assert pinned
     return f"{pinned[0]}+cpu" if sys.platform == "linux" and platform.machine() == "x86_64" else pinned[0]
 
 
 def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scratch: Path, torch: str) -> str:
-    """Installs ``torch`` and the wheel into a fresh environment of the Python ``name``, and tries them; returns the line for the report."""
+    """Install ``torch`` and the wheel into a new environment of the Python ``name``, and try them; return the line for the report."""
     venv = scratch / f"venv-{wanted}"
     run(name, "-m", "venv", venv)
     python = venv / "bin" / "python"
@@ -173,42 +176,42 @@ def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scra
     pure = next(wheel for wheel in wheels if wheel.name.endswith("-any.whl"))
     if not has_torch:
         run(*pip, "install", *_WITHOUT_TORCH)
-        told = []
+        results = []
         for wheel in (pure, best_wheel(wheels)):
             run(*pip, "install", "--no-deps", "--force-reinstall", wheel)
-            told.append(run(python, "-c", _IMPORTS).strip())
+            results.append(run(python, "-c", _IMPORTS).strip())
         run(python, "-m", "compileall", "-q", *venv.glob("lib/python*/site-packages/hf_zero"))
         assert (venv / "bin" / "hf-zero").is_file()
-        return f"no {torch} to be had; {told[-1]}; without the library too"
+        return f"no {torch} to be had; {results[-1]}; without the library too"
     pins = ("-c", source / "constraints.txt") if tuple(map(int, wanted.split("."))) >= FIRST_PINNED else ()
     run(*pip, "install", *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")
-    told = [run(python, "-c", _IMPORTS).strip()]
+    results = [run(python, "-c", _IMPORTS).strip()]
     for part in ("hf_zero", "_hf_zero_startup.py"):
-        # Scripts and tests run beside the installed package: the sources' own is gone, and tests that read it follow the link.
+        # Scripts and tests run beside the installed package: the sources' own copy is removed, and tests that read it follow the link.
         mine = source / part
         mine.rename(source / f"{part}.of-sdist")
         mine.symlink_to(next(venv.glob(f"lib/python*/site-packages/{part}")))
     try:
         began = time.monotonic()
         run(python, "examples/demo/demo.py", cwd=source)
-        told.append(f"demo in {time.monotonic() - began:.0f} s")
-        told.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
+        results.append(f"demo in {time.monotonic() - began:.0f} s")
+        results.append("wheel: " + last_line(run(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "-m", "quick", cwd=source)))
     finally:
         for part in ("hf_zero", "_hf_zero_startup.py"):
             (source / part).unlink()
             (source / f"{part}.of-sdist").rename(source / part)
     made = run("make", "test-quick", f"PYTHON={name}", f"VENV={venv}", "TEST_WORKERS=2", cwd=source) if pins else ""
-    told.append("sdist: " + last_line(made) if made else "the sdist's `make test` needs Python 3.11")
-    return "; ".join(told)
+    results.append("sdist: " + last_line(made) if made else "the sdist's `make test` needs Python 3.11")
+    return "; ".join(results)
 
 
 def last_line(text: str) -> str:
-    """pytest's last line without its frame, "51 passed in 20 s"."""
+    """Return pytest's last line without its frame, such as "51 passed in 20 s"."""
     return text.strip().splitlines()[-1].strip("= ")
 
 
 def what_remains(number: str, out: Path) -> str:
-    """The steps that need a person: an account, a key, and a decision."""
+    """Return the steps that need a person: an account, a key, and a decision."""
     project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
     repository = re.search(r'^Repository = "(.+?)"', project, re.MULTILINE)
     assert repository

@@ -1,10 +1,11 @@
-"""Writes the type stubs beside the ``__init__.py`` files whose names load on first use, from their tables:
+"""Write the type stubs beside the ``__init__.py`` files whose names load on first use, from their tables:
 
     python packaging/stubs.py
 
-``__getattr__`` tells a type checker ``Any`` for every name; a stub names the module that each comes from, so that mypy, pyright and editors
-see the signatures there. It is a stub and no ``if TYPE_CHECKING`` block in the file itself, because a module that imports for type checking
-what imports it again is a circle, which tests/house/test_imports.py forbids. Standard library only, nothing of the package is imported.
+``__getattr__`` gives a type checker ``Any`` for every name. A stub names the module that defines each name, so that mypy, pyright and
+editors know the signatures. A stub is used instead of an ``if TYPE_CHECKING`` block in the file itself, because a module that imports,
+for type checking, a module that imports it again makes a circle, which tests/house/test_imports.py forbids. Standard library only; no
+module of the package is imported.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _HEAD = "# Written by packaging/stubs.py from the table in __init__.py; a test c
 
 
 def stub_of(path: Path) -> str:
-    """The stub's text for a lazy ``__init__.py``: it has ``_NAMES`` (name -> module) and may have ``_MODULES`` and ``__version__``."""
+    """Return the stub's text for a lazy ``__init__.py`` with ``_NAMES`` (name -> module) and maybe ``_MODULES`` and ``__version__``."""
     values = _literals(path)
     names: dict[str, str] = values["_NAMES"]
     modules = set(values.get("_MODULES", ()))
@@ -34,12 +35,12 @@ def stub_of(path: Path) -> str:
 
 
 def stubs() -> dict[Path, str]:
-    """Every stub's path and text."""
+    """Return the path and the text of every stub."""
     return {ROOT / name.replace(".py", ".pyi"): stub_of(ROOT / name) for name in LAZY}
 
 
 def _literals(path: Path) -> dict[str, Any]:
-    """The module's names that are assigned a literal at its top."""
+    """Return the names that the module assigns a literal at its top level, with the values."""
     found: dict[str, Any] = {}
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):

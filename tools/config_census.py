@@ -1,11 +1,11 @@
-"""Names the configuration keys of an installed DeepSpeed that hf_zero's schema does not know.
+"""List the configuration keys of an installed DeepSpeed that hf_zero's schema does not know.
 
     python -m tools.config_census /path/to/venv/bin/python
 
-The other environment's Python imports its DeepSpeed (``DS_ACCELERATOR=cpu`` lets it do so without a device) and tells the fields of its
-pydantic configuration classes, and the keys that its modules of constants name beside a default. A key counts as known where the schema has
-one of that name, an older spelling included, in any section: sections have other names in the two, so the comparison is by name alone. The
-exit status is 1 where keys are missing.
+The Python of the other environment imports its DeepSpeed (``DS_ACCELERATOR=cpu`` makes that possible without a device). It prints the
+fields of the pydantic configuration classes, and the keys that modules of constants define with a default. A key counts as known if the
+schema has a key of that name, older spellings included, in any section: sections have different names in the two, so only names are
+compared. The exit status is 1 if keys are missing.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from hf_zero.config.keys import nested_of, spellings_of
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
 
-# Modules whose keys are no part of a training configuration.
+# Modules whose keys do not belong to a training configuration, each with the reason.
 LEFT_OUT = {
     "deepspeed.inference": "inference engines",
     "deepspeed.module_inject": "kernel injection of inference engines",
@@ -64,7 +64,7 @@ print("CENSUS " + json.dumps({"version": deepspeed.__version__, "keys": keys, "f
 
 
 def known_names(section: type[Section] = ZeroConfig) -> Iterator[str]:
-    """Names of all keys of the schema, in any section, with their other spellings."""
+    """Yield the names of all keys of the schema, in any section, with their other spellings."""
     yield from spellings_of(section)
     for name in section.model_fields:
         yield name
@@ -74,7 +74,7 @@ def known_names(section: type[Section] = ZeroConfig) -> Iterator[str]:
 
 
 def missing_keys(listed: list[list[str]]) -> list[tuple[str, str, str]]:
-    """(module, key, default) of what the schema does not know, each key of a module once."""
+    """Return (module, key, default) of the keys that the schema does not know, each key of a module once."""
     known = {name.lower() for name in known_names()}
     found = {
         (module, key, default)
@@ -85,32 +85,32 @@ def missing_keys(listed: list[list[str]]) -> list[tuple[str, str, str]]:
 
 
 def listing(python: str) -> dict[str, object]:
-    """What the DeepSpeed of the environment of ``python`` tells: its version, its keys, and modules that cannot be imported.
+    """Return the version, the keys and the failed imports of the DeepSpeed in the environment of ``python``.
 
     Raises:
-        RuntimeError: It cannot be asked.
+        RuntimeError: The Python cannot be run, or prints no keys.
     """
     environment = {**os.environ, "DS_ACCELERATOR": "cpu", "HF_ZERO": "0"}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run([python, "-c", _LISTING], capture_output=True, text=True, env=environment, check=False)
     lines = [line for line in done.stdout.splitlines() if line.startswith("CENSUS ")]
     if not lines:
-        raise RuntimeError(f"{python} told no keys: {done.stderr[-2000:]}")
-    told: dict[str, object] = json.loads(lines[-1].removeprefix("CENSUS "))
-    return told
+        raise RuntimeError(f"{python} found no keys: {done.stderr[-2000:]}")
+    found: dict[str, object] = json.loads(lines[-1].removeprefix("CENSUS "))
+    return found
 
 
 def main() -> int:
-    """Prints the missing keys."""
+    """Print the missing keys; return 1 if there are any, else 0."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("python", help="Python of an environment with DeepSpeed")
-    told = listing(parser.parse_args().python)
-    missing = missing_keys(told["keys"])  # type: ignore[arg-type]
+    found = listing(parser.parse_args().python)
+    missing = missing_keys(found["keys"])  # type: ignore[arg-type]
     for module, key, default in missing:
         print(f"{key:45} default {default:20} {module}")
-    for name, error in told["failed"]:  # type: ignore[attr-defined]
+    for name, error in found["failed"]:  # type: ignore[attr-defined]
         print(f"not imported: {name}: {error}")
-    print(f"DeepSpeed {told['version']}: {len(missing)} of {len(told['keys'])} keys are not in the schema")  # type: ignore[arg-type]
+    print(f"DeepSpeed {found['version']}: {len(missing)} of {len(found['keys'])} keys are not in the schema")  # type: ignore[arg-type]
     return 1 if missing else 0
 
 

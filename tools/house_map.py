@@ -1,7 +1,7 @@
-"""Draw which package of hf_zero imports which, from the imports themselves, as docs/pictures/house.svg.
+"""Draw which package of hf_zero imports which, from the import statements, as docs/pictures/house.svg.
 
     python tools/house_map.py            # write the picture
-    python tools/house_map.py --check    # exit with 1 where it no longer fits the code
+    python tools/house_map.py --check    # exit with 1 if it no longer matches the code
 
 Rows and columns are packages from the ground up. A dot says that the package of the row imports the package of the column; all dots lie
 below the diagonal, because imports go in one direction.
@@ -25,7 +25,7 @@ def package_of(module: str) -> str:
     names = module.split(".")[1:]
     if not names or names[0].startswith("__"):
         return ""
-    inside = names[0] == "core" and (len(names) > 2 or names[1:] == ["stages"])  # the table of stages lies below the packages of the core
+    inside = names[0] == "core" and (len(names) > 2 or names[1:] == ["stages"])  # the table of stages is below the packages of the core
     return ".".join(names[:2]) if inside else names[0]
 
 
@@ -43,7 +43,7 @@ def imports() -> Iterator[tuple[str, str]]:
 
 
 def order(pairs: set[tuple[str, str]]) -> list[str]:
-    """Sort packages so that each comes after all that it imports, as far as there is no circle; alphabetical where free."""
+    """Sort packages so that each comes after all packages that it imports, except in circles; alphabetically otherwise."""
     left = {name for pair in pairs for name in pair}
     sorted_names: list[str] = []
     while left:
@@ -81,7 +81,7 @@ def draw(names: list[str], pairs: set[tuple[str, str]]) -> str:
 
 
 def main() -> int:
-    """Write the picture, or compare it with the code; returns the exit status."""
+    """Write the picture, or compare it with the code; return the exit status."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare with the picture that is there, write nothing")
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Faults that ``tools/mutants.py`` plants: one line of the package each, and the tests that are asked first."""
+"""The faults that ``tools/mutants.py`` plants: one wrong line each, and the test files that should find it."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ VALUES = "tests/checkpoint/test_checkpoint_values.py"
 
 @dataclass(frozen=True)
 class Fault:
-    """One wrong line.
+    """One wrong line of the package.
 
     Attributes:
-        name: What is wrong.
+        name: Name that describes the fault.
         file: Module, below ``hf_zero/``.
-        old: Text of the module, there once.
-        new: What stands in its place.
-        tests: Files that are asked, in this order; the first that fails ends it.
+        old: Text of the module; it must occur exactly once.
+        new: Text that replaces it.
+        tests: Test files to run, in this order; the first failure ends the search.
     """
 
     name: str

@@ -1,11 +1,11 @@
-"""Do the tests notice? Plants one fault after the other in a copy of the package and runs the tests that should see it.
+"""Check that the tests find faults: plant one fault after the other in a copy of the package, and run the tests that should fail.
 
     python -m tools.mutants                                              # all faults, about half an hour
     python -m tools.mutants --only "one micro-step too many" --json benchmarks/results/mutants.json
-    python -m tools.mutants --check                                      # is every fault's line still there?
+    python -m tools.mutants --check                                      # does every fault's line still exist?
 
-A fault is found when a test fails, or is still running after the time limit (a hang is what some of them cause). Each is asked of a few
-files of tests, in order, so that a survivor means that these files do not see it; the whole suite may.
+A fault is found when a test fails, or is still running after the time limit (some faults cause a hang). Only a few test files run per
+fault, in order, so a fault that is not found may still be found by the whole suite.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ running after {limit} s); an empty cell is a fault that no test found. {found} o
 
 
 def wrong_places(faults: tuple[Fault, ...] = FAULTS) -> list[str]:
-    """Faults whose line is not in its file exactly once, with how often it is."""
+    """Return a line for each fault whose text is not in its file exactly once, with the number of times it is."""
     wrong = []
     for fault in faults:
         path = ROOT / "hf_zero" / fault.file
@@ -47,7 +47,7 @@ def wrong_places(faults: tuple[Fault, ...] = FAULTS) -> list[str]:
 
 
 def found_by(fault: Fault, folder: Path, limit: float) -> str:
-    """The first test that fails with the fault in the copy at ``folder``; "time" where one takes too long, "" where none fails."""
+    """Return the first test that fails with the fault in the copy at ``folder``; "time" if one exceeds ``limit``, "" if none fails."""
     path = folder / "hf_zero" / fault.file
     text = path.read_text()
     path.write_text(text.replace(fault.old, fault.new))
@@ -73,7 +73,7 @@ def found_by(fault: Fault, folder: Path, limit: float) -> str:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Ends the tests with every rank they have started."""
+    """End the tests and every rank they have started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, 9)
     process.wait()

@@ -1,4 +1,4 @@
-"""Find the files outside docs/ that pages link to, and give each a page of the site, so that no link of a page leaves it."""
+"""Find the files outside docs/ that pages link to, and give each a page of the site, so that links stay inside the site."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posixpath import relpath
 
 REPO = Path(__file__).resolve().parent.parent
 DOCS = REPO / "docs"
-# Pages that have another place on the site than in the repository.
+# Pages that have another address on the site than in the repository.
 MOVED = {"README.md": "index.md", "docs/README.md": "pages.md", "CONTRIBUTING.md": "contributing.md"}
 OUTSIDE = "repository"
 IMAGES = (".png", ".svg", ".jpg", ".gif")
@@ -22,7 +22,7 @@ _ATTRIBUTE = re.compile(r'(?<=\ssrc=")[^"]+(?=")|(?<=\shref=")[^"]+(?=")|(?<=\ss
 
 
 def replaced(markdown: str, change: Callable[[str], str]) -> str:
-    """Replace each link target of ``markdown`` by ``change(target)``; code, in blocks or in a line, stays as it is."""
+    """Return ``markdown`` with each link target replaced by ``change(target)``; code, in blocks or in a line, is not changed."""
 
     def in_text(text: str) -> str:
         return _ATTRIBUTE.sub(lambda found: change(found[0]), _LINK.sub(lambda found: change(found[0]), text))
@@ -34,18 +34,18 @@ def replaced(markdown: str, change: Callable[[str], str]) -> str:
             end = found.end()
         return "".join([*parts, work(text[end:])])
 
-    # A link around a line of code, [`name`](target), has its target behind the code, so that the parts between are enough.
+    # A link around code, [`name`](target), has its target after the code, so looking at the parts between code is enough.
     return around(_FENCE, markdown, lambda text: around(_CODE, text, in_text))
 
 
 def is_local(target: str) -> bool:
-    """Tell whether a link target is a path, not an address or a heading of the same page."""
+    """Return whether a link target is a path, not an address or a heading of the same page."""
     return not re.match(r"[a-z][a-z0-9+.-]*:|#|//", target)
 
 
 @dataclass
 class Outside:
-    """Keep the pages that stand for files outside docs/ (address on the site -> text), and the images that they show."""
+    """Pages for files outside docs/ (address on the site -> text), and the images that they show."""
 
     pages: dict[str, str] = field(default_factory=dict)
     images: dict[str, Path] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Outside:
             self.pages[uri] = f"# {path.relative_to(REPO)}\n\n{fence}{LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n{fence}\n"
 
     def rewritten(self, uri: str, markdown: str) -> str:
-        """Point the links of the page at ``uri`` to addresses of the site; one that leads nowhere stays, for the strict build to report."""
+        """Return the page at ``uri`` with links to the site's addresses; a dead link stays, for the strict build to report."""
         source = self.sources.get(uri)
         if source is None:
             return markdown
@@ -119,7 +119,7 @@ def local_targets(page: Path) -> Iterator[str]:
 
 
 def uri_of(path: Path) -> str:
-    """Return the address on the site of a file or folder of the repository, relative to the site's root, as the name of a Markdown file."""
+    """Return the address of a file or folder of the repository on the site, relative to its root, as the name of a Markdown file."""
     if path.is_dir():
         path = path / "README.md"
     name = path.relative_to(REPO).as_posix()

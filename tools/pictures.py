@@ -1,7 +1,7 @@
-"""Draw the pictures of docs/pictures/ from the formulas, the committed results and the plans that they show.
+"""Draw the pictures of docs/pictures/ from formulas, committed results and plans.
 
 python -m tools.pictures                 # draw all
-python -m tools.pictures --plan FOLDER   # plan the 8 B model of FOLDER (its config.json) anew first: minutes
+python -m tools.pictures --plan FOLDER   # first plan the 8 B model of FOLDER (its config.json) again; takes minutes
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ PHASES = (("forward", 0, 9.2), ("backward", 9.2, 25.2), ("step", 25.2, 29.5))
 
 
 def step() -> Svg:
-    """Draw one step of stage 3 as boxes over time: gathers and reductions on the network, beside what is computed meanwhile."""
+    """Draw one step of stage 3 as boxes over time: gathers and reductions on the network, beside the computation."""
     left, scale, top = 84, 22.4, 92
     picture = Svg(760, 250, "One step of ZeRO stage 3 over time: gather, compute, reduce, update")
     picture.text(16, 26, "One step of stage 3, on every rank at the same time (three blocks)", style="head")
@@ -173,7 +173,7 @@ PARTS = {
 
 
 def memory_8b() -> Svg:
-    """Draw the peak memory of a GPU for a model of 8 B parameters by stage and number of GPUs, as ``hf-zero plan`` has it."""
+    """Draw the peak memory of a GPU for a model of 8 B parameters by stage and number of GPUs, as ``hf-zero plan`` predicts it."""
     found = json.loads(PLANS.read_text(encoding="utf-8"))
     plans = found["plans"]
     left, top, high, gap = 136, 88, 19, 12
@@ -209,7 +209,7 @@ def memory_8b() -> Svg:
 
 
 def plan_all(model: Path) -> None:
-    """Plan every stage and number of GPUs, and write ``PLANS``; some minutes."""
+    """Plan every stage and number of GPUs, and write ``PLANS``; takes some minutes."""
     plans = []
     for ranks, stage in ((1, 0), *((ranks, stage) for ranks in (2, 4, 8) for stage in (2, 3))):
         config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": stage}, "train_micro_batch_size_per_gpu": 1}

@@ -1,4 +1,4 @@
-"""Write the pages of the API reference and of the commands; their text is the docstrings and the help of the code itself."""
+"""Write the pages of the API reference and of the commands from the docstrings and the help of the code itself."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 REPO = Path(__file__).resolve().parent.parent
 ROOT = REPO / "hf_zero" / "__init__.py"
-# Page -> title, and the public names of hf_zero that stand there.
+# Page -> title, and the public names of hf_zero on it.
 PAGES = {
     "engine": ("Engine and set-up", ("initialize", "Engine", "init_distributed", "install_as_deepspeed")),
     "plugin": ("ZeroPlugin", ("ZeroPlugin", "DummyOptim", "DummyScheduler")),
@@ -15,15 +15,15 @@ PAGES = {
     "callbacks": ("Callbacks and Lightning", ("AveragedWeightsCallback", "ZeroStrategy", "FabricZeroStrategy")),
 }
 MODULES = {"zero": "hf_zero.zero", "utils": "hf_zero.utils", "optim": "hf_zero.optim", "errors": "hf_zero.errors"}
-FIELDS = {"ZeroTrainingArguments"}  # dataclasses: their fields are listed
-INHERITS = {"Engine"}  # the methods of the classes above belong to its page
+FIELDS = {"ZeroTrainingArguments"}  # dataclasses whose fields are listed
+INHERITS = {"Engine"}  # classes whose page lists inherited methods, too
 
 
 def assigned(path: Path, name: str) -> object:
     """Return the literal that a module assigns to ``name``.
 
     Raises:
-        LookupError: The module does not.
+        LookupError: The module assigns no such name.
     """
     for node in ast.parse(path.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and any(isinstance(target, ast.Name) and target.id == name for target in node.targets):
@@ -40,7 +40,7 @@ def file_of(module: str) -> Path:
 def names_of(module: str) -> list[tuple[str, str]]:
     """Return the public names of a module, in order, each with the module that defines it.
 
-    Without an ``__all__`` these are its own classes.
+    Without an ``__all__`` these are the module's own classes.
     """
     path = file_of(module)
     tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -64,7 +64,7 @@ def names_of(module: str) -> list[tuple[str, str]]:
 
 
 def pages() -> dict[str, str]:
-    """Return the Markdown of each page by its address; ``:::`` is where mkdocstrings puts the docstring.
+    """Return the Markdown of each page by its address; mkdocstrings replaces ``:::`` by the docstring.
 
     Raises:
         LookupError: A public name of the package has no page.
@@ -95,7 +95,7 @@ def _entry(module: str, name: str) -> str:
 
 
 def commands() -> str:
-    """Return the page of the command line: the help of `hf-zero` and of each of its commands, as they print it."""
+    """Return the page of the command line: the help texts of `hf-zero` and of each of its commands."""
     import os
     import sys
     from argparse import _SubParsersAction

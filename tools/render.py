@@ -1,4 +1,4 @@
-"""Write docs/benchmarks.md and the pictures of the pages from the JSON files that the benchmarks left in benchmarks/results/.
+"""Write docs/benchmarks.md and the pictures of the pages from the JSON files that benchmarks write into benchmarks/results/.
 
 Files of ``step_time.py --json`` come first; every other file is a ``benchmarks.common.tables.ResultTable``, in order of its name.
 
@@ -71,7 +71,7 @@ def section(result: dict[str, Any]) -> str:
 
 
 def draw(result: dict[str, Any], path: Path) -> None:
-    """Writes the picture of the front page: step time and peak memory per rank of every contender of one result file."""
+    """Draw the picture of the front page: step time and peak memory per rank of every contender of one result file."""
     import matplotlib
 
     matplotlib.use("Agg")

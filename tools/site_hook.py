@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: pages that are made at build time (reference, files outside docs/), and links that lead to them."""
+"""Hooks of mkdocs: pages that are made at build time (reference, files outside docs/), and links to them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _outside = Outside()
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Add the pages that no file in docs/ holds."""
+    """Add the pages that are not files in docs/."""
     global _outside
     _outside = Outside()
     _outside.collect()
@@ -32,5 +32,5 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
-    """Point links to files outside docs/ to their pages."""
+    """Replace links to files outside docs/ by links to their pages."""
     return _outside.rewritten(page.file.src_uri, markdown)

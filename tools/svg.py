@@ -1,11 +1,13 @@
-"""Write small SVG pictures that can be read on light and on dark pages: each brings its own background and follows the system's scheme."""
+"""Write small SVG pictures that are readable on light and dark pages: each has its own background and follows the system's colour
+scheme.
+"""
 
 from __future__ import annotations
 
 from html import escape
 from pathlib import Path
 
-# Colours that people with any kind of colour vision tell apart (Okabe and Ito); on dark ground the same, lighter where needed.
+# Colours that people with any kind of colour vision can distinguish (Okabe and Ito); on dark ground the same, lighter where needed.
 COLOURS = {
     "parameters": ("#0072b2", "#56b4e9"),
     "gradients": ("#e69f00", "#e69f00"),
@@ -22,12 +24,12 @@ COLOURS = {
 
 
 class Svg:
-    """Collect the shapes of one picture.
+    """The shapes of one picture.
 
     Args:
         width: Pixels.
         height: Pixels.
-        title: What the picture shows, for screen readers.
+        title: Title of the picture, for screen readers.
     """
 
     def __init__(self, width: int, height: int, title: str) -> None:
@@ -36,7 +38,7 @@ class Svg:
         self._shapes: list[str] = []
 
     def box(self, x: float, y: float, width: float, height: float, kind: str, text: str = "", hint: str = "") -> None:
-        """Add a rectangle of the colour of ``kind`` ("empty": an outline) with ``text`` in its middle; ``hint`` shows under the pointer."""
+        """Add a rectangle of the colour of ``kind`` ("empty": an outline), with ``text`` in its middle and ``hint`` as its tooltip."""
         inner = f"<title>{escape(hint)}</title>" if hint else ""
         shape = f'<rect class="{kind}" x="{x:.1f}" y="{y:.1f}" width="{max(width, 0):.1f}" height="{height:.1f}" rx="2">{inner}</rect>'
         self._shapes.append(shape)
@@ -59,7 +61,7 @@ class Svg:
             x += 36 + 7.4 * len(text)
 
     def write(self, path: Path) -> None:
-        """Write the file."""
+        """Write the picture to ``path`` as SVG."""
         width, height = self.size
         fills = "".join(f".{name}{{fill:{light}}}" for name, (light, _) in COLOURS.items())
         dark = "".join(f".{name}{{fill:{shade}}}" for name, (_, shade) in COLOURS.items())
@@ -83,7 +85,7 @@ class Svg:
 
 
 def ticks(most: float, count: int = 5) -> list[float]:
-    """Return round numbers from 0 to at least ``most``, about ``count`` steps apart."""
+    """Return round numbers from 0 to at least ``most``, in about ``count`` steps."""
     raw = most / count
     scale = 10.0 ** len(str(int(raw))) / 10 if raw >= 1 else 0.001
     while scale * 10 <= raw:

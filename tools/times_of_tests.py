@@ -1,13 +1,13 @@
-"""Say which files of tests take how long, from the report that pytest writes, for the table in CONTRIBUTING.md.
+"""Report the seconds that each test file takes, from pytest's report, for the table in CONTRIBUTING.md.
 
     make test TEST_ARGS="--junitxml=build/tests.xml"
     python -m tools.times_of_tests build/tests.xml               # the 25 longest files
     python -m tools.times_of_tests build/tests.xml --tests 40    # the 40 longest tests
     python -m tools.times_of_tests build/tests.xml --write       # the table of CONTRIBUTING.md, and tests/data/seconds.json
 
-Seconds are those of set-up, call and tear-down of each test on the wall, so that their sum is the length of the run times its processes.
-``tests/conftest.py`` sorts files by the data: several processes end together only if the longest files begin first. Write it on a quiet
-machine.
+The seconds are the wall-clock time of set-up, call and tear-down of each test, so their sum is the length of the run times its number of
+processes. ``tests/conftest.py`` sorts files by the data: several processes end together only if the longest files begin first. Write the
+data on an idle machine.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def _file_of(classname: str) -> str:
 
 
 def table(seconds: dict[str, float], counts: Counter[str], length: int) -> str:
-    """Return the table of the longest files as Markdown, with the rest in its last row."""
+    """Return the table of the longest files as Markdown; the last row sums up all other files."""
     total = sum(seconds.values())
     lines = ["| file in `tests/` | tests | seconds | share |", "|---|---|---|---|"]
     longest = _longest(seconds, length)

@@ -2,14 +2,14 @@
 
     python -m benchmarks.checkpoint.checkpoint                                    # GPT-2, 70 M parameters, 2 gloo ranks
     python -m benchmarks.checkpoint.checkpoint --peer-python /path/to/venv-with-deepspeed/bin/python
-    python -m benchmarks.checkpoint.checkpoint --layers 2 --width 128 --rounds 1  # does it run?
+    python -m benchmarks.checkpoint.checkpoint --layers 2 --width 128 --rounds 1  # quick check
 
-In each round every contender saves, loads, and saves in the background once, in an order that turns from round to round. Right before
-and right after each save of hf_zero the same processes write as many bytes plainly in windows of 4 MiB and force them to the disk (the
-disk's sequential rate), through the page cache and past it; around each save in the background they copy the shards to memory that
-is there already. A round's ratio is the mean of both over the save; ratios are medians over rounds, with the smallest and largest.
-Times are the slowest rank's. hf_zero and torch.distributed.checkpoint force their files to the disk, DeepSpeed does not. Loading
-reads what a save left in the page cache: all of the others' files, of hf_zero's those that were written through it.
+In each round every contender saves, loads, and saves in the background once, in an order that rotates from round to round. Right before
+and right after each save of hf_zero the same processes write the same number of bytes plainly in windows of 4 MiB and force them to the
+disk (the disk's sequential rate), through the page cache and past it; around each save in the background they copy the shards to memory
+that is already allocated. A round's ratio is the mean of both over the save; ratios are medians over rounds, with the smallest and
+largest. Times are the slowest rank's. hf_zero and torch.distributed.checkpoint force their files to the disk, DeepSpeed does not. Loading
+reads from the page cache: all files of the other libraries, and those of hf_zero's files that were written through it.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ WORLD = 2
 
 @dataclass
 class Ranks:
-    """The processes of one contender.
+    """The rank processes of one contender.
 
     Attributes:
-        seconds: Of each kind of request, by round.
+        seconds: Seconds of each kind of request, by round.
         seen: Memory of a save and bytes read by a load.
-        nbytes: Of its checkpoint.
+        nbytes: Bytes of its checkpoint.
     """
 
     name: str
@@ -54,7 +54,9 @@ class Ranks:
     nbytes: int = 0
 
     def ask(self, **request: Any) -> dict[str, float]:
-        """Has every rank carry out a request, with nothing of another one on its way to the disk; returns each number's largest."""
+        """Make every rank carry out a request, after all earlier writes have reached the disk; return the largest of each number over
+        ranks.
+        """
         if request["do"] != "rest":
             os.sync()
         for process in self.processes:
@@ -66,10 +68,10 @@ class Ranks:
         return found
 
     def answer(self, process: subprocess.Popen[str]) -> dict[str, Any]:
-        """Reads a rank's answer.
+        """Read a rank's answer.
 
         Raises:
-            RuntimeError: the rank ended; the message holds what it printed last.
+            RuntimeError: The rank ended; the message has the last lines that it printed.
         """
         line = process.stdout.readline()  # type: ignore[union-attr]
         if not line:
@@ -85,7 +87,7 @@ class Ranks:
 
 
 def start(name: str, python: str, size: dict[str, int]) -> Ranks:
-    """Starts a contender and waits until its model has taken a step."""
+    """Start the ranks of a contender and wait until its model has taken a step."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -112,12 +114,12 @@ def start(name: str, python: str, size: dict[str, int]) -> Ranks:
 
 
 def bytes_below(folder: Path) -> int:
-    """Bytes of all files in a folder."""
+    """Return the bytes of all files in a folder."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def one_turn(contender: Ranks, folder: Path) -> None:
-    """Everything that is timed of a contender, once."""
+    """Run each timed operation of a contender once: saves, loads, stalls of the training."""
     place = str(folder / contender.name)
     if contender.name.endswith("background"):
         contender.ask(do="copy")
@@ -137,7 +139,7 @@ def one_turn(contender: Ranks, folder: Path) -> None:
 
 
 def _write_beside(contender: Ranks, place: str, wanted: bool) -> None:
-    """Writes as many bytes as the last save did, both ways."""
+    """Write as many bytes as the last save did, through the page cache and past it."""
     for way in ("disk", "direct") if wanted else ():
         contender.ask(do=way, folder=f"{place}-{way}", nbytes=contender.nbytes // WORLD)
         for path in Path(place).parent.glob(f"{Path(place).name}-{way}-*"):
@@ -145,8 +147,8 @@ def _write_beside(contender: Ranks, place: str, wanted: bool) -> None:
 
 
 def measure(contenders: list[Ranks], folder: Path, rounds: int, console: Console) -> None:
-    """Runs all rounds, then looks at each contender's memory and reads."""
-    for number in range(rounds + 1):  # the first one warms up
+    """Run all rounds, then measure each contender's memory and reads."""
+    for number in range(rounds + 1):  # the first round warms up
         first = number % len(contenders)
         for contender in contenders[first:] + contenders[:first]:
             one_turn(contender, folder)
@@ -177,7 +179,7 @@ TARGETS = ("stall / copy (<= 1.20)", "disk / save (>= 0.90)", "direct / save", "
 
 
 def rows_of(contenders: list[Ranks]) -> list[list[str]]:
-    """One row per contender: bytes, median seconds, and the ratios that have a target."""
+    """Return one row per contender: bytes, median seconds, and the ratios that have a target."""
     rows = []
     for contender in contenders:
         seconds = contender.seconds
@@ -192,12 +194,12 @@ def rows_of(contenders: list[Ranks]) -> list[list[str]]:
 
 
 def _around(taken: list[float]) -> list[float]:
-    """For each round the mean of what was taken before and after."""
+    """Return for each round the mean of the measurements before and after."""
     return [(before + after) / 2 for before, after in zip(taken[::2], taken[1::2], strict=True)]
 
 
 def _ratio(first: list[float], second: list[float]) -> str:
-    """Median, smallest and largest of the rounds' ratios."""
+    """Return the median, smallest and largest of the rounds' ratios as text."""
     ratios = [one / other for one, other in zip(first, second, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 

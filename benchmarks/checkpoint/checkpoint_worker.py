@@ -1,7 +1,7 @@
 """One rank of one contender of the checkpoint benchmark. Started by ``checkpoint.py``, also with the Python of a peer's venv.
 
-Reads one JSON object per line from standard input and answers one per line: ``{"do": "save", "folder": F}`` and the like, with the seconds
-it took on this rank. Needs only torch, transformers and the contender's package.
+It reads one JSON object per line from standard input and answers one per line: ``{"do": "save", "folder": F}`` and similar requests, with
+their seconds on this rank. Needs only torch, transformers and the contender's package.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ BLOCK = 4096
 
 
 class Contender:
-    """What is asked of a contender; seconds are taken around these calls."""
+    """Operations of a contender; the callers measure the seconds."""
 
     def save(self, folder: str) -> None:
-        """Returns when everything is on the disk."""
+        """Save, and return when everything is on the disk."""
         raise NotImplementedError
 
     def stall(self, folder: str) -> Callable[[], None]:
-        """Returns when training may go on; the result waits until everything is on the disk."""
+        """Start a save and return when training may go on; the returned function waits until everything is on the disk."""
         raise NotImplementedError
 
     def load(self, folder: str) -> None:
-        """Restores weights and optimizer."""
+        """Restore weights and optimizer."""
         raise NotImplementedError
 
 
 class Engine(Contender):
-    """hf_zero or DeepSpeed: the same calls on an engine."""
+    """Engine of hf_zero or DeepSpeed, with the same calls for both."""
 
     def __init__(self, package: str, stage: int, in_background: bool, model: nn.Module, size: dict[str, int]) -> None:
         config: dict[str, Any] = {
@@ -73,7 +73,7 @@ class Engine(Contender):
         self.engine.load_checkpoint(folder)
 
     def shard_tensors(self) -> list[torch.Tensor]:
-        """Masters and moments of this rank."""
+        """Return the masters and moments of this rank."""
         found = [unit.master for unit in self.engine.units]
         for state in self.engine.optimizer.inner.state.values():
             found += [value for value in state.values() if torch.is_tensor(value) and value.ndim]
@@ -81,7 +81,7 @@ class Engine(Contender):
 
 
 class Distributed(Contender):
-    """torch.distributed.checkpoint of an FSDP2 model, fp32 weights and the moments of Adam: as many bytes as the others."""
+    """torch.distributed.checkpoint of an FSDP2 model: fp32 weights and the moments of Adam, as many bytes as the other contenders."""
 
     def __init__(self, model: nn.Module, size: dict[str, int]) -> None:
         from torch.distributed.device_mesh import init_device_mesh
@@ -112,7 +112,7 @@ class Distributed(Contender):
     def stall(self, folder: str) -> Callable[[], None]:
         import torch.distributed.checkpoint as dcp
 
-        # Its thread issues collectives: with the group of the training loop they would meet those of the loop.
+        # The thread of the save issues collectives, which would mix with the training loop's in one group.
         self.group = self.group or dist.new_group(backend="gloo")
         pending: Any = dcp.async_save(self._state(), checkpoint_id=folder, process_group=self.group)
         return lambda: pending.result() and None
@@ -127,7 +127,7 @@ class Distributed(Contender):
 
 
 def write_plainly(path: Path, nbytes: int, direct: bool) -> None:
-    """The rate of the disk: as many bytes from one window of 4 MiB, then fsync; ``direct``: past the page cache, whole blocks only."""
+    """Write ``nbytes`` from one window of 4 MiB, then fsync; with ``direct`` past the page cache, in whole blocks only."""
     window = mmap.mmap(-1, WINDOW)
     window.write(os.urandom(WINDOW))
     data = memoryview(window)
@@ -140,7 +140,7 @@ def write_plainly(path: Path, nbytes: int, direct: bool) -> None:
 
 
 def inspect(subject: Contender, folder: str) -> dict[str, float]:
-    """Host memory (anonymous bytes at the peak) that a save takes, and bytes that a load reads from files, on this rank."""
+    """Return the host memory (anonymous bytes at the peak) that a save takes, and the bytes that a load reads from files, on this rank."""
     before = peak = _status("/proc/self/status", "RssAnon") * 1024
     done = threading.Event()
 
@@ -164,7 +164,7 @@ def _status(path: str, key: str) -> int:
 
 
 def build(contender: str, model: nn.Module, size: dict[str, int]) -> Contender:
-    """``hf_zero-N``, ``hf_zero-N-background``, ``deepspeed-N`` or ``dcp``."""
+    """Return the contender named ``hf_zero-N``, ``hf_zero-N-background``, ``deepspeed-N`` or ``dcp``."""
     if contender == "dcp":
         return Distributed(model, size)
     package, stage, *rest = contender.split("-")
@@ -172,7 +172,7 @@ def build(contender: str, model: nn.Module, size: dict[str, int]) -> Contender:
 
 
 def serve(contender: str, size: dict[str, int], answers: Any) -> None:
-    """Answers requests until standard input ends."""
+    """Answer requests until standard input ends."""
     subject = build(contender, build_model("gpt2", size).train(), size)
     copies: list[torch.Tensor] = []
     rests: list[Callable[[], None]] = []
@@ -208,13 +208,13 @@ def main() -> None:
     parser.add_argument("contender")
     parser.add_argument("size", type=json.loads, help="JSON: layers, width, heads, vocab, length, batch")
     arguments = parser.parse_args()
-    # Libraries print to standard output; the answers need a channel of their own.
+    # Libraries print to standard output, so the answers need a channel of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(1)
     dist.init_process_group("cpu:gloo")
     serve(arguments.contender, arguments.size, answers)
-    os._exit(0)  # not every contender lets its threads end
+    os._exit(0)  # some contenders leave threads running
 
 
 if __name__ == "__main__":

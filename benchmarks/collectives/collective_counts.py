@@ -1,4 +1,4 @@
-"""What a rank hands to its process groups, of whatever library: counted, and issued again bare."""
+"""Count the collectives that any library issues on a rank, and time the same collectives alone."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Collectives(TorchDispatchMode):
-    """Notes what is handed to process groups, of whatever library."""
+    """Mode that records the calls of process groups, from any library."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -24,7 +24,7 @@ class Collectives(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def table(self) -> dict[str, list[int]]:
-        """Number of calls and bytes of whole buffers, by kind and size of the group."""
+        """Return the number of calls and the bytes of whole buffers, by kind and size of the group."""
         found: dict[str, list[int]] = {}
         for func, args, _ in self.calls:
             name = func.overloadpacket.__name__.strip("_")
@@ -36,7 +36,7 @@ class Collectives(TorchDispatchMode):
         return found
 
     def bare_seconds(self, repeats: int) -> float:
-        """Processor time of the same calls, alone."""
+        """Return the processor time of the same calls, issued alone."""
         made = [(func, *pytree.tree_map_only(torch.Tensor, _like, (args, kwargs))) for func, args, kwargs in self.calls]
         taken = []
         for _ in range(repeats):

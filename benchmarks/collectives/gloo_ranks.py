@@ -3,8 +3,8 @@
     python -m benchmarks.collectives.gloo_ranks --json benchmarks/results/gloo_ranks.json
     python -m benchmarks.collectives.gloo_ranks --ranks 4 --kib 16
 
-All ranks share the processors of one machine, so seconds say little about a network: what counts is the time that the ranks' processors
-spend, all added up, and what is sent. It decides where ``comm/back_end.py`` goes from direct exchange to all-to-alls.
+All ranks share the processors of one machine, so seconds are no measure of a network. The processor time of all ranks together and the
+bytes sent are measured instead. They decide at how many ranks ``comm/back_end.py`` switches from direct exchange to all-to-alls.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def _rank(rank: int, world: int, port: int, sizes: list[int], rounds: int, answe
 
 
 def _processor_seconds(run: Callable[[], object]) -> float:
-    """Of all ranks together, once; threads that are still sending get a moment."""
+    """Return the processor seconds of all ranks together, once; threads that are still sending get a moment to finish."""
     dist.barrier()
     time.sleep(0.02)
     start = time.process_time()

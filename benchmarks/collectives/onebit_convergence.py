@@ -2,7 +2,7 @@
 
 python -m benchmarks.collectives.onebit_convergence --json benchmarks/results/onebit_convergence.json --plot docs/onebit-convergence.png
 
-A fifth of the steps are warm-up; the two runs are the same up to there. Needs no network and no root.
+A fifth of the steps are warm-up; both runs are equal up to there. Needs no network and no root.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from benchmarks.common.tables import ResultTable
 
 RUNS = {"adam": "Adam", "onebit": "1-bit Adam"}
 LENGTH, BATCH, LAST = 128, 8, 20
-LIMIT = 1.02  # of Adam's loss
+LIMIT = 1.02  # largest allowed ratio to Adam's loss
 
 
 def corpus() -> Any:
-    """Docstrings as rows of ``LENGTH`` bytes, (rows, LENGTH) int64."""
+    """Return docstrings as rows of ``LENGTH`` bytes, (rows, LENGTH) int64."""
     import torch
 
-    sys.path.insert(0, str(REPOSITORY / "examples"))  # as for the scripts there, which find their neighbours so
+    sys.path.insert(0, str(REPOSITORY / "examples"))  # the scripts there import their neighbours from it
     from offline import standard_library_text
 
     text = "".join(standard_library_text()).encode()
@@ -37,7 +37,7 @@ def corpus() -> Any:
 
 
 def build_model() -> Any:
-    """GPT-2 over bytes, 4 layers of width 128."""
+    """Return a GPT-2 over bytes, 4 layers of width 128."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -47,7 +47,7 @@ def build_model() -> Any:
 
 
 def train(kind: str, steps: int, out: Path) -> None:
-    """One rank of one run; rank 0 writes the mean loss of every step."""
+    """Train as one rank of one run; rank 0 writes the mean loss of every step."""
     import torch
     import torch.distributed as dist
 
@@ -85,7 +85,7 @@ def train(kind: str, steps: int, out: Path) -> None:
 
 
 def run(kind: str, steps: int, ranks: int) -> list[float]:
-    """The losses of one run."""
+    """Return the losses of one run."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "losses.json")
         words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
@@ -96,7 +96,7 @@ def run(kind: str, steps: int, ranks: int) -> list[float]:
 
 
 def draw(curves: dict[str, list[float]], path: Path) -> None:
-    """Both curves, smoothed a little, with the end of the warm-up."""
+    """Draw both curves, slightly smoothed, with the end of the warm-up."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -2,8 +2,8 @@
 
 python -m benchmarks.collectives.onebit_link --json benchmarks/results/onebit_link.json --plot docs/onebit-link.png
 
-Needs root (network namespaces, see slow_network.py). Every contender's ranks live through all speeds; a step is as long as the
-slowest rank's median, bytes are what its interface counted.
+Needs root (network namespaces, see slow_network.py). The processes of a contender live through all speeds. The time of a step is the
+slowest rank's median; bytes are counted by the rank's network interface.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from benchmarks.common.tables import ResultTable
 
 # GPT-2 with 24 M parameters, as in step_time.py.
 SIZE = {"layers": 6, "width": 512, "heads": 8, "vocab": 8192, "length": 128, "batch": 2}
-RATES = ("10gbit", "1gbit", "100mbit")  # fast first: warm-up steps are cheap there
+RATES = ("10gbit", "1gbit", "100mbit")  # fastest first, where warm-up steps are cheap
 LENGTH = 5.0  # seconds to measure at one speed, in 1 to 7 steps
 CONTENDERS = {
     "compute": "compute alone",
@@ -49,7 +49,7 @@ PORT = 29777
 
 
 def build_step(contender: str, model: Any) -> Any:
-    """The training step of a contender."""
+    """Return the training step of a contender."""
     from torch.nn.parallel import DistributedDataParallel
 
     from benchmarks.common.training import ADAMW, engine_loop, plain_loop
@@ -57,8 +57,8 @@ def build_step(contender: str, model: Any) -> Any:
     if contender == "compute":
         return plain_loop(model)
     if contender.startswith("ddp"):
-        # PowerSGD starts its second exchange of a bucket in the thread that ends the first: with several buckets under way, gloo's ranks
-        # start them in different orders and mistake one for the other. One bucket has one order.
+        # PowerSGD starts its second exchange of a bucket in the thread that ends the first. With several buckets in flight, gloo's ranks
+        # start them in different orders and confuse them. One bucket has one order.
         buckets = {"bucket_cap_mb": 2**12} if contender == "ddp-powersgd" else {}
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True, **buckets)
         register_hook(wrapped, contender)
@@ -75,7 +75,7 @@ def build_step(contender: str, model: Any) -> Any:
 
 
 def register_hook(model: Any, contender: str) -> None:
-    """torch's own gradient compression, as its documentation sets it up."""
+    """Register torch's own gradient compression, as its documentation describes."""
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
     if contender == "ddp-fp16":
@@ -86,7 +86,7 @@ def register_hook(model: Any, contender: str) -> None:
 
 
 def serve(contender: str) -> None:
-    """Runs steps on request until standard input ends; one line of JSON in, one out."""
+    """Run steps on request until standard input ends; one line of JSON in, one out."""
     import torch
     import torch.distributed as dist
 
@@ -118,7 +118,7 @@ def serve(contender: str) -> None:
 
 @dataclass(frozen=True)
 class Measured:
-    """A contender at one speed."""
+    """Measurements of a contender at one speed."""
 
     contender: str
     ranks: int
@@ -158,14 +158,14 @@ class Ranks:
         return [json.loads(line) for line in lines]
 
     def steps(self, count: int) -> list[dict[str, Any]]:
-        """Every rank's answer to ``count`` steps."""
+        """Run ``count`` steps; return every rank's answer."""
         for process in self.processes:
             process.stdin.write(json.dumps({"steps": count}) + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
         return self._answers()
 
     def end(self) -> None:
-        """Ends the processes, those that hang too."""
+        """End the processes, including hanging ones."""
         for process in self.processes:
             process.stdin.close()  # type: ignore[union-attr]
         for process in self.processes:
@@ -179,12 +179,12 @@ class Ranks:
 
 
 def slowest_of(answers: list[dict[str, Any]]) -> float:
-    """Seconds a step of the slowest rank."""
+    """Return the seconds per step of the slowest rank."""
     return max(float(answer["seconds"]) for answer in answers)
 
 
 def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measured]:
-    """One contender at every speed."""
+    """Measure one contender at every speed."""
     network.limit("10gbit")
     ranks = Ranks(network, contender)
     found = []
@@ -205,7 +205,7 @@ def measure(contender: str, network: Namespaces, rates: list[str]) -> list[Measu
 
 @dataclass(frozen=True)
 class Speeds:
-    """GB/s of one thread: every number that is read or written counts once, bits aside."""
+    """Speeds of one thread in GB/s: every number that is read or written counts once, single bits do not count."""
 
     add: float
     pack: float
@@ -220,7 +220,7 @@ class Speeds:
 
 
 def packing() -> Speeds:
-    """How fast the passes of a compressed step go through memory, beside an in-place addition."""
+    """Measure how fast the passes of a compressed step run through memory, beside an in-place addition."""
     import torch
 
     from hf_zero.native.chunks import Fresh, MoveRule, Sent, Target, build_chunks
@@ -254,7 +254,7 @@ def packing() -> Speeds:
 
 
 def rows_of(found: list[Measured]) -> list[list[str]]:
-    """The table's rows, with ratios to compute alone and to DDP at the same speed."""
+    """Return the table's rows, with ratios to compute alone and to DDP at the same speed."""
     known = {(entry.contender, entry.ranks, entry.rate): entry for entry in found}
     rows = []
     for entry in sorted(found, key=lambda one: (one.ranks, list(BURSTS).index(one.rate), list(CONTENDERS).index(one.contender))):
@@ -287,7 +287,7 @@ def main() -> int:
     if arguments.rank_of:
         serve(arguments.rank_of)
         return 0
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     if why_not():
         print(f"cannot measure here: {why_not()}", file=sys.stderr)
         return 1

@@ -1,11 +1,11 @@
-"""Cost of a rank as the world grows: set-up, host time, bookkeeping and collectives on rank 0 of pretended worlds of 8 to 4096.
+"""Cost of a rank as the world grows: set-up, host time, bookkeeping and collectives on rank 0 of pretended worlds of 8 to 4096 ranks.
 
     python -m benchmarks.collectives.scale --json benchmarks/results/scale.json --plot docs/scale.png
-    python -m benchmarks.collectives.scale --worlds 8 64 --blocks 24 --steps 1                   # does it run?
+    python -m benchmarks.collectives.scale --worlds 8 64 --blocks 24 --steps 1                   # quick check
     python -m benchmarks.collectives.scale --draw benchmarks/results/scale.json --plot docs/scale.png    # the picture alone
 
-torch's ``fake`` process group takes every collective, moves nothing between processes, and copies locally what a real one would hand
-back. A step's seconds are of processor time, without those that the same collectives take when they are issued bare (``scale_worker.py``).
+torch's ``fake`` process group accepts every collective, sends nothing between processes, and copies locally as many bytes as a real one
+would return. A step's seconds are processor time, minus the time of the same collectives when they are issued alone (``scale_worker.py``).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PEER_OF = {
     "fsdp2-hsdp": "",
 }
 CONTENDERS = tuple(PEER_OF)
-Cases = dict[str, dict[str, Any]]  # by contender, world and blocks; what was measured
+Cases = dict[str, dict[str, Any]]  # contender, world, blocks and kind of measurement -> numbers
 TEXT = """`benchmarks/collectives/scale.py`: rank 0 of a pretended world, bf16, blocks of a transformer's 12 parameters of width {width},
 one micro-step, every block gathered in forward and in backward. Milliseconds of processor time of a step, the least of {steps}, **without
 the time of torch's `fake` back end**, for worlds of {worlds}; **back end**: what was subtracted in the largest. **kept**: bytes that
@@ -45,12 +45,12 @@ fewer rows than there are ranks."""
 
 
 def key(contender: str, world: int, blocks: int, what: str) -> str:
-    """Name of a case in the file."""
+    """Return the name of a case in the file."""
     return f"{contender} {world} {blocks} {what}"
 
 
 def measure(arguments: argparse.Namespace, console: Console, known: Cases) -> Cases:
-    """All cases that ``known`` lacks, into it; the file is written after each, so that a run can be taken up again."""
+    """Measure all cases that ``known`` lacks, and add them; write the file after each, so that a run can be continued."""
     worker = RankProcesses("scale", WORKER, [], 1)
     settings = {"width": arguments.width, "steps": arguments.steps}
     try:
@@ -76,17 +76,17 @@ def _brief(found: dict[str, Any]) -> str:
 
 
 def own_time(case: dict[str, Any]) -> float:
-    """Seconds of a step without the back end's."""
+    """Return the seconds of a step without the back end's."""
     return float(case["step"]) - float(case["bare"])
 
 
 def messages(case: dict[str, Any]) -> int:
-    """Collectives of a step."""
+    """Return the number of collectives of a step."""
     return sum(int(calls) for calls, _ in case["step"].values())
 
 
 def table(cases: Cases, arguments: argparse.Namespace) -> ResultTable:
-    """A row per contender and number of blocks."""
+    """Return a table with a row per contender and number of blocks."""
     worlds = arguments.worlds
     first, last = worlds[0], worlds[-1]
     rows = []
@@ -119,7 +119,7 @@ def _kib(nbytes: int) -> str:
 
 
 def write(cases: Cases, arguments: argparse.Namespace) -> None:
-    """The table, and all that was measured beside it."""
+    """Write the table, and all measurements beside it."""
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps({**asdict(table(cases, arguments)), "cases": cases}, indent=1) + "\n")
 

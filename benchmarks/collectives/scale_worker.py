@@ -1,8 +1,8 @@
-"""One layout at one size of the world, a process of its own each. Started by ``scale.py``.
+"""One layout at one size of the world, each in a process of its own. Started by ``scale.py``.
 
-Cases are forked from a process that has imported everything and trained once, so that none pays for that. Each is rank 0 of a
-pretended world (see ``host_work_worker.py``). torch's ``fake`` back end takes every collective and copies as much as a real one would
-hand back, N small copies for N ranks; what that takes is measured by issuing the same collectives bare, and taken off.
+Cases are forked from a process that has imported everything and trained once, so that no case includes that time. Each is rank 0 of a
+pretended world (see ``host_work_worker.py``). torch's ``fake`` back end accepts every collective and copies as many bytes as a real one
+would return, N small copies for N ranks; the time of that is measured by issuing the same collectives alone, and subtracted.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from benchmarks.common.processes import open_answers
 from benchmarks.steps.host_work_worker import ADAMW, Model, plain_loop
 
 Step = Callable[[torch.Tensor], None]
-Built = tuple[Any, Step]  # what must live on, and the training step
+Built = tuple[Any, Step]  # objects to keep alive, and the training step
 RESHARD = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}  # a gather in forward and one in backward
 NODE = 8
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -43,7 +43,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def fsdp2(model: Model, hybrid: bool) -> Built:
-    """``fully_shard`` per block and around all; ``hybrid``: inside nodes, with replicas across them (HSDP)."""
+    """Return the step of ``fully_shard`` per block and around all; ``hybrid``: sharded inside nodes, with replicas across nodes (HSDP)."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -60,7 +60,7 @@ def fsdp2(model: Model, hybrid: bool) -> Built:
 
 
 def engine(model: Model, zero: dict[str, Any]) -> Built:
-    """This package."""
+    """Return the step of an hf_zero engine."""
     import hf_zero
 
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero}
@@ -82,12 +82,12 @@ def build(name: str, blocks: int, width: int) -> Built:
 
 
 def times(name: str, blocks: int, width: int, steps: int) -> dict[str, float]:
-    """Seconds of processor time: of setting up, of a step, and of the back end's share in each."""
+    """Return the processor seconds of set-up and of a step, and the back end's part of each."""
     x = torch.ones(1, 4, width, dtype=torch.bfloat16)
     start = time.process_time()
     kept, step = build(name, blocks, width)
     setup = time.process_time() - start
-    for _ in range(2):  # the first learns the order and makes the moments
+    for _ in range(2):  # the first step learns the order and creates the moments
         step(x)
     taken = []
     for _ in range(steps):
@@ -102,12 +102,12 @@ def times(name: str, blocks: int, width: int, steps: int) -> dict[str, float]:
 
 
 def counts(name: str, blocks: int, width: int) -> dict[str, Any]:
-    """What is sent at start-up and in a step, and the bytes that Python holds for it all, by whose lines asked for them."""
+    """Return the collectives of start-up and of a step, and the bytes that Python keeps for them, by the code that allocated them."""
     x = torch.ones(1, 4, width, dtype=torch.bfloat16)
     gc.collect()
     tracemalloc.start()
     first = Collectives()
-    with first if name in LAYOUTS else contextlib.nullcontext():  # FSDP2's 4096 pieces of every parameter would all pass by
+    with first if name in LAYOUTS else contextlib.nullcontext():  # the record of FSDP2's 4096 pieces per parameter would take too long
         kept, step = build(name, blocks, width)
     started = first.table()
     first.calls.clear()
@@ -127,27 +127,27 @@ def counts(name: str, blocks: int, width: int) -> dict[str, Any]:
 
 
 def resident() -> int:
-    """Bytes of this process in memory."""
+    """Return the bytes of this process in memory."""
     gc.collect()
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def run(case: dict[str, Any]) -> dict[str, Any]:
-    """One case: contender, world, blocks, width, steps, what (times or counts)."""
+    """Run one case: contender, world, blocks, width, steps, and the kind of measurement (times or counts)."""
     join(case["world"])
     name, blocks, width = case["contender"], case["blocks"], case["width"]
     return times(name, blocks, width, case["steps"]) if case["what"] == "times" else counts(name, blocks, width)
 
 
 def join(world: int) -> None:
-    """Becomes rank 0 of a pretended world."""
+    """Become rank 0 of a pretended world."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
 
 
 def rehearse() -> None:
-    """Imports, makes schemas and trains once, so that no case pays for it."""
+    """Import, create operator schemas and train once, so that no case includes that time."""
     join(NODE)
     for name in ("hf_zero-3", "fsdp2"):
         _, step = build(name, 1, 64)

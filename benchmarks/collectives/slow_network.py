@@ -9,53 +9,53 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-LINK = "hfzlink"  # of every namespace, inside it
-# Bytes the bucket holds: enough for one tick of the kernel's clock at that rate, little against a message.
+LINK = "hfzlink"  # name of the link inside every namespace
+# Bytes that the token bucket holds: enough for one tick of the kernel's clock at that rate, small beside a message.
 BURSTS = {"100mbit": "64kb", "1gbit": "256kb", "10gbit": "2mb"}
 
 
 @dataclass(frozen=True)
 class Namespaces:
-    """What ``slow_network`` made: one namespace per rank, or per node.
+    """The namespaces that ``slow_network`` made: one per rank, or per node.
 
     Attributes:
-        names: Of the namespaces.
-        prefix: What all names of this network begin with.
+        names: Names of the namespaces.
+        prefix: Prefix of all names of this network.
     """
 
     names: list[str]
     prefix: str = "hfz"
 
     def address(self, rank: int) -> str:
-        """Address of a rank."""
+        """Return the address of a rank."""
         return f"10.77.0.{rank + 1}"
 
     def port(self, rank: int) -> str:
-        """The other end of a rank's link, outside its namespace."""
+        """Return the name of the other end of a rank's link, outside its namespace."""
         return f"{self.prefix}port{rank}"
 
     def cut(self, rank: int) -> None:
-        """Takes a rank's link down: nobody is told, what is sent is lost."""
+        """Take a rank's link down; no process is notified, and sent data is lost."""
         _run("ip", "link", "set", self.port(rank), "down")
 
     def mend(self, rank: int) -> None:
-        """Takes it up again."""
+        """Bring a rank's link up again."""
         _run("ip", "link", "set", self.port(rank), "up")
 
     def limit(self, rate: str) -> None:
-        """Sets the speed of all links, both ways; ``rate`` is one of ``BURSTS``."""
+        """Set the speed of all links, in both directions; ``rate`` is one of ``BURSTS``."""
         shape = ["root", "tbf", "rate", rate, "burst", BURSTS[rate], "latency", "100ms"]
         for rank, name in enumerate(self.names):
             _run("ip", "netns", "exec", name, "tc", "qdisc", "replace", "dev", LINK, *shape)
             _run("tc", "qdisc", "replace", "dev", self.port(rank), *shape)
 
     def command(self, rank: int, words: list[str]) -> list[str]:
-        """``words`` run inside the namespace of a rank."""
+        """Return the command that runs ``words`` inside the namespace of a rank."""
         return ["ip", "netns", "exec", self.names[rank], *words]
 
 
 def why_not() -> str:
-    """Why this machine cannot have such a network; "" when it can."""
+    """Return the reason why this machine cannot have such a network; "" when it can."""
     if os.geteuid():
         return "network namespaces need root"
     missing = [name for name in ("ip", "tc") if shutil.which(name) is None]
@@ -64,13 +64,13 @@ def why_not() -> str:
 
 @contextmanager
 def slow_network(ranks: int, prefix: str = "hfz", mtu: int = 1500) -> Iterator[Namespaces]:
-    """A namespace per rank; gone when the ``with`` ends, however it ends, and what a killed run left is removed first.
+    """Make a namespace per rank, and remove them when the ``with`` ends in any way; first remove those that a killed run has left.
 
     Args:
-        ranks: Namespaces.
-        prefix: Networks with different ones do not know of each other; at most 5 letters.
+        ranks: Number of namespaces.
+        prefix: Prefix of names, at most 5 letters; networks with different prefixes are independent.
         mtu: Bytes of the largest packet. Where the bucket holds less than 64 KiB and headers, the kernel cuts messages into such packets
-            and the counters have all their headers; else it hands them on whole, with one header.
+            and the counters include all their headers; otherwise it passes a message on whole, with one header.
     """
     made, bridge = Namespaces([f"{prefix}{rank}" for rank in range(ranks)], prefix), f"{prefix}br"
     _remove(made, 8)
@@ -103,7 +103,7 @@ def _run(*words: str, check: bool = True) -> None:
 
 
 def sent_bytes() -> int:
-    """Bytes this namespace has put on its link, Ethernet headers and acknowledgements included."""
+    """Return the bytes that this namespace has sent over its link, Ethernet headers and acknowledgements included."""
     with open("/proc/net/dev", encoding="ascii") as table:
         line = next(line for line in table if line.strip().startswith(f"{LINK}:"))
     return int(line.partition(":")[2].split()[8])

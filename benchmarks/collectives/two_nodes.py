@@ -1,10 +1,10 @@
-"""Training on two nodes of two ranks each, joined by a slow link: what a step takes and what a node sends, for every layout of ZeRO.
+"""Training on two nodes of two ranks each, joined by a slow link: the time of a step and the bytes a node sends, for every ZeRO layout.
 
 python -m benchmarks.collectives.two_nodes --peer-python /path/to/venv/bin/python \
     --json benchmarks/results/two_nodes.json --plot docs/two-nodes.png
 
 Needs root (network namespaces, see slow_network.py). Contenders that are compared directly live at the same time and take turns; stage 3
-over all ranks lives through the whole run and takes part in every round. Bytes are what a node's interface counted.
+over all ranks lives through the whole run and takes part in every round. Bytes are counted by a node's network interface.
 """
 
 from __future__ import annotations
@@ -30,12 +30,16 @@ from benchmarks.common.tables import ResultTable
 WORKER = Path(__file__).with_name("two_nodes_worker.py")
 NODES, PER_NODE = 2, 2
 SIZE = {"layers": 4, "width": 256, "heads": 4, "vocab": 2048, "length": 4, "batch": 1}
-RATES = {"1gbit": 4, "100mbit": 2}  # steps of a contender in a round
+RATES = {"1gbit": 4, "100mbit": 2}  # link -> steps of a contender per round
 WARM_UP = 2
-MTU = 9000  # as clusters have it: at 1500 the headers alone are 4.5 % of what is sent
+MTU = 9000  # usual in clusters; at 1500 the headers alone are 4.5 % of the bytes sent
 PORTS = itertools.count(29800)
 
-_FULL = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}  # as a model does that is too large to stay
+_FULL = {
+    "stage": 3,
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+}  # like a model that is too large to stay gathered
 _HPZ, _NODE = _FULL | {"zero_hpz_partition_size": PER_NODE}, {"mics_shard_size": PER_NODE}
 _W, _G = {"zero_quantized_weights": True}, {"zero_quantized_gradients": True}
 _INSIDE = {"hf_zero": {"param_shard_size": PER_NODE}}
@@ -44,14 +48,14 @@ _DDP, _DDP16, _FSDP2, _HSDP = "DDP", "DDP, bf16 gradients", "FSDP2", "FSDP2, HSD
 
 @dataclass(frozen=True)
 class Layout:
-    """One contender.
+    """One contender: a layout of ZeRO, or a peer.
 
     Attributes:
-        label: In the table.
-        kind: What ``two_nodes_worker.py`` builds.
+        label: Name in the table.
+        kind: Kind of step that ``two_nodes_worker.py`` builds.
         zero: The ``zero_optimization`` section.
-        peers: Labels of the contenders that keep and send the same in another library; the fastest is the one to be no slower than.
-        more: Further sections and keys.
+        peers: Labels of contenders of other libraries that keep and send the same; this one should not be slower than the fastest of them.
+        more: Further sections and keys of the configuration.
     """
 
     label: str
@@ -62,7 +66,7 @@ class Layout:
 
     @property
     def config(self) -> str:
-        """The part of the configuration that it differs in, as JSON."""
+        """Return the part of the configuration that is specific to this layout, as JSON."""
         return json.dumps({"zero_optimization": self.zero, **self.more})
 
 
@@ -108,7 +112,7 @@ LAYOUTS = {layout.label: layout for layout in itertools.chain([BASE], *FAMILIES.
 
 @dataclass
 class Measured:
-    """What was measured of a layout: by rate, one entry per round. One that does not run has no entries, and a reason."""
+    """Measurements of a layout: by rate, one entry per round. A layout that does not run has no entries, and a reason."""
 
     label: str
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -118,42 +122,42 @@ class Measured:
 
     @property
     def layout(self) -> Layout:
-        """What was measured."""
+        """Return the layout that was measured."""
         return LAYOUTS[self.label]
 
     def median(self, rate: str) -> float:
-        """Seconds a step."""
+        """Return the median seconds per step at a rate."""
         return statistics.median(self.seconds[rate])
 
     def speed_up(self, rate: str) -> float:
-        """Median over rounds of how many times as fast as stage 3 it is."""
+        """Return the median over rounds of stage 3's time divided by this layout's."""
         return statistics.median(left / right for left, right in zip(self.beside[rate], self.seconds[rate], strict=True))
 
     def copies(self, rate: str) -> float:
-        """What a node sends a step, in units of the model's 2 bytes a parameter."""
+        """Return the bytes that a node sends per step, in units of the model's 2 bytes per parameter."""
         return statistics.median(self.nbytes[rate]) / 2 / parameters()
 
 
 def parameters() -> int:
-    """Of ``two_nodes_worker.Model``, whose head is its embedding."""
+    """Return the number of parameters of ``two_nodes_worker.Model``, whose head is its embedding."""
     width = SIZE["width"]
     return (SIZE["vocab"] + SIZE["length"]) * width + SIZE["layers"] * (12 * width + 13) * width + 2 * width
 
 
 @dataclass
 class Contender:
-    """The four processes of a layout."""
+    """The four rank processes of a layout."""
 
     found: Measured
     ranks: RankProcesses
 
     def run(self, steps: int) -> tuple[float, float]:
-        """Seconds of the slowest rank and bytes of the busiest node, per step."""
+        """Run ``steps`` steps; return the seconds of the slowest rank and the bytes of the busiest node, per step."""
         answers = self.ranks.ask(steps=steps)
         return max(answer["seconds"] for answer in answers), max(answer["bytes"] for answer in answers)
 
     def turn(self, rate: str, base: Measured | None) -> None:
-        """One round at one rate; ``base`` has just had its own."""
+        """Run one round at one rate; ``base`` has just run its own."""
         seconds, nbytes = self.run(RATES[rate])
         self.found.seconds.setdefault(rate, []).append(seconds)
         self.found.nbytes.setdefault(rate, []).append(nbytes)
@@ -164,10 +168,10 @@ class Contender:
 
 
 def start(layout: Layout, network: Namespaces, peer_python: str | None) -> Contender:
-    """The ranks of a layout, ready.
+    """Start the ranks of a layout, and wait until they are ready.
 
     Raises:
-        RuntimeError: It does not run; the message ends with what its ranks printed last.
+        RuntimeError: The layout does not run; the message ends with the last lines that its ranks printed.
     """
     python = peer_python if layout.kind == "deepspeed" and peer_python else sys.executable
     ranks = RankProcesses(
@@ -178,7 +182,7 @@ def start(layout: Layout, network: Namespaces, peer_python: str | None) -> Conte
         python,
         lambda rank, words: network.command(rank // PER_NODE, words),
         LOCAL_WORLD_SIZE=PER_NODE,
-        LOCAL_SIZE=PER_NODE,  # what DeepSpeed takes a node's ranks from
+        LOCAL_SIZE=PER_NODE,  # the variable from which DeepSpeed reads the number of ranks of a node
         MASTER_ADDR=network.address(0),
         MASTER_PORT=next(PORTS),
         GLOO_SOCKET_IFNAME=LINK,
@@ -188,7 +192,7 @@ def start(layout: Layout, network: Namespaces, peer_python: str | None) -> Conte
 
 @contextlib.contextmanager
 def started(layouts: list[Layout], network: Namespaces, peer_python: str | None, failed: list[Measured]) -> Iterator[list[Contender]]:
-    """The contenders that run, warmed up; ``failed`` gets the others."""
+    """Yield the contenders that run, warmed up; add the others to ``failed``."""
     with contextlib.ExitStack() as stack:
         running = []
         for layout in layouts:
@@ -205,14 +209,14 @@ def started(layouts: list[Layout], network: Namespaces, peer_python: str | None,
 
 
 def why(text: str) -> str:
-    """The line of a traceback that says what happened."""
+    """Return the line of a traceback that names the error."""
     lines = [re.sub(r"^\[?rank\d+\]: ?", "", line).strip() for line in text.splitlines() if line.strip()]
     errors = [line for line in lines if line.partition(":")[0].endswith("Error")]
     return (errors or lines)[-1][:160]
 
 
 def measure(families: list[str], rates: list[str], rounds: int, peer_python: str | None) -> list[Measured]:
-    """Every contender of the families, those that do not run too."""
+    """Measure every contender of the families; those that do not run are in the result, too."""
     found: list[Measured] = []
     with slow_network(NODES, mtu=MTU) as network:
         network.limit("1gbit")
@@ -231,7 +235,7 @@ def measure(families: list[str], rates: list[str], rounds: int, peer_python: str
 
 
 def take_turns(base: Contender, others: list[Contender], rate: str, rounds: int) -> None:
-    """Rounds at one rate, in rotating order."""
+    """Run rounds at one rate, in rotating order."""
     for index in range(rounds):
         base.turn(rate, None)
         shift = index % max(1, len(others))
@@ -242,7 +246,7 @@ def take_turns(base: Contender, others: list[Contender], rate: str, rounds: int)
 
 
 def merged(path: Path | None, fresh: list[Measured]) -> list[Measured]:
-    """``fresh`` over what the file holds of other contenders, in the order of the table; the file has it all from then on."""
+    """Return ``fresh`` merged with the file's measurements of other contenders, in the order of the table; write all to the file."""
     known = {entry["label"]: Measured(**entry) for entry in json.loads(path.read_text())} if path and path.exists() else {}
     known |= {entry.label: entry for entry in fresh}
     found = [known[label] for label in LAYOUTS if label in known]
@@ -255,19 +259,19 @@ def merged(path: Path | None, fresh: list[Measured]) -> list[Measured]:
 
 
 def peer_of(entry: Measured, known: dict[str, Measured], rate: str) -> Measured | None:
-    """The fastest of its peers at a rate."""
+    """Return the fastest of a contender's peers at a rate; None without one."""
     there = [known[label] for label in entry.layout.peers if label in known]
     return min(there, key=lambda peer: peer.median(rate), default=None)
 
 
 def columns(rates: list[str]) -> list[str]:
-    """Heads of the table."""
+    """Return the headings of the table."""
     by_rate = [f"{what}, {rate}" for what in ("s/step", "to stage 3", "to the peer") for rate in rates]
     return ["contender", *by_rate, "MB a node sends a step", "copies of the model"]
 
 
 def row_of(entry: Measured, rates: list[str], known: dict[str, Measured]) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     return [
         entry.label,
         *(f"{entry.median(rate):.3f}" for rate in rates),
@@ -279,13 +283,13 @@ def row_of(entry: Measured, rates: list[str], known: dict[str, Measured]) -> lis
 
 
 def beside_peer(entry: Measured, rate: str, known: dict[str, Measured]) -> str:
-    """Its speed beside that of its fastest peer."""
+    """Return the contender's speed relative to its fastest peer, as text."""
     peer = peer_of(entry, known, rate)
     return f"{peer.median(rate) / entry.median(rate):.2f} x as fast ({peer.label})" if peer else ""
 
 
 def text_of(rounds: int, failed: list[Measured]) -> str:
-    """What stands above the table."""
+    """Return the text above the table."""
     size = f"{parameters() / 1e6:.1f} M parameters, bf16, batch {SIZE['batch']} x {SIZE['length']} tokens a rank"
     text = (
         f"`benchmarks/collectives/two_nodes.py` trains a decoder ({size}) on {NODES} nodes of {PER_NODE} ranks: network namespaces, "
@@ -301,7 +305,7 @@ def text_of(rounds: int, failed: list[Measured]) -> str:
 
 
 def targets(known: dict[str, Measured], rates: list[str]) -> list[str]:
-    """What is missed of what these layouts are for."""
+    """Return a sentence for each target of these layouts that is missed."""
     missed = []
     groups, fast = known.get("HSDP (MiCS)"), known.get("hpZ, qwZ, qgZ")
     for rate in rates:
@@ -326,7 +330,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the result table")
     parser.add_argument("--plot", type=Path, help="draw it (needs matplotlib)")
     arguments = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that what was made is removed
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the namespaces are removed
     if why_not():
         print(f"cannot measure here: {why_not()}", file=sys.stderr)
         return 1

@@ -1,7 +1,7 @@
 """One rank of one contender of ``two_nodes.py``, started in a node's network namespace, also with the Python of a peer's venv.
 
-Needs only torch and the contender's package. ``{"steps": K}`` runs K training steps; the answer has seconds per step, the
-bytes that this node put on the link per step, and the last loss.
+Needs only torch and the contender's package. ``{"steps": K}`` runs K training steps; the answer has the seconds per step, the bytes
+that this node sent over the link per step, and the last loss.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Model(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """The loss of tokens (batch, length)."""
+        """Return the loss of ``tokens`` (batch, length)."""
         hidden = self.embedding(tokens) + self.positions
         mask = torch.ones(tokens.shape[1], tokens.shape[1], dtype=torch.bool).triu(1)
         for layer in self.layers:
@@ -53,12 +53,12 @@ class Model(nn.Module):
 
 
 def make_batch(step: int, rank: int, size: dict[str, int]) -> Tensor:
-    """Random tokens (batch, length) that depend on step and rank only."""
+    """Return random tokens (batch, length) that depend on step and rank only."""
     return torch.randint(0, size["vocab"], (size["batch"], size["length"]), generator=torch.Generator().manual_seed(1000 * step + rank))
 
 
 def torch_loop(model: nn.Module) -> Step:
-    """Forward, backward, fused AdamW."""
+    """Return the bare PyTorch step: forward, backward, fused AdamW."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW, fused=True)  # type: ignore[arg-type]
 
     def step(batch: Tensor) -> float:
@@ -72,12 +72,14 @@ def torch_loop(model: nn.Module) -> Step:
 
 
 def ddp(model: nn.Module, dtype: torch.dtype) -> Step:
-    """fp32 masters, computation in bf16, gradients that travel in ``dtype``: fp32 is DDP's own, bf16 what engines send in a bf16 run."""
+    """Return DDP's step: fp32 masters, computation in bf16, gradients sent in ``dtype``: fp32 like DDP, or bf16 like engines in a bf16
+    run.
+    """
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
     if dtype != torch.float32:
-        hook: Any = lambda _, bucket: reduce_in(dtype, bucket)  # noqa: E731 - annotations that are texts are refused
+        hook: Any = lambda _, bucket: reduce_in(dtype, bucket)  # noqa: E731 - DDP refuses hooks with string annotations
         wrapped.register_comm_hook(None, hook)
     plain = torch_loop(wrapped)
 
@@ -89,13 +91,15 @@ def ddp(model: nn.Module, dtype: torch.dtype) -> Step:
 
 
 def reduce_in(dtype: torch.dtype, bucket: dist.GradBucket) -> Any:
-    """What torch's ``bf16_compress_hook`` does, which wants a GPU."""
+    """Reduce a bucket in ``dtype``, like torch's ``bf16_compress_hook``, which needs a GPU."""
     sent = bucket.buffer().to(dtype).div_(dist.get_world_size())
     return dist.all_reduce(sent, async_op=True).get_future().then(lambda done: bucket.buffer().copy_(done.value()[0]))
 
 
 def fsdp2(model: Model, nodes: int) -> Step:
-    """``fully_shard`` over all ranks, or over the ranks of each of ``nodes`` nodes (HSDP); bf16, resharded after forward."""
+    """Return the step of ``fully_shard`` over all ranks, or over the ranks of each of ``nodes`` nodes (HSDP); bf16, resharded after
+    forward.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -109,7 +113,7 @@ def fsdp2(model: Model, nodes: int) -> Step:
 
 
 def engine(package: str, part: dict[str, Any], size: dict[str, int]) -> Step:
-    """The loop of ``hf_zero`` or ``deepspeed``: one configuration, one client optimizer for both."""
+    """Return the step of ``hf_zero`` or ``deepspeed``: one configuration and one client optimizer for both."""
     module = __import__(package)
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
@@ -133,7 +137,7 @@ def engine(package: str, part: dict[str, Any], size: dict[str, int]) -> Step:
 
 
 def model_context(package: str, config: dict[str, Any]) -> AbstractContextManager[Any]:
-    """DeepSpeed's MiCS wants a model that was made in a context of its own."""
+    """Return the context in which the model is built: DeepSpeed's MiCS needs one of its own."""
     if package == "hf_zero" or "mics_shard_size" not in config["zero_optimization"]:
         return nullcontext()
     from deepspeed.runtime.zero.mics import MiCS_Init
@@ -143,7 +147,7 @@ def model_context(package: str, config: dict[str, Any]) -> AbstractContextManage
 
 
 def build_step(kind: str, part: dict[str, Any], size: dict[str, int]) -> Step:
-    """The training step of a contender: ``ddp``, ``ddp-bf16``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
+    """Return the training step of a contender: ``ddp``, ``ddp-bf16``, ``fsdp2``, ``fsdp2-nodes``, ``hf_zero`` or ``deepspeed``."""
     if kind.startswith("ddp"):
         return ddp(Model(size), BF16 if kind.endswith("bf16") else torch.float32)
     if kind.startswith("fsdp2"):
@@ -152,7 +156,7 @@ def build_step(kind: str, part: dict[str, Any], size: dict[str, int]) -> Step:
 
 
 def serve(step: Step, size: dict[str, int], answers: Any) -> None:
-    """Runs steps on request until standard input ends."""
+    """Run steps on request until standard input ends."""
     answers.write(json.dumps({"ready": True}) + "\n")
     done = 0
     for line in sys.stdin:

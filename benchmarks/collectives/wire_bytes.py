@@ -1,4 +1,4 @@
-"""What a rank sends in an optimizer step, by layout: the formulas of docs/scale.md, which tests hold against counted bytes.
+"""Bytes that a rank sends in an optimizer step, by layout: the formulas of docs/scale.md, which tests compare with counted bytes.
 
 python -m benchmarks.collectives.wire_bytes        # the tables of the page
 """
@@ -12,13 +12,13 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Layout:
-    """How states lie.
+    """How parameters, gradients and states are distributed.
 
     Attributes:
-        name: As the page calls it.
+        name: Name on the page.
         stage: The ZeRO stage.
-        shard: Ranks of a shard group; 0 is all.
-        node: Ranks that keep secondary copies between them; 0 is nobody.
+        shard: Number of ranks of a shard group; 0 means all ranks.
+        node: Number of ranks that keep secondary copies together; 0 means no copies.
     """
 
     name: str
@@ -29,12 +29,12 @@ class Layout:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of whole buffers that pass through the collectives of a step, by kind and ranks of the group.
+    """Bytes of whole buffers that pass through the collectives of a step, by kind and size of the group.
 
     Attributes:
-        gathers: All-gathers, by ranks of the group.
-        reductions: Reduce-scatters.
-        all_reduces: All-reduces.
+        gathers: Bytes of all-gathers, by ranks of the group.
+        reductions: Bytes of reduce-scatters, by ranks of the group.
+        all_reduces: Bytes of all-reduces, by ranks of the group.
     """
 
     gathers: dict[int, float]
@@ -42,14 +42,14 @@ class Traffic:
     all_reduces: dict[int, float]
 
     def sent(self) -> float:
-        """Bytes that a rank sends: (n-1)/n of a buffer to gather or reduce-scatter it, twice that to all-reduce it."""
+        """Return the bytes that a rank sends: (n-1)/n of a buffer to gather or reduce-scatter it, twice that to all-reduce it."""
         once = sum((ranks - 1) / ranks * size for part in (self.gathers, self.reductions) for ranks, size in part.items())
         return once + sum(2 * (ranks - 1) / ranks * size for ranks, size in self.all_reduces.items())
 
     def leaves_node(self, node: int) -> float:
-        """Bytes that have to leave a node of ``node`` adjacent ranks.
+        """Return the bytes that leave a node of ``node`` adjacent ranks.
 
-        Of a group over several nodes all that is not the node's own; of groups with one rank in each, what each of its ranks sends.
+        For a group over several nodes these are all bytes but the node's own; for groups with one rank per node, the bytes of each rank.
         """
         once = sum(
             (ranks - node) / ranks * size for part in (self.gathers, self.reductions) for ranks, size in part.items() if ranks > node
@@ -58,12 +58,12 @@ class Traffic:
 
 
 def traffic(layout: Layout, elements: float, world: int, micro_steps: int = 1, element_bytes: int = 2) -> Traffic:
-    """The collectives of a step over units of ``elements`` in all, in ``element_bytes``; with more micro-steps replicas sum in fp32.
+    """Return the collectives of a step over units of ``elements`` in all, in ``element_bytes``; with more micro-steps replicas sum in fp32.
 
-    Votes and norms, some bytes a step, are left out; so is that the root is gathered once per micro-step.
+    Not included: votes and norms, some bytes per step, and that the root is gathered only once per micro-step.
     """
     group, whole = layout.shard or world, elements * element_bytes
-    gathers = {group: whole}  # of updates
+    gathers = {group: whole}  # the all-gather of updates
     if layout.stage == 3:
         gathers = {group: 2 * micro_steps * whole}
         if layout.node:
@@ -84,7 +84,7 @@ LAYOUTS = (
 
 
 def tables(world: int = 4096, node: int = 8, rate: float = 400e9) -> str:
-    """Markdown: bytes per step for models of 8 and 70 billion parameters in 16 bit."""
+    """Return Markdown tables of bytes per step for models of 8 and 70 billion parameters in 16 bit."""
     lines = []
     for billions in (8, 70):
         lines += [f"**{billions} billion parameters**", ""]

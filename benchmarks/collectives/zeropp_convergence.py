@@ -3,12 +3,12 @@
     python -m benchmarks.collectives.zeropp_convergence --json benchmarks/results/zeropp_convergence.json --plot docs/zeropp-convergence.png
     python -m benchmarks.collectives.zeropp_convergence --size large --seeds 0 --models llama --runs exact loco
         --json benchmarks/results/zeropp_convergence_large.json --plot docs/zeropp-convergence-large.png
-    python -m benchmarks.collectives.zeropp_convergence --models llama --size small --seeds 0 1 --steps 20        # does it run?
+    python -m benchmarks.collectives.zeropp_convergence --models llama --size small --seeds 0 1 --steps 20        # quick check
 
-A seed is another model and other tokens; runs of one seed see the same. Two runs differ by chance too: so several seeds are compared, run
-by run, and one more run is stage 3 itself with a few weights moved a little at the start, which tells what chance alone does. The file
-keeps every run: those that it holds are not made again. Runs have a loopback interface of their own (a network namespace, so it needs
-root), whose counter says how many bytes a step sends; without root that column is empty. Needs no network.
+A seed determines the model and the tokens; all runs of one seed have the same. Two runs also differ by chance. So several seeds are
+compared, run by run, and one more run is stage 3 itself with slightly changed weights at the start, which shows the effect of chance
+alone. The file keeps every run, and these are not repeated. Runs have a loopback interface of their own (a network namespace, so this
+needs root), whose counter gives the bytes sent per step; without root that column is empty. Needs no network.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "loco": ("quantized weights and gradients, with LoCo", _W | _G | {"zeropp_loco_param": {"err_beta": 0.8, "reset_T": 1024}}),
 }
 BATCH, LAST = 4, 30
-LIMIT = 1.005  # of stage 3's loss, for the runs with LoCo
-Runs = dict[str, dict[str, Any]]  # by name
+LIMIT = 1.005  # largest allowed ratio to stage 3's loss, for the runs with LoCo
+Runs = dict[str, dict[str, Any]]  # name -> measurements
 SIZES = {"small": (128, 4), "medium": (256, 6), "large": (512, 8)}  # width, layers
 
 
 def build_model(kind: str, size: str, seed: int) -> Any:
-    """A causal model over bytes."""
+    """Return a causal model over bytes."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
@@ -63,7 +63,7 @@ def build_model(kind: str, size: str, seed: int) -> Any:
 
 
 def nudge(module: Any) -> None:
-    """Makes every thousandth weight 1 % larger: a change that says nothing, and after a few hundred steps has moved everything."""
+    """Make every thousandth weight 1 % larger: a meaningless change that has affected every weight after a few hundred steps."""
     import torch
 
     with torch.no_grad():
@@ -72,14 +72,14 @@ def nudge(module: Any) -> None:
 
 
 def interface_bytes() -> int:
-    """Bytes that the loopback interface of this namespace has carried, headers and acknowledgements included."""
+    """Return the bytes that the loopback interface of this namespace has carried, headers and acknowledgements included."""
     with open("/proc/net/dev", encoding="ascii") as table:
         line = next(line for line in table if line.strip().startswith("lo:"))
     return int(line.partition(":")[2].split()[8])
 
 
 def train(kind: str, model: str, size: str, seed: int, steps: int) -> dict[str, Any]:
-    """One rank of one run: the mean loss of every step over all ranks, and what the last steps sent."""
+    """Train as one rank of one run; return the mean loss of every step over all ranks, and the bytes sent in the last steps."""
     import torch
     import torch.distributed as dist
 
@@ -124,7 +124,7 @@ def train(kind: str, model: str, size: str, seed: int, steps: int) -> dict[str, 
 
 
 def train_all(kinds: list[str], arguments: argparse.Namespace) -> None:
-    """One rank of some runs of one model and seed; rank 0 writes what they found, a line each."""
+    """Train once per entry of ``kinds``, with one model and seed, as one rank; rank 0 appends each result as a line to the output file."""
     import torch
     import torch.distributed as dist
 
@@ -142,12 +142,12 @@ def train_all(kinds: list[str], arguments: argparse.Namespace) -> None:
 
 
 def has_namespaces() -> bool:
-    """Whether a run can have an interface of its own."""
+    """Return whether a run can have a network interface of its own."""
     return os.geteuid() == 0 and all(shutil.which(name) for name in ("unshare", "ip"))
 
 
 def run(kinds: list[str], model: str, seed: int, arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """Some runs of one model and seed: losses, bytes per rank and step, and parameters of the model."""
+    """Return the results of some runs of one model and seed: losses, bytes per rank and step, and parameters of the model."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(arguments.ranks), "--master_addr", "127.0.0.1"]
@@ -172,12 +172,12 @@ def run(kinds: list[str], model: str, seed: int, arguments: argparse.Namespace) 
 
 
 def key(model: str, kind: str, seed: int, arguments: argparse.Namespace) -> str:
-    """Name of a run in the file."""
+    """Return the name of a run in the file."""
     return f"{model} {arguments.size} {arguments.ranks}x{arguments.steps} {kind} {seed}"
 
 
 def measure(arguments: argparse.Namespace, known: Runs) -> None:
-    """All runs that ``known`` lacks, into it; the file is written after each seed of a model, to be taken up again."""
+    """Measure all runs that ``known`` lacks, and add them; write the file after each seed of a model, so that it can be continued."""
     for seed in arguments.seeds:
         for model in arguments.models:
             missing = [kind for kind in arguments.runs if key(model, kind, seed, arguments) not in known]
@@ -189,23 +189,23 @@ def measure(arguments: argparse.Namespace, known: Runs) -> None:
 
 
 def end(found: dict[str, Any]) -> float:
-    """Mean loss of the last steps."""
+    """Return the mean loss of the last steps."""
     return sum(found["losses"][-LAST:]) / LAST
 
 
 def ratios(model: str, kind: str, known: Runs, arguments: argparse.Namespace) -> list[float]:
-    """The loss at the end beside stage 3's, seed by seed."""
+    """Return the loss at the end relative to stage 3's, seed by seed."""
     pairs = [[known.get(key(model, which, seed, arguments)) for which in (kind, "exact")] for seed in arguments.seeds]
     return [end(mine) / end(exact) for mine, exact in pairs if mine and exact]
 
 
 def spread(values: list[float]) -> float:
-    """Standard deviation between seeds; NaN of one."""
+    """Return the standard deviation between seeds; NaN for one seed."""
     return statistics.stdev(values) if len(values) > 1 else math.nan
 
 
 def row_of(model: str, kind: str, known: Runs, arguments: argparse.Namespace) -> list[str]:
-    """One line of the table."""
+    """Return one line of the table."""
     found = [one for seed in arguments.seeds if (one := known.get(key(model, kind, seed, arguments)))]
     ends, beside = [end(one) for one in found], ratios(model, kind, known, arguments)
     sent = [one["bytes"] / one["numel"] for one in found if one["bytes"] is not None]
@@ -223,7 +223,7 @@ def row_of(model: str, kind: str, known: Runs, arguments: argparse.Namespace) ->
 
 
 def table(known: Runs, arguments: argparse.Namespace) -> ResultTable:
-    """A row per model and run."""
+    """Return a table with a row per model and run."""
     made = [(model, kind) for model in arguments.models for kind in arguments.runs if ratios(model, kind, known, arguments)]
     rows = [row_of(model, kind, known, arguments) for model, kind in made]
     columns: tuple[str, ...] = (
@@ -271,7 +271,7 @@ def _seeds(arguments: argparse.Namespace) -> str:
 
 
 def write(known: Runs, arguments: argparse.Namespace) -> None:
-    """The table, and every run beside it."""
+    """Write the table, and every run beside it."""
     arguments.json.parent.mkdir(parents=True, exist_ok=True)
     arguments.json.write_text(json.dumps({**asdict(table(known, arguments)), "cases": known}) + "\n")
 

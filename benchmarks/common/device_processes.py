@@ -1,4 +1,4 @@
-"""Runs the ranks of one contender, processes of ``device_worker.py``, under a time limit; what rank 0 answered, or why none did."""
+"""Run the ranks of one contender, processes of ``device_worker.py``, under a time limit; return rank 0's answer, or the failure."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ from typing import IO, Any
 from benchmarks.common.processes import REPOSITORY, RUNNER, free_port, python_path
 
 WORKER = Path(__file__).with_name("device_worker.py")
-OURS = ("limit", "world", "peer_path")  # keys of a job that the worker does not see
-SECONDS_AFTER_FAILURE = 5.0  # what the other ranks get to say after one has failed
+OURS = ("limit", "world", "peer_path")  # keys of a job that are not passed to the worker
+SECONDS_AFTER_FAILURE = 5.0  # time for the other ranks to report after one has failed
 TAIL = 2000  # characters
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a contender answered, or why it did not."""
+    """Answer of a contender, or the reason why there is none."""
 
     answer: dict[str, Any] = field(default_factory=dict)
     reason: str = ""
 
 
 def run(job: Mapping[str, Any], python: str) -> Outcome:
-    """Runs a contender.
+    """Run a contender under a time limit.
 
     Args:
         job: The fields of ``device_worker.Job``, and ``limit`` (seconds, 0 for none), ``world`` (number of ranks, 1) and ``peer_path`` (a
             folder with DeepSpeed).
-        python: The interpreter.
+        python: The Python interpreter.
     """
     words = [python, str(RUNNER), str(WORKER), json.dumps({name: value for name, value in job.items() if name not in OURS})]
     shared = _environment(job, python)
@@ -61,13 +61,13 @@ def run(job: Mapping[str, Any], python: str) -> Outcome:
 
 
 def add_peer(parser: argparse.ArgumentParser) -> None:
-    """The options that say where DeepSpeed is."""
+    """Add the options that locate DeepSpeed."""
     parser.add_argument("--peer-python", default="", help="Python of a venv with DeepSpeed")
     parser.add_argument("--peer-path", default="", help="folder with DeepSpeed for this Python")
 
 
 def peer_of(arguments: argparse.Namespace) -> str:
-    """The Python that runs DeepSpeed, "" where there is none."""
+    """Return the Python that runs DeepSpeed; "" without one."""
     from hf_zero.deepspeed.alias.finder import real_deepspeed_importable
 
     return arguments.peer_python or (sys.executable if arguments.peer_path or real_deepspeed_importable() else "")
@@ -90,7 +90,7 @@ def _environment(job: Mapping[str, Any], python: str) -> dict[str, str]:
 
 
 def _extensions() -> Path:
-    """Where the peer compiles what it needs: a process that was ended while it compiled has left a lock, for which the next would wait."""
+    """Return the folder in which the peer compiles; remove locks that killed processes left there, because compilation waits for them."""
     folder = Path(tempfile.gettempdir(), "hf_zero_peer_extensions")
     for lock in folder.rglob("lock"):
         lock.unlink(missing_ok=True)
@@ -98,7 +98,7 @@ def _extensions() -> Path:
 
 
 def _wait(processes: list[subprocess.Popen[bytes]], limit: float) -> bool:
-    """Waits for all, or for the limit, or a little after the first failure; whether the limit ran out."""
+    """Wait for all processes, for the limit, or shortly after the first failure; return whether the limit ran out."""
     end = deadline = time.monotonic() + limit
     while None in (codes := [process.poll() for process in processes]):
         if any(codes):
@@ -113,7 +113,7 @@ def _outcome(job: Mapping[str, Any], codes: list[int], outs: list[str], errors: 
     lines = [line for line in outs[0].splitlines() if line.startswith("{")]
     if lines:
         return Outcome(json.loads(lines[-1]))
-    # One that was killed may have been so because another failed, which says why.
+    # A killed rank may be a consequence of another rank's failure, which has the reason.
     failed = next((rank for rank, code in enumerate(codes) if code not in (0, -signal.SIGKILL)), 0)
     print(errors[failed][-TAIL:], file=sys.stderr)
     return Outcome(reason=f"not done after {job['limit']:g} s" if late else reason_of(codes[failed], errors[failed]))
@@ -121,11 +121,11 @@ def _outcome(job: Mapping[str, Any], codes: list[int], outs: list[str], errors: 
 
 def _text(file: IO[bytes]) -> str:
     file.seek(0)
-    return file.read().decode(errors="replace")  # a progress bar may have been cut
+    return file.read().decode(errors="replace")  # a progress bar may be cut in the middle of a character
 
 
 def reason_of(status: int, errors: str) -> str:
-    """Why a process gave no answer, in a few words."""
+    """Return why a process gave no answer, in a few words."""
     if "OutOfMemoryError" in errors or "CUDA out of memory" in errors:
         return "out of GPU memory"
     if status == -9 or "HostMemoryError" in errors or "out of host memory" in errors:

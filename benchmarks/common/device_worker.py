@@ -1,7 +1,7 @@
-"""One rank of a contender of ``offload_gpu.py`` and ``step_time_gpu.py``, also with a peer's Python: trains, prints one JSON line.
+"""One rank of a contender of ``offload_gpu.py`` and ``step_time_gpu.py``, also with a peer's Python: train, print one JSON line.
 
-Needs only torch, transformers and the contender's package. ``rates`` measures what the machine can do instead: copies both ways,
-Adam, forward and backward alone.
+Needs only torch, transformers and the contender's package. The contender ``rates`` measures the machine instead: copies in both
+directions, Adam, forward and backward alone.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from torch import Tensor, nn
 from benchmarks.common.training import build_model, make_batch
 
 LR, WEIGHT_DECAY = 1e-4, 0.1
-SCALE = 128.0  # fp16: static, so that every contender does the same steps
+SCALE = 128.0  # static loss scale of fp16, so that every contender does the same steps
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 Step = Callable[[dict[str, Tensor]], Tensor]
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to run, from the command line.
+    """Settings of a run, from the command line.
 
     Attributes:
         contender: A key of ``CONTENDERS``, or ``rates``.
@@ -42,16 +42,16 @@ class Job:
         dtype: ``bf16`` or ``fp16``.
         size: layers, width, heads, vocab, length, batch.
         shape: ``gpt2`` or ``llama``.
-        stage: Of hf_zero and DeepSpeed.
-        offload: Parameters and optimizer rest on the host; without, torch's fused AdamW is the client's optimizer everywhere.
+        stage: ZeRO stage of hf_zero and DeepSpeed.
+        offload: Keep parameters and optimizer on the host; without it, torch's fused AdamW is the client's optimizer everywhere.
         reshard: FSDP2 drops whole parameters after forward.
         cap_gib: GPU memory that torch may allocate; 0 for all.
         host_gib: Resident host memory at which the process ends itself; 0 for no limit.
-        steps: Timed steps.
-        together: Steps between two waits for the device: one reading. The host may run ahead in between.
-        warmup: Steps before.
+        steps: Number of timed steps.
+        together: Number of steps between two waits for the device, one reading; the host may run ahead in between.
+        warmup: Number of steps before the timed ones.
         overlap: ``hf_zero.offload_overlap``.
-        trace: Where one step's profile goes; empty for none.
+        trace: Path for one step's profile; empty for none.
     """
 
     contender: str
@@ -108,13 +108,13 @@ def _engine_step(engine: Any) -> Step:
 
 
 def _initialize(package: Any, job: Job, model: nn.Module, config: dict[str, Any]) -> Step:
-    """The loop of an engine with DeepSpeed's interface."""
+    """Return the step of an engine with DeepSpeed's interface."""
     own = {} if job.offload else {"optimizer": _adamw(model)}
     return _engine_step(package.initialize(model=model, model_parameters=list(model.parameters()), config=config, **own)[0])
 
 
 def hf_zero(job: Job) -> Step:
-    """This package; at stage 3 the model is made in shards."""
+    """Return the step of hf_zero; at stage 3 the model is built in shards."""
     import hf_zero
 
     config = {**_config(job), "hf_zero": {"offload_overlap": job.overlap}}
@@ -125,7 +125,7 @@ def hf_zero(job: Job) -> Step:
 
 
 def deepspeed(job: Job) -> Step:
-    """The same configuration; with offload the model is built in host memory, because its ``zero.Init`` does not take every torch."""
+    """Return DeepSpeed's step; with offload the model is built in host memory, because its ``zero.Init`` fails with some torch versions."""
     import deepspeed
 
     with torch.device("cpu" if job.offload else job.device):
@@ -154,7 +154,7 @@ def _loop(job: Job, model: nn.Module, autocast: bool) -> Step:
 
 
 def fsdp2(job: Job) -> Step:
-    """``fully_shard``; with offload ``CPUOffloadPolicy``, though where the device is the host there is nothing to offload from."""
+    """Return the step of ``fully_shard``; with offload ``CPUOffloadPolicy``, except on a CPU, where there is nothing to offload from."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
@@ -179,12 +179,12 @@ def _on_its_device(job: Job) -> nn.Module:
 
 
 def pytorch(job: Job) -> Step:
-    """fp32 parameters on the device, autocast, torch's fused AdamW."""
+    """Return the step of plain PyTorch: fp32 parameters on the device, autocast, torch's fused AdamW."""
     return _loop(job, _on_its_device(job), autocast=True)
 
 
 def ddp(job: Job) -> Step:
-    """The same in DistributedDataParallel."""
+    """Return the step of plain PyTorch in DistributedDataParallel."""
     from torch.nn.parallel import DistributedDataParallel
 
     return _loop(job, DistributedDataParallel(_on_its_device(job), gradient_as_bucket_view=True), autocast=True)
@@ -202,7 +202,7 @@ def synchronize(job: Job) -> None:
 
 
 def seconds_of(job: Job, work: Callable[[], object], times: int) -> float:
-    """The median of ``times`` runs, after one that does not count."""
+    """Return the median seconds of ``times`` runs, after one that does not count."""
     work()
     found = []
     for _ in range(times):
@@ -215,13 +215,13 @@ def seconds_of(job: Job, work: Callable[[], object], times: int) -> float:
 
 
 def rates(job: Job) -> dict[str, float]:
-    """What bounds a step: bytes per second of copies and of host memory, seconds of forward and backward alone."""
+    """Return the rates that bound a step: bytes per second of copies and of host memory, seconds of forward and backward alone."""
     numel = (256 << 20) if job.device == "cuda" else (8 << 20)
     host = torch.zeros(numel, dtype=torch.uint8, pin_memory=job.device != "cpu")
     device = torch.zeros(numel, dtype=torch.uint8, device=job.device)
     inward = numel / seconds_of(job, lambda: device.copy_(host, non_blocking=True), 5)
     outward = numel / seconds_of(job, lambda: host.copy_(device, non_blocking=True), 5)
-    values = torch.zeros((512 if job.device == "cuda" else 4) << 20)  # several times what a server's third-level cache holds
+    values = torch.zeros((512 if job.device == "cuda" else 4) << 20)  # several times the size of a server's third-level cache
     addition = 8 * values.numel() / seconds_of(job, lambda: values.add_(1.0), 5)
     model = build_model(job.shape, job.size).to(DTYPES[job.dtype]).to(job.device).train()
     batch = _on_device(job, make_batch(0, 0, job.size))
@@ -240,20 +240,20 @@ def _on_device(job: Job, batch: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def peaks(job: Job) -> dict[str, float]:
-    """Bytes: the most that torch held on the GPU, the most of this process in host memory."""
+    """Return the peaks in bytes: of torch's allocations on the GPU, and of this process in host memory."""
     gpu = torch.get_device_module(job.device).max_memory_allocated() if job.device != "cpu" else 0
     return {"gpu": gpu, "host": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
 @contextlib.contextmanager
 def traced(job: Job) -> Iterator[None]:
-    """Profiles what happens inside, in all threads, and writes a Chrome trace."""
+    """Profile all threads inside the context, and write a Chrome trace."""
     from torch.profiler import ProfilerActivity, profile
 
     kinds = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if job.device == "cuda" else [])
     try:
         threads = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-    except TypeError:  # another torch: the update thread is missing in the trace
+    except TypeError:  # other torch versions: the update thread is missing in the trace
         threads = None
     with profile(activities=kinds, experimental_config=threads) as recorded:
         yield
@@ -261,7 +261,7 @@ def traced(job: Job) -> Iterator[None]:
 
 
 def train(job: Job) -> dict[str, Any]:
-    """Times steps of one contender."""
+    """Time steps of one contender."""
     step = CONTENDERS[job.contender](job)
     rank = torch.distributed.get_rank()
     batches = [_on_device(job, make_batch(index, rank, job.size)) for index in range(job.warmup + job.steps + 2)]
@@ -280,17 +280,17 @@ def train(job: Job) -> dict[str, Any]:
     answer = {"seconds": statistics.median(found), "loss": float(loss), **peaks(job)}
     if job.trace:
         try:
-            with traced(job):  # two steps: an update may go on into the next forward
+            with traced(job):  # two steps, because an update may continue into the next forward
                 for batch in batches[-2:]:
                     step(batch)
                 synchronize(job)
-        except Exception:  # the numbers are there
+        except Exception:  # the measurements are complete
             traceback.print_exc()
     return answer
 
 
 def watch_host(limit_gib: float) -> None:
-    """Ends the process when it holds more host memory than it may."""
+    """End the process when it has more host memory than allowed."""
 
     def watch() -> None:
         page = os.sysconf("SC_PAGE_SIZE")
@@ -321,7 +321,7 @@ def main() -> None:
     if job.contender == "rates":
         answers.write(json.dumps(rates(job)) + "\n")
         return
-    # The host's back end is for FSDP2, which adds up norms of offloaded gradients there.
+    # FSDP2 sums the norms of offloaded gradients on the host, which needs a host back end.
     torch.distributed.init_process_group("cpu:gloo,cuda:nccl" if job.device == "cuda" else "gloo")
     answers.write(json.dumps(train(job)) + "\n")
     answers.flush()

@@ -1,6 +1,6 @@
 """Draw the pictures of the pages from the result files in benchmarks/results/; axes of bars begin at 0, and every colour has a legend.
 
-python -m tools.render        # draws them all, and writes the page
+python -m tools.render        # draws all pictures, and writes the page
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def _speed(rate: str) -> str:
 
 
 def two_nodes(result: Result, path: Path) -> None:
-    """Draw seconds of a step at every speed of the link, and what a node sends, by layout."""
+    """Draw the seconds of a step at every speed of the link, and the bytes that a node sends, by layout."""
     rows = _records(result)
     names = [row["contender"] for row in rows]
     peers = ("FSDP2", "DeepSpeed", "DDP")
@@ -125,7 +125,7 @@ def scale(result: Result, path: Path) -> None:
     for panel, (what, label, value, logarithmic) in zip(panels, measures, strict=True):
         for place, name in enumerate(CONTENDERS):
             points = [(world, value(cases[key(name, world, blocks, what)])) for world in worlds if key(name, world, blocks, what) in cases]
-            shift = 2.0 ** (0.24 * (place - (len(CONTENDERS) - 1) / 2))  # beside each other, so that none hides another
+            shift = 2.0 ** (0.24 * (place - (len(CONTENDERS) - 1) / 2))  # side by side, so that no point hides another
             peer = name.startswith("fsdp2")
             marker, face = ("s" if peer else "o"), f"C{place}"
             panel.plot([world * shift for world, _ in points], [size for _, size in points], marker, color=face, markersize=5, label=name)
@@ -205,7 +205,7 @@ def zeropp_convergence(result: Result, path: Path) -> None:
     _save(figure, path)
 
 
-# Result file -> how its picture is drawn; the picture's name stands in the file.
+# Result file -> the function that draws its picture; the picture's name is in the file.
 DRAWN: dict[str, Callable[[Result, Path], None]] = {
     "onebit_link": onebit_link,
     "two_nodes": two_nodes,

@@ -1,4 +1,4 @@
-"""Model FLOPs of a training step, and the peak of GPUs by name: what model FLOPs utilisation (MFU) is made of."""
+"""Model FLOPs of a training step, and the peak of GPUs by name, from which model FLOPs utilisation (MFU) is computed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import nn
 
-# Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets; the first name that a device's name contains counts.
+# Dense bf16 matrix products with fp32 sums, TFLOP/s, from the makers' data sheets; the first name inside a device's name is used.
 PEAKS = {
     "GB200": 2500.0,
     "B200": 2250.0,
@@ -31,13 +31,13 @@ HOW = (
 
 
 def peak_of(device: str) -> float:
-    """FLOP/s of a device in bf16; 0 where it is not in the table."""
+    """Return the FLOP/s of a device in bf16; 0 if it is not in the table."""
     words = f" {device.replace('-', ' ')} "
     return next((peak * 1e12 for name, peak in PEAKS.items() if f" {name} " in words), 0.0)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Parameters that are multiplied: all but a table of input embeddings that is nothing else."""
+    """Return the number of parameters in matrix products: all except a table of input embeddings that has no other use."""
     table = model.get_input_embeddings().weight  # type: ignore[operator]
     head = model.get_output_embeddings()  # type: ignore[operator]
     tied = head is not None and head.weight is table
@@ -45,5 +45,5 @@ def parameters_of(model: nn.Module) -> int:
 
 
 def per_token(parameters: int, size: Mapping[str, int]) -> float:
-    """FLOPs of forward and backward of one token."""
+    """Return the FLOPs of forward and backward of one token."""
     return 6.0 * parameters + 12.0 * size["layers"] * size["width"] * size["length"]

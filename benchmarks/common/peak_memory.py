@@ -1,4 +1,4 @@
-"""The memory of a step on a CPU. Needs only torch: ranks of peers import it too."""
+"""Memory of a step on a CPU. Needs only torch, because ranks of peers import it, too."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 
 def peak_of(call: Callable[[], object]) -> int:
-    """Bytes of tensors that ``call`` adds at its peak, from torch's own record of what it allocates."""
+    """Return the bytes of tensors that ``call`` adds at its peak, from torch's record of allocations."""
     return memory_of(call)[0]
 
 
 def memory_of(call: Callable[[], object]) -> tuple[int, int]:
-    """Bytes of tensors that ``call`` adds at its peak, and those of them that are left when it has returned."""
+    """Return the bytes of tensors that ``call`` adds at its peak, and the part of them that is left after it has returned."""
     from torch.profiler import ProfilerActivity, profile
 
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:

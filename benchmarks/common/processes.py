@@ -1,4 +1,4 @@
-"""The rank processes of one contender: started together, asked in lines of JSON, ended together."""
+"""The rank processes of one contender: started together, answering requests in lines of JSON, ended together."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import IO, Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 RUNNER = Path(__file__).with_name("run_worker.py")
-SECONDS_TO_END = 20.0  # what ranks get to remove what they made
+SECONDS_TO_END = 20.0  # time for ranks to remove their files
 SECONDS_TO_ANSWER = 600.0
 
 
@@ -28,19 +28,20 @@ class RankProcesses:
     ``open_answers`` returns.
 
     Args:
-        name: Of the contender, for errors.
-        worker: The script.
-        arguments: Of the script; values other than text travel as JSON.
+        name: Name of the contender, for errors.
+        worker: Path of the worker script.
+        arguments: Arguments of the script; values other than text are passed as JSON.
         world: Number of ranks, all on this machine.
-        python: The interpreter. That of another venv sees nothing of this one's PYTHONPATH.
-        place: The command that runs another one where a rank belongs (a network namespace); None runs all ranks here.
+        python: The Python interpreter. The Python of another venv does not get this process's PYTHONPATH.
+        place: Function that returns the command which runs another command in a rank's place (a network namespace); None runs all ranks
+            here.
         **variables: Environment of every rank, over the launcher's variables.
 
     Attributes:
-        first: What the ranks answered once they were ready.
+        first: Answers of the ranks when they were ready.
 
     Raises:
-        RuntimeError: A rank ended or does not answer; the message holds what the ranks printed last.
+        RuntimeError: A rank ended or does not answer; the message has the last lines that the ranks printed.
     """
 
     def __init__(
@@ -70,20 +71,20 @@ class RankProcesses:
             raise
 
     def ask(self, seconds: float = SECONDS_TO_ANSWER, **request: Any) -> list[dict[str, Any]]:
-        """Has every rank carry out a request; the ranks' answers."""
+        """Send a request to every rank; return the ranks' answers."""
         for process in self._processes:
-            with contextlib.suppress(BrokenPipeError):  # it has ended: reading its answer says how
+            with contextlib.suppress(BrokenPipeError):  # the rank has ended: reading its answer raises the error
                 process.stdin.write(json.dumps(request) + "\n")  # type: ignore[union-attr]
                 process.stdin.flush()  # type: ignore[union-attr]
         return self.answers(seconds)
 
     def answers(self, seconds: float = SECONDS_TO_ANSWER) -> list[dict[str, Any]]:
-        """The next line of every rank."""
+        """Return the next line of every rank, parsed."""
         deadline = time.monotonic() + seconds
         return [json.loads(self._line(process, deadline)) for process in self._processes]
 
     def stop(self, seconds: float = SECONDS_TO_END) -> None:
-        """Lets the ranks end, so that they remove what they made, and kills those that hang."""
+        """Ask the ranks to end, so that they remove their files, and kill hanging ones."""
         for process in self._processes:
             with contextlib.suppress(BrokenPipeError):
                 process.stdin.close()  # type: ignore[union-attr]
@@ -118,32 +119,32 @@ def _environment(world: int, python: str) -> dict[str, object]:
         "TRANSFORMERS_VERBOSITY": "error",
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONPATH": python_path(python, *([str(REPOSITORY)] if python == sys.executable else [])),
-        "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])),  # a peer compiles with the ninja of its venv
+        "PATH": os.pathsep.join((str(Path(python).parent), os.environ["PATH"])),  # a peer compiles with its venv's ninja
     }
 
 
 def python_path(python: str, *first: str) -> str:
-    """PYTHONPATH of a process: ``first``, then what this process has, unless ``python`` is another venv's."""
+    """Return the PYTHONPATH of a process: ``first``, then this process's, unless ``python`` belongs to another venv."""
     own = os.environ.get("PYTHONPATH", "") if python == sys.executable else ""
     return os.pathsep.join(filter(None, (*first, own)))
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a port on which no process listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
 def open_answers() -> IO[str]:
-    """In a worker: where answers go. Standard output, which libraries print to, goes to the log from now on."""
+    """Return, in a worker, the file for answers; from then on standard output, which libraries print to, goes to the log."""
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     return answers
 
 
 def serve_ranks(answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
-    """In a worker whose process is one gloo rank with one thread: answers requests until standard input ends."""
+    """Answer requests, in a worker that is one gloo rank with one thread, until standard input ends."""
     import torch
     import torch.distributed as dist
 

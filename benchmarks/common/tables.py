@@ -1,4 +1,4 @@
-"""Results that are one table: printed, kept as JSON in benchmarks/results/, rendered by ``python -m tools.render``."""
+"""Results that are one table: printed, stored as JSON in benchmarks/results/, rendered by ``python -m tools.render``."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ResultTable:
-    """One table of a benchmark.
+    """One table of results of a benchmark.
 
     Attributes:
-        title: Heading.
-        command: What reproduces it.
-        text: What was measured and how, in Markdown.
-        columns: Heads of the columns; the first names the contender.
-        rows: Cells, as they are to be printed.
-        figure: PNG file beside the page (in docs/), if there is one.
-        machine: Where it was measured.
+        title: Heading of the table.
+        command: Command that reproduces it.
+        text: Text on the measurement, in Markdown.
+        columns: Headings of the columns; the first column names the contender.
+        rows: Cells, as text.
+        figure: PNG file beside the page (in docs/); "" for none.
+        machine: Description of the machine.
     """
 
     title: str
@@ -36,7 +36,7 @@ class ResultTable:
     machine: dict[str, Any] = field(default_factory=lambda: machine())
 
     def print(self) -> None:
-        """Prints the table to the terminal."""
+        """Print the table to the terminal."""
         from rich.console import Console
         from rich.table import Table
 
@@ -46,13 +46,15 @@ class ResultTable:
         Console().print(table)
 
     def save(self, path: Path) -> None:
-        """Writes the JSON file that the page is made of."""
+        """Write the JSON file from which the page is made."""
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(asdict(self), indent=1) + "\n")
 
 
 def machine() -> dict[str, Any]:
-    """What the numbers depend on; since this program began: ``minutes``, and ``others``, the share of the CPUs of other programs."""
+    """Return facts that the numbers depend on; ``minutes``: since this program began, ``others``: the fraction of CPU time of other
+    programs.
+    """
     import torch
 
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} CPUs"
@@ -64,7 +66,7 @@ def machine() -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class _Clocks:
-    """Seconds: on the wall, those in which CPUs have worked, those of this process and of its children that have ended."""
+    """Seconds of the wall clock, of all CPUs at work, and of this process and its ended children."""
 
     wall: float
     busy: float
@@ -72,7 +74,7 @@ class _Clocks:
 
 
 def _clocks() -> _Clocks | None:
-    """As they stand; None where the kernel does not say."""
+    """Return the present clocks; None where the kernel does not report them."""
     if not _STAT.is_file():
         return None
     user, nice, system, _idle, _wait, *interrupts = map(int, _STAT.read_text().partition("\n")[0].split()[1:8])
@@ -89,11 +91,11 @@ def _others(began: _Clocks) -> float:
 
 _STAT = Path("/proc/stat")
 _BEGAN = _clocks()
-_QUIET = 0.1  # of the CPUs
+_QUIET = 0.1  # fraction of the CPUs
 
 
 def markdown(result: dict[str, Any]) -> str:
-    """One result file as a section of the page."""
+    """Return one result file as a section of the page."""
     where = result["machine"]
     lines = [f"## {result['title']}", "", result["text"], "", f"```bash\n{result['command']}\n```", ""]
     lines += ["| " + " | ".join(result["columns"]) + " |", "|---" + "|---:" * (len(result["columns"]) - 1) + "|"]

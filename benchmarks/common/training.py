@@ -1,4 +1,4 @@
-"""The models, the batches and the loops that benchmarks share. Needs only torch and transformers: ranks of peers import it too."""
+"""The models, batches and loops that benchmarks share. Needs only torch and transformers, because ranks of peers import it, too."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def make_batch(step: int, rank: int, size: dict[str, int]) -> dict[str, Tensor]:
 
 
 def plain_loop(model: nn.Module) -> Step:
-    """Return forward, backward, fused AdamW, zero_grad on ``model``: the bare PyTorch loop, and DDP's and FSDP2's."""
+    """Return the bare PyTorch step on ``model``, also for DDP and FSDP2: forward, backward, fused AdamW, zero_grad."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(batch: dict[str, Tensor]) -> float:

@@ -1,4 +1,4 @@
-"""Drawings: bars of a comparison, curves of several runs."""
+"""Drawings of experiments: bars of a comparison, curves of several runs."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-COLORS = ("#8c8c8c", "#9ecae1", "#4292c6", "#08519c", "#fdae6b", "#d94801")  # the first for what is compared with
+COLORS = ("#8c8c8c", "#9ecae1", "#4292c6", "#08519c", "#fdae6b", "#d94801")  # the first colour is the reference's
 GRID = "#dddddd"
 
 
 @dataclass(frozen=True)
 class Panel:
-    """One group of bars: what is measured, and its value by method; None where there is none (out of memory)."""
+    """One group of bars: the measured quantity, and its value by method; None where there is no value (out of memory)."""
 
     title: str
     values: Mapping[str, float | None]
@@ -25,7 +25,7 @@ class Panel:
 
 @dataclass(frozen=True)
 class Curve:
-    """One line of a drawing."""
+    """One curve of a drawing."""
 
     name: str
     steps: Sequence[int]
@@ -39,7 +39,7 @@ def draw_bars(path: Path, title: str, panels: Sequence[Panel]) -> None:
     Args:
         path: File to write.
         title: Line above all panels.
-        panels: All with the same methods.
+        panels: The panels, all with the same methods.
     """
     columns = min(len(panels), 3)
     rows = -(-len(panels) // columns)
@@ -66,14 +66,14 @@ def draw_curves(path: Path, title: str, groups: Mapping[str, Sequence[Curve]], y
     Args:
         path: File to write.
         title: Line above all drawings.
-        groups: Heading to the curves of one drawing.
-        y_label: What the values are.
+        groups: Heading of each drawing -> its curves.
+        y_label: Label of the values.
     """
     figure = _figure(5.2 * len(groups), 4.0)
     all_axes = figure.subplots(1, len(groups), squeeze=False, sharey=True)[0]
     for axes, (heading, curves) in zip(all_axes, groups.items(), strict=True):
         for index, curve in enumerate(curves):
-            # Curves that coincide stay visible: the later ones are thinner.
+            # Later curves are thinner, so that curves which coincide stay visible.
             width = 1.2 + 4.0 * (1 - index / max(1, len(curves) - 1)) if len(curves) > 1 else 1.6
             style = "--" if curve.dashed else "-"
             axes.plot(curve.steps, curve.values, style, color=COLORS[index % len(COLORS)], linewidth=width, label=curve.name)
@@ -86,7 +86,7 @@ def draw_curves(path: Path, title: str, groups: Mapping[str, Sequence[Curve]], y
 
 
 def _figure(width: float, height: float) -> Figure:
-    from matplotlib.figure import Figure  # no pyplot: it would keep state and look for a screen
+    from matplotlib.figure import Figure  # without pyplot, which keeps state and looks for a screen
 
     return Figure(figsize=(width, height), layout="constrained")
 

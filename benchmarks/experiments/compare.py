@@ -1,8 +1,8 @@
-"""The same job under DDP and ZeRO stages 1, 2 and 3, one launch after the other; a table and a drawing of all four.
+"""Run the same job under DDP and ZeRO stages 1, 2 and 3, one launch after the other; write a table and a drawing of all four.
 
     python -m benchmarks.experiments.compare examples/text_classification/run_cls_no_trainer.py --output_dir runs/cls_compare ...
 
-What follows the script are its own flags; --output_dir is needed. All GPUs, or two CPU ranks; RANKS in the environment decides otherwise.
+The flags after the script are the script's own; --output_dir is required. Uses all GPUs, or two CPU ranks, unless RANKS is set.
 """
 
 from __future__ import annotations
@@ -30,28 +30,28 @@ STAGES: dict[str, int | None] = {"ddp": None, "zero1": 1, "zero2": 2, "zero3": 3
 CPU_RANKS = 2
 RESULTS_FILE = "results.json"
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory", "Cannot allocate memory", "can't allocate memory")
-# What a launcher around this process has set would turn the launches below into something else.
+# Variables of a launcher around this process, which would change the launches below.
 LAUNCHER_PREFIXES = ("ACCELERATE_", "TORCHELASTIC_", "DEEPSPEED_", "MASTER_", "FSDP_", "LOCAL_")
 LAUNCHER_NAMES = ("RANK", "WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "GROUP_WORLD_SIZE")
 
 
-NO_METRICS = ("steps", "train_seconds", "eval_seconds", "epoch_train_loss")  # of an epoch in results.json
+NO_METRICS = ("steps", "train_seconds", "eval_seconds", "epoch_train_loss")  # entries of an epoch in results.json that are no metrics
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One method's row: its results.json, or None where its memory did not suffice."""
+    """One method's row: its results.json, or None where it ran out of memory."""
 
     name: str
     run: dict[str, Any] | None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What the task is judged by, after training."""
+        """Return the metrics of the task after training."""
         return {} if self.run is None else {name: v for name, v in self.run["epochs"][-1].items() if name not in NO_METRICS}
 
     def seconds_per_epoch(self, what: str) -> float:
-        """Seconds of training for a whole epoch at the speed of all steps done, or of evaluating once; ``what`` is train or eval."""
+        """Return the seconds of one whole epoch at the mean speed of all steps, or of one evaluation; ``what`` is train or eval."""
         assert self.run is not None
         epochs = self.run["epochs"]
         seconds = sum(epoch[f"{what}_seconds"] for epoch in epochs)
@@ -59,7 +59,7 @@ class Comparison:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespace, list[str]]:
-    """Read the command line; the flags of the script that matter here, and all of them but --output_dir."""
+    """Read the command line; return its options, and the script's flags without --output_dir."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("script", type=Path, help="run_cls_no_trainer.py, run_seq2seq_no_trainer.py, run_clm_no_trainer.py")
     parser.add_argument("--output_dir", type=Path, required=True, help="where the runs, comparison.md and comparison.png go")
@@ -74,14 +74,14 @@ def parse_arguments(argv: Sequence[str] | None = None) -> tuple[argparse.Namespa
 
 
 def compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
-    """Do the job under each method and write ``comparison.md`` and ``comparison.png`` into the output folder.
+    """Run the job under each method; write ``comparison.md`` and ``comparison.png`` into the output folder.
 
     Args:
-        args: Of `parse_arguments`.
-        flags: The script's.
+        args: Result of `parse_arguments`.
+        flags: Flags of the script.
 
     Returns:
-        Exit code: 0, or that of the run that failed for another reason than memory.
+        Exit code: 0, or the code of a run that failed for another reason than memory.
     """
     ranks = int(os.environ.get("RANKS") or torch.accelerator.device_count() or CPU_RANKS)
     rows = []
@@ -101,20 +101,20 @@ def compare(args: argparse.Namespace, flags: Sequence[str]) -> int:
 
 
 def method_name(stage: int | None) -> str:
-    """Name of a method in tables."""
+    """Return the name of a method in tables."""
     return "DDP" if stage is None else f"ZeRO stage {stage}"
 
 
 def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argparse.Namespace) -> Path:
-    """Write what one launch needs: ``accelerate.yaml``, and ``ds.json`` for a ZeRO stage. They can be used again by hand.
+    """Write the files of one launch: ``accelerate.yaml``, and ``ds.json`` for a ZeRO stage. They can be used again by hand.
 
-    Optimizer and schedule stay with the script's flags, so that every method does the same steps.
+    The script's flags set optimizer and schedule, so that every method does the same steps.
 
     Args:
-        folder: Where to write them.
+        folder: Folder of the files.
         stage: ZeRO stage; None for DDP.
-        ranks: Processes.
-        args: ``gradient_accumulation_steps`` and ``max_grad_norm``.
+        ranks: Number of processes.
+        args: Options with ``gradient_accumulation_steps`` and ``max_grad_norm``.
 
     Returns:
         The YAML file.
@@ -156,14 +156,14 @@ def write_launcher_files(folder: Path, stage: int | None, ranks: int, args: argp
 
 
 def free_port() -> str:
-    """A port that nobody listens on; asking the launcher for port 0 does this with newer versions of Accelerate only."""
+    """Return a port on which no process listens; only newer versions of Accelerate choose one themselves, for port 0."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return str(probe.getsockname()[1])
 
 
 def launch_command(config: Path, ranks: int) -> list[str]:
-    """First words of a launch; the precision is that of the launch around it, else bf16 on accelerators and fp32 elsewhere."""
+    """Return the first words of a launch command, with the surrounding launch's precision, else bf16 on accelerators and fp32 on CPUs."""
     on_accelerator = torch.accelerator.is_available()
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION") or ("bf16" if on_accelerator else "no")
     command = [sys.executable, "-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config)]
@@ -171,12 +171,12 @@ def launch_command(config: Path, ranks: int) -> list[str]:
 
 
 def launch(command: Sequence[str], log: Path, *, whole_init: bool) -> int:
-    """Run a command; what it prints goes to the terminal and into a file.
+    """Run a command; print its output and write it to a file.
 
     Args:
-        command: Its words.
-        log: The file.
-        whole_init: All methods start from the same random weights; pretrained ones stay in shards at stage 3.
+        command: Words of the command.
+        log: File for the output.
+        whole_init: Draw the same random weights for all methods; pretrained weights stay in shards at stage 3.
 
     Returns:
         Its exit code.
@@ -187,7 +187,7 @@ def launch(command: Sequence[str], log: Path, *, whole_init: bool) -> int:
     environment.setdefault("TOKENIZERS_PARALLELISM", "false")
     environment["WHOLE_INIT"] = str(int(whole_init))
     if not torch.accelerator.is_available() and not (log.parent / "ds.json").exists():
-        environment["ACCELERATE_USE_CPU"] = "true"  # with a DeepSpeed configuration this would switch ZeRO off
+        environment["ACCELERATE_USE_CPU"] = "true"  # with a DeepSpeed configuration the variable would switch ZeRO off
     with log.open("w", encoding="utf-8") as file:
         options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         with subprocess.Popen(command, env=environment, **options) as process:
@@ -199,7 +199,7 @@ def launch(command: Sequence[str], log: Path, *, whole_init: bool) -> int:
 
 
 def ran_out_of_memory(log: Path) -> bool:
-    """Whether a failed run's output says that memory was the reason."""
+    """Return whether the output of a failed run shows that it ran out of memory."""
     text = log.read_text(encoding="utf-8")
     return any(mark in text for mark in OUT_OF_MEMORY)
 
@@ -208,8 +208,8 @@ def write_comparison(args: argparse.Namespace, rows: Sequence[Comparison]) -> No
     """Print the table, write it as Markdown, and draw it.
 
     Args:
-        args: Of `parse_arguments`; ``comparison.md`` and ``comparison.png`` go into its ``output_dir``.
-        rows: One per method.
+        args: Result of `parse_arguments`; ``comparison.md`` and ``comparison.png`` go into its ``output_dir``.
+        rows: One row per method.
     """
     headings, cells = comparison_cells(args, rows)
     table, folder = Table(title="Comparison"), args.output_dir
@@ -232,7 +232,7 @@ def write_comparison(args: argparse.Namespace, rows: Sequence[Comparison]) -> No
 
 
 def comparison_cells(args: argparse.Namespace, rows: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Headings and cells of the table, in the columns of the published experiments and two for memory."""
+    """Return headings and cells of the table: the columns of the published experiments, and two for memory."""
     names = metric_names(rows)
     headings = ["Method", "Batch size per rank", "Eval size per rank", "Train time per epoch (s)", "Eval time per epoch (s)"]
     headings += ["Peak memory (MiB)", "State per rank (MiB)", *map(metric_heading, names)]
@@ -249,7 +249,7 @@ def comparison_cells(args: argparse.Namespace, rows: Sequence[Comparison]) -> tu
 
 
 def comparison_panels(rows: Sequence[Comparison]) -> list[Panel]:
-    """Groups of bars: times, memory, metrics."""
+    """Return the groups of bars: times, memory, metrics."""
 
     def panel(title: str, value: Any, digits: int = 1) -> Panel:
         return Panel(title, {row.name: None if row.run is None else value(row) for row in rows}, digits)
@@ -267,22 +267,22 @@ def comparison_panels(rows: Sequence[Comparison]) -> list[Panel]:
 
 
 def metric_names(rows: Sequence[Comparison]) -> list[str]:
-    """Metrics of the runs, in their order."""
+    """Return the names of the runs' metrics, in their order."""
     return list(dict.fromkeys(name for row in rows for name in row.metrics))
 
 
 def metric_text(value: float) -> str:
-    """A metric as text: three decimals for shares, one for what grows beyond 10."""
+    """Return a metric as text: three decimals for fractions, one for values above 10."""
     return f"{value:,.1f}" if abs(value) >= 10 else f"{value:.3f}"
 
 
 def metric_heading(name: str) -> str:
-    """Heading of a metric's column."""
+    """Return the heading of a metric's column."""
     return name.upper() if name in ("f1", "bleu") else name.replace("_", " ").capitalize()
 
 
 def main() -> None:
-    """Run the program."""
+    """Compare the methods that the command line names; exit with the status of the comparison."""
     sys.exit(compare(*parse_arguments()))
 
 

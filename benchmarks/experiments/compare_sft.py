@@ -2,7 +2,7 @@
 
     python -m benchmarks.experiments.compare_sft --output_dir runs/sft_curves
 
-ZeRO-3, tensor parallelism alone, ZeRO-1, ZeRO-1 with it, ZeRO-2, ZeRO-2 with it, each with a global batch of 32 and from the same weights.
+The six ways: ZeRO-3, tensor parallelism, ZeRO-1, ZeRO-1 with it, ZeRO-2, ZeRO-2 with it; global batch 32, the same initial weights.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from benchmarks.experiments.chart import Curve, draw_curves
 FOLDER = REPOSITORY / "examples" / "clm"
 
 GLOBAL_BATCH = 32
-BASE = "base"  # folder of the model that all start from
+BASE = "base"  # folder of the initial model
 
 
 @dataclass(frozen=True)
 class Setup:
-    """One way to train, by the name of its file in ``sft/``."""
+    """One way to train, named like its file in ``sft/``."""
 
     name: str
     title: str
@@ -39,7 +39,7 @@ class Setup:
 
     @property
     def config(self) -> Path:
-        """Its DeepSpeed JSON."""
+        """Return the path of the DeepSpeed JSON file of this setup."""
         return FOLDER / "sft" / f"{self.name}.json"
 
 
@@ -79,10 +79,10 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def make_base(folder: Path, train_file: str | None) -> None:
-    """Save the model and the tokenizer that every run starts from."""
+    """Save the model and the tokenizer with which every run starts."""
     import transformers
 
-    sys.path.insert(0, str(FOLDER))  # for the modules of run_sft.py
+    sys.path.insert(0, str(FOLDER))  # run_sft.py imports its modules from it
     from arguments import add_data_flags, add_model_flags
     from model import build_model, finish_config
     from offline import DECODER_TOKENS, train_tokenizer
@@ -105,10 +105,10 @@ def train(setup: Setup, folder: Path, args: argparse.Namespace, checkpoint: Path
     """Launch one run.
 
     Args:
-        setup: How to train.
-        folder: Where it leaves its files.
+        setup: The way to train.
+        folder: Folder for the run's files.
         args: The command line.
-        checkpoint: Folder to resume from.
+        checkpoint: Folder to resume from; None starts a new run.
 
     Returns:
         Loss by optimizer step.
@@ -151,7 +151,7 @@ def train(setup: Setup, folder: Path, args: argparse.Namespace, checkpoint: Path
 
 
 def resume(setup: Setup, whole: Path, folder: Path, args: argparse.Namespace) -> dict[int, float]:
-    """Resume ``setup`` from the middle of its run in ``whole``; the losses of the steps after it."""
+    """Resume ``setup`` from the middle of its run in ``whole``; return the losses of the later steps."""
     name = f"checkpoint-{args.resume_step}"
     shutil.copytree(whole / name, folder / name)
     losses = train(setup, folder, args, folder / name)
@@ -159,7 +159,7 @@ def resume(setup: Setup, whole: Path, folder: Path, args: argparse.Namespace) ->
 
 
 def largest_difference(losses: dict[int, float], reference: dict[int, float]) -> float:
-    """Largest relative difference over the steps of ``losses``."""
+    """Return the largest relative difference over the steps of ``losses``."""
     return max(abs(loss - reference[step]) / abs(reference[step]) for step, loss in losses.items())
 
 
@@ -181,7 +181,7 @@ def main() -> None:
     folder = Path(args.output_dir)
     setups = [setup for setup in SETUPS if setup.name in args.setups]
     for name in (BASE, *(setup.name for setup in setups), *(f"{name}_resumed" for name in RESUMED)):
-        shutil.rmtree(folder / name, ignore_errors=True)  # of an earlier comparison
+        shutil.rmtree(folder / name, ignore_errors=True)  # left by an earlier comparison
     make_base(folder / BASE, args.train_file)
     curves: dict[str, dict[int, float]] = {}
     resumed: dict[str, dict[int, float]] = {}

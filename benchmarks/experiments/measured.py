@@ -1,10 +1,10 @@
-"""A script of the experiments, and beside what it measures itself: memory per rank, how it was launched. For `compare.py`.
+"""Run a script of the experiments, and add memory per rank and the kind of launch to its own measurements. For `compare.py`.
 
     accelerate launch ... benchmarks/experiments/measured.py examples/clm/run_clm_no_trainer.py --output_dir runs/zero3 ...
 
-The script runs as it stands, with an Accelerator that adds what it finds to the script's results.json at the end. With
-WHOLE_INIT=1 in the environment, random weights are drawn as without ZeRO: at stage 3 transformers draws others, because it constructs the
-model in shards.
+The script runs unchanged, with an Accelerator that adds its measurements to the script's results.json at the end. With WHOLE_INIT=1 in the
+environment, random weights are drawn as without ZeRO: at stage 3 transformers draws different ones, because it constructs the model in
+shards.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ import transformers
 
 
 def count_parameters(model: torch.nn.Module) -> int:
-    """Parameters of the whole model, tied ones once; under ZeRO-3 the real sizes stand in ``ds_numel``."""
+    """Return the number of parameters of the whole model, tied ones once; under ZeRO-3 the whole sizes are in ``ds_numel``."""
     return sum(getattr(parameter, "ds_numel", parameter.numel()) for parameter in model.parameters())
 
 
 def expected_state_bytes(numel: int, *, stage: int | None, ranks: int, sixteen_bit: bool) -> int:
-    """Bytes of parameters and AdamW state that each rank keeps between two steps, by arithmetic (no gradients, no padding).
+    """Compute the bytes of parameters and AdamW state that each rank keeps between two steps, without gradients and padding.
 
     Args:
-        numel: Parameters of the model.
+        numel: Number of parameters of the model.
         stage: ZeRO stage 0 to 3; None for DDP or a single process.
-        ranks: Data-parallel ranks.
-        sixteen_bit: Whether ZeRO keeps 16-bit parameters beside fp32 masters. DDP keeps fp32 parameters in any case.
+        ranks: Number of data-parallel ranks.
+        sixteen_bit: ZeRO keeps 16-bit parameters beside fp32 masters. DDP keeps fp32 parameters in any case.
 
     Returns:
         Bytes per rank, rounded up.
@@ -49,7 +49,7 @@ def expected_state_bytes(numel: int, *, stage: int | None, ranks: int, sixteen_b
 
 
 def _state_tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Tensor]:
-    """Tensors that hold model state on this rank: parameters, shards, masters, optimizer state; repetitions possible."""
+    """Yield tensors with model state on this rank: parameters, shards, masters, optimizer state; maybe some of them twice."""
     yield from model.parameters()
     for unit in getattr(model, "units", ()):
         yield from (tensor for tensor in (unit.shard, unit.master) if tensor is not None)
@@ -61,10 +61,10 @@ def _state_tensors(model: torch.nn.Module, optimizer: Any) -> Iterator[torch.Ten
 
 
 def measured_state_bytes(model: torch.nn.Module, optimizer: Any) -> int:
-    """Bytes of the memory behind this rank's parameters, masters and optimizer state, each block of memory once.
+    """Return the bytes of memory of this rank's parameters, masters and optimizer state, each block of memory once.
 
     Args:
-        model: What `Accelerator.prepare` returned: an engine with ``units``, a DDP wrapper or the plain module.
+        model: Result of `Accelerator.prepare`: an engine with ``units``, a DDP wrapper or the plain module.
         optimizer: The prepared optimizer. AdamW creates its state in the first step.
     """
     sizes: dict[tuple[str, int], int] = {}
@@ -76,7 +76,7 @@ def measured_state_bytes(model: torch.nn.Module, optimizer: Any) -> int:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Highest memory use so far: of the device's allocator, or on CPU of the whole process (resident set)."""
+    """Return the highest memory use so far: of the device's allocator, or on CPU of the whole process (resident set)."""
     if device.type == "cpu":
         unit = 1 if sys.platform == "darwin" else 1024  # bytes on macOS, KiB elsewhere
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
@@ -84,7 +84,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MeasuredAccelerator(accelerate.Accelerator):
-    """Accelerate's own, which writes ``measured`` into results.json when the training ends."""
+    """Accelerate's Accelerator, which also writes ``measured`` into results.json when the training ends."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -92,7 +92,9 @@ class MeasuredAccelerator(accelerate.Accelerator):
             transformers.integrations.deepspeed.unset_hf_deepspeed_config()
 
     def prepare(self, *args: Any, **kwargs: Any) -> Any:
-        """As Accelerate's; the model is built, so the configuration that shards models as they are built is registered again."""
+        """Prepare like Accelerate's; register the configuration again, which shards a model during its construction, as the model is
+        built.
+        """
         plugin = self.state.deepspeed_plugin
         if plugin is not None:
             transformers.integrations.deepspeed.set_hf_deepspeed_config(plugin.dschf)
@@ -101,7 +103,7 @@ class MeasuredAccelerator(accelerate.Accelerator):
         return prepared
 
     def end_training(self) -> None:
-        """Measure (collective) and end."""
+        """Measure, and end the training; collective."""
         model, optimizer = self.measured_objects
         sizes = [peak_memory_bytes(self.device), measured_state_bytes(model, optimizer)]
         peak, state = self.gather(torch.tensor([sizes], device=self.device)).amax(dim=0).tolist()
@@ -126,7 +128,7 @@ class MeasuredAccelerator(accelerate.Accelerator):
 
 
 def main() -> None:
-    """Run the script that the command line names, as Python would: its folder is where it finds its modules."""
+    """Run the script that the command line names like Python does, with the script's folder first on the module path."""
     script = Path(sys.argv[1]).resolve()
     sys.argv[:2] = [str(script)]
     sys.path[0] = str(script.parent)

@@ -2,10 +2,10 @@
 
     python -m benchmarks.fine_tuning.generation                              # Llama shape, 2 ranks, one thread each
     python -m benchmarks.fine_tuning.generation --json benchmarks/results/generation.json
-    python -m benchmarks.fine_tuning.generation --rounds 1 --layers 2        # does it run?
+    python -m benchmarks.fine_tuning.generation --rounds 1 --layers 2        # quick check
 
-All contenders live in the same processes; a round times each of them once, in rotating order. ``even``: all ranks generate
-equally many tokens. ``uneven``: the last rank stops at a quarter; what counts is how soon that rank is done, too.
+All contenders are in the same processes; a round times each of them once, in rotating order. ``even``: all ranks generate the same number
+of tokens. ``uneven``: the last rank stops at a quarter; the time until that rank has finished is measured, too.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ and until all ranks have returned. Ratio: median of the time relative to the pla
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:
-    """A Llama with random weights, the same on every rank."""
+    """Return a Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -52,7 +52,7 @@ def build(arguments: argparse.Namespace) -> nn.Module:
 
 
 def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """One rank: all contenders, all rounds; rank 0 leaves the times in ``folder``."""
+    """Run all contenders and rounds on one rank; rank 0 writes the times into ``folder``."""
     device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.world), "LOCAL_WORLD_SIZE": str(arguments.world)}
     torch.set_num_threads(1)
@@ -83,12 +83,12 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def measure(models: dict[str, nn.Module], arguments: argparse.Namespace, rank: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of this rank per round, by contender and case."""
+    """Return this rank's seconds per round, by contender and case."""
     generator = torch.Generator().manual_seed(rank)
     prompt = torch.randint(1, arguments.vocab, (arguments.rows, arguments.prompt), generator=generator).to(device)
     times: dict[str, list[float]] = {f"{case} {name}": [] for case in ("even", "uneven") for name in CONTENDERS}
     expected: dict[str, torch.Tensor] = {}
-    for index in range(arguments.rounds + 1):  # the first is a warm-up
+    for index in range(arguments.rounds + 1):  # the first round is a warm-up
         order = list(CONTENDERS[index % 3 :]) + list(CONTENDERS[: index % 3])
         for case in ("even", "uneven"):
             new = arguments.new // 4 if case == "uneven" and rank == arguments.world - 1 else arguments.new
@@ -108,7 +108,7 @@ def measure(models: dict[str, nn.Module], arguments: argparse.Namespace, rank: i
 
 
 def table(times: list[dict[str, list[float]]], arguments: argparse.Namespace, parameters: int) -> ResultTable:
-    """The rows: seconds of the slowest rank per round, and ratios to the plain model."""
+    """Return the table: seconds of the slowest rank per round, and ratios to the plain model."""
     rounds = range(arguments.rounds)
     slowest = {key: [max(rank[key][index] for rank in times) for index in rounds] for key in times[0]}
     first = {key: [min(rank[key][index] for rank in times) for index in rounds] for key in times[0]}

@@ -1,11 +1,11 @@
-"""Memory of a rank, and bytes that it sends, where adapters train on a frozen base: LoRA, QLoRA in one process, at stages 2 and 3, FSDP2.
+"""Memory of a rank and bytes it sends when adapters train on a frozen base: LoRA, QLoRA in one process, at stages 2 and 3, with FSDP2.
 
     python -m benchmarks.fine_tuning.qlora                                  # Llama shape, 2 ranks
     python -m benchmarks.fine_tuning.qlora --json benchmarks/results/qlora.json
-    python -m benchmarks.fine_tuning.qlora --layers 2 --width 256           # does it run?
+    python -m benchmarks.fine_tuning.qlora --layers 2 --width 256           # quick check
 
-Memory of steps is counted from torch's record of what it allocates on the host, which other programs do not disturb; that of loading is the
-process's own, sampled. Each contender has processes of its own, and loads the base with ``from_pretrained`` as scripts do.
+Memory of steps is counted from torch's record of allocations on the host, which other programs do not disturb; memory of loading is
+sampled from the process. Each contender has processes of its own, and loads the base with ``from_pretrained``, like scripts do.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def grown(call: Callable[[], object]) -> int:
-    """Bytes that the anonymous memory of this process grows by at most while ``call`` runs, sampled every millisecond."""
+    """Return by how many bytes the anonymous memory of this process grows at most while ``call`` runs, sampled every millisecond."""
     before, most, over = _anonymous(), [0], threading.Event()
 
     def watch() -> None:
@@ -59,7 +59,7 @@ def _anonymous() -> int:
 
 
 def save_base(arguments: argparse.Namespace, folder: str, layers: int) -> float:
-    """Writes a Llama with random weights in bf16; its parameters in millions."""
+    """Write a Llama with random weights in bf16; return its parameters in millions."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -72,13 +72,13 @@ def save_base(arguments: argparse.Namespace, folder: str, layers: int) -> float:
 
 
 def zero_config(stage: int) -> dict[str, Any]:
-    """The engine's configuration."""
+    """Return the engine's configuration."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
     return {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero, "wall_clock_breakdown": False}
 
 
 def loaded(base: str, quantized: bool) -> nn.Module:
-    """The base as scripts load it."""
+    """Load the base like scripts do."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     options: dict[str, Any] = {}
@@ -88,12 +88,12 @@ def loaded(base: str, quantized: bool) -> nn.Module:
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.bfloat16, **options)
     for param in model.parameters():
         if type(param) is nn.Parameter and param.numel():
-            param.data = param.data.clone()  # else it is a view of the whole mapped file, as it never is on a device
+            param.data = param.data.clone()  # otherwise a view of the whole mapped file, unlike on a device
     return model
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    """The base with LoRA, recomputed in backward."""
+    """Return the base with LoRA, with activations recomputed in backward."""
     from peft import LoraConfig, get_peft_model
 
     model.requires_grad_(False)
@@ -109,10 +109,10 @@ def adapted(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def counted() -> Iterator[list[int]]:
-    """Counts what a rank sends in torch's collectives of whole tensors, which FSDP2 uses."""
+    """Count the bytes that a rank sends in torch's collectives of whole tensors, which FSDP2 uses."""
     sent = [0]
     names = ("all_gather_into_tensor", "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_single", "all_reduce")
-    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}  # torch 2.13 has new names for two
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}  # torch 2.13 renamed two of them
 
     def counting(name: str) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -134,7 +134,7 @@ def counted() -> Iterator[list[int]]:
 
 
 class Plain:
-    """One process, or FSDP2: a module and an optimizer over its adapters."""
+    """Contender without an engine, in one process or with FSDP2: a module and an optimizer over its adapters."""
 
     def __init__(self, sharded: bool) -> None:
         self._sharded = sharded
@@ -167,7 +167,7 @@ class Plain:
 
 
 class Zero:
-    """The engine of this package."""
+    """Contender with the engine of hf_zero."""
 
     def __init__(self, stage: int, quantized: bool) -> None:
         self._stage, self._quantized = stage, quantized
@@ -195,19 +195,21 @@ class Zero:
     def sent(self, step: Callable[[], Any]) -> int:
         from hf_zero.comm.collectives import Collectives
 
-        networks = [found for found in gc.get_objects() if issubclass(type(found), Collectives)]  # an engine's two, and those of loading
+        networks = [
+            found for found in gc.get_objects() if issubclass(type(found), Collectives)
+        ]  # the engine's two, and the ones used for loading
         before = sum(network.sent_bytes for network in networks)
         step()
         return sum(network.sent_bytes for network in networks) - before
 
 
 def contender(name: str) -> Any:
-    """What is measured under a name of ``CONTENDERS``."""
+    """Return the contender of a name in ``CONTENDERS``."""
     return Zero(int(name[-1]), name.startswith("QLoRA")) if "stage" in name else Plain(sharded="FSDP2" in name)
 
 
 def worker(rank: int, arguments: argparse.Namespace, name: str, world: int, folder: str) -> None:
-    """One rank of one contender; rank 0 leaves its numbers in ``folder``."""
+    """Run one rank of one contender; rank 0 writes its numbers into ``folder``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     os.environ |= {"TRANSFORMERS_VERBOSITY": "error", "HF_ZERO": "1"}
     torch.set_num_threads(1)
@@ -215,12 +217,12 @@ def worker(rank: int, arguments: argparse.Namespace, name: str, world: int, fold
     ids = torch.randint(0, arguments.vocab, (arguments.batch, arguments.length), generator=torch.Generator().manual_seed(2))
     batch = {"input_ids": ids, "labels": ids}
     measured = contender(name)
-    measured.load(f"{folder}/small")  # what is imported and compiled is no memory of the model
+    measured.load(f"{folder}/small")  # so that imports and compilation do not count as memory of the model
     loading = grown(lambda: measured.load(f"{folder}/base"))
     measured = contender(name)
     _, left = memory_of(lambda: measured.load(f"{folder}/base"))
     _, prepared = memory_of(measured.prepare)
-    first, stays = memory_of(lambda: measured.step(batch))  # the optimizer's state comes with the first step
+    first, stays = memory_of(lambda: measured.step(batch))  # the first step creates the optimizer's state
     losses: list[float] = []
     step, _ = memory_of(lambda: losses.append(measured.step(batch)))
     sent = measured.sent(lambda: measured.step(batch))
@@ -232,7 +234,7 @@ def worker(rank: int, arguments: argparse.Namespace, name: str, world: int, fold
 
 
 def table(found: dict[str, dict[str, float]], arguments: argparse.Namespace, parameters: float) -> ResultTable:
-    """Rows: MiB and the loss."""
+    """Return the table: MiB and the loss."""
     rows = []
     for name, numbers in found.items():
         sizes = [f"{numbers[key] / MIB:.1f}" for key in ("loading", "rest", "step", "sent")]
@@ -246,7 +248,7 @@ def table(found: dict[str, dict[str, float]], arguments: argparse.Namespace, par
 
 
 def main() -> None:
-    """Measures and prints; ``--json`` keeps the table."""
+    """Measure and print; ``--json`` writes the table to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     sizes = (("world", 2), ("layers", 12), ("width", 768), ("vocab", 4096), ("batch", 1), ("length", 64))
     for name, default in sizes:

@@ -2,9 +2,9 @@
 
     python -m benchmarks.fine_tuning.vocabulary                             # 1024 tokens
     python -m benchmarks.fine_tuning.vocabulary --json benchmarks/results/vocabulary.json
-    python -m benchmarks.fine_tuning.vocabulary --vocab 4096 --tokens 128   # does it run?
+    python -m benchmarks.fine_tuning.vocabulary --vocab 4096 --tokens 128   # quick check
 
-Every way runs alone in one process, and at stage 3 in two; all are given the same tokens and must find the same loss and norm.
+Every variant runs alone in one process, and at stage 3 in two. All get the same tokens and must compute the same loss and norm.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Way = Callable[[Any, Any, torch.Tensor, int], torch.Tensor]
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:
-    """A Llama with the same random weights on every rank."""
+    """Return a Llama with the same random weights on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -47,13 +47,13 @@ def build(arguments: argparse.Namespace) -> nn.Module:
 
 
 def whole_logits(model: Any, module: Any, tokens: torch.Tensor, tiles: int) -> torch.Tensor:
-    """The model's own loss."""
+    """Return the model's own loss, computed from whole logits."""
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, use_cache=False).loss
     return loss
 
 
 class TiledHead(nn.Module):
-    """A model with the loss in its forward."""
+    """A model whose forward returns the tiled loss."""
 
     def __init__(self, model: Any, tiles: int) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class TiledHead(nn.Module):
         self.tiles = tiles
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The mean loss over ``tokens`` (batch, length)."""
+        """Return the mean loss over ``tokens`` (batch, length)."""
         from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss
 
         hidden = self.inner.model(input_ids=tokens, use_cache=False).last_hidden_state[:, :-1]
@@ -70,19 +70,19 @@ class TiledHead(nn.Module):
 
 
 def sum_of_tile(model: Any, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """Cross entropy of a tile of tokens."""
+    """Return the summed cross-entropy of one tile of tokens, from their hidden states."""
     return functional.cross_entropy(model.lm_head(hidden).flatten(0, 1).float(), targets.flatten(), reduction="sum")
 
 
 def fused_head(model: Any, module: Any, tokens: torch.Tensor, tiles: int) -> torch.Tensor:
-    """TRL's."""
+    """Return the loss of TRL's fused head."""
     loss: torch.Tensor = model(input_ids=tokens, labels=tokens, fused_lm_head=True).loss
     return loss
 
 
 @contextmanager
 def tiled_layers(tiles: int) -> Iterator[None]:
-    """Lets Llama's feed-forward layers compute tile by tile."""
+    """Make Llama's feed-forward layers compute tile by tile, inside the context."""
     from transformers.models.llama import modeling_llama
 
     from hf_zero.sequence_parallel.tiled import TiledMLP
@@ -104,7 +104,7 @@ WAYS: dict[str, Way] = {
 
 
 def model_of(name: str, arguments: argparse.Namespace) -> nn.Module:
-    """The model of one way."""
+    """Return the model of one variant."""
     if "Tiled" in name:
         return TiledHead(build(arguments), arguments.tiles)
     model: Any = build(arguments)
@@ -116,7 +116,7 @@ def model_of(name: str, arguments: argparse.Namespace) -> nn.Module:
 
 
 def measure(name: str, world: int, arguments: argparse.Namespace) -> dict[str, float]:
-    """What a step of one way takes: the bytes of a first one, the seconds of a second."""
+    """Measure a step of one variant: the bytes of a first step, the seconds of a second."""
     module: Any = model_of(name, arguments)
     model: Any = module
     if world > 1:
@@ -149,7 +149,7 @@ def measure(name: str, world: int, arguments: argparse.Namespace) -> dict[str, f
 
 
 def worker(rank: int, world: int, arguments: argparse.Namespace, folder: str) -> None:
-    """One rank: all ways; rank 0 leaves what it found in ``folder``."""
+    """Run all variants on one rank; rank 0 writes its results into ``folder``."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": str(world)}
     torch.set_num_threads(1)
     if world > 1:
@@ -169,7 +169,7 @@ def worker(rank: int, world: int, arguments: argparse.Namespace, folder: str) ->
 
 
 def table(arguments: argparse.Namespace) -> ResultTable:
-    """Rows: MiB, ratio and seconds, alone and at stage 3."""
+    """Return the table: MiB, ratio and seconds, alone and at stage 3."""
     found: dict[int, dict[str, dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         for world in (1, 2):
@@ -180,7 +180,7 @@ def table(arguments: argparse.Namespace) -> ResultTable:
         rows.append([name])
         for here in found.values():
             one, base = here[name], here["whole logits"]
-            if not all(abs(one[key] - base[key]) <= 1e-5 * base[key] for key in ("loss", "norm")):  # NaN is not
+            if not all(abs(one[key] - base[key]) <= 1e-5 * base[key] for key in ("loss", "norm")):  # fails for NaN
                 raise AssertionError(f"{name}: {one}, the whole logits give {base}")
             rows[-1] += [f"{one['peak'] / 2**20:.0f}", f"{one['peak'] / base['peak']:.2f}", f"{one['seconds']:.1f}"]
     shape = {name: getattr(arguments, name) for name in ("layers", "width", "inner", "vocab", "tokens", "tiles")}
@@ -191,7 +191,7 @@ def table(arguments: argparse.Namespace) -> ResultTable:
 
 
 def main() -> None:
-    """Measures and prints; ``--json`` keeps the table."""
+    """Measure and print; ``--json`` writes the table to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     shape = (("layers", 4), ("width", 256), ("inner", 2048), ("vocab", 128256), ("tokens", 1024), ("tiles", 16))
     for name, default in shape:

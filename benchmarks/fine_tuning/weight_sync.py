@@ -1,11 +1,11 @@
-"""Seconds until one rank has been given every whole weight of a sharded model, as an inference engine wants them before each rollout.
+"""Seconds until one rank has every whole weight of a sharded model, as an inference engine needs them before each rollout.
 
     python -m benchmarks.fine_tuning.weight_sync                             # Llama shape, 2 ranks, one thread each
     python -m benchmarks.fine_tuning.weight_sync --json benchmarks/results/weight_sync.json
-    python -m benchmarks.fine_tuning.weight_sync --rounds 1 --layers 2       # does it run?
+    python -m benchmarks.fine_tuning.weight_sync --rounds 1 --layers 2       # quick check
 
-All contenders live in the same processes; a round times each of them once, in rotating order. What rank 0 gets is copied to a model of its
-own, and compared with the weights once.
+All contenders are in the same processes; a round times each of them once, in rotating order. Rank 0 copies the weights that it gets into a
+model of its own, and compares them with the weights once.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Contender = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def build(arguments: argparse.Namespace) -> nn.Module:
-    """A Llama with random weights, the same on every rank."""
+    """Return a Llama with random weights, the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -46,7 +46,7 @@ def build(arguments: argparse.Namespace) -> nn.Module:
 
 
 def adapted(model: nn.Module) -> Any:
-    """The model with LoRA on all linear layers, B not zero."""
+    """Return the model with LoRA on all linear layers, B not zero."""
     import peft
 
     made = peft.get_peft_model(model, peft.LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
@@ -58,7 +58,7 @@ def adapted(model: nn.Module) -> Any:
 
 
 def engine_of(model: nn.Module) -> Any:
-    """A stage 3 engine without optimizer state."""
+    """Return a stage 3 engine without optimizer state."""
     import hf_zero
 
     config = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
@@ -66,7 +66,7 @@ def engine_of(model: nn.Module) -> Any:
 
 
 def one_by_one(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """A context per parameter."""
+    """Yield weights gathered with one context per parameter."""
     import hf_zero
 
     for name, param in engine.module.named_parameters():
@@ -75,7 +75,7 @@ def one_by_one(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def in_packs(engine: Any, pack: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """A context per parameter, and its tensor kept until the parameters of a message have come."""
+    """Yield weights gathered with one context per parameter, kept until the parameters of a message are complete."""
     kept: list[tuple[str, torch.Tensor]] = []
     for name, value in one_by_one(engine):
         kept.append((name, value))
@@ -86,7 +86,7 @@ def in_packs(engine: Any, pack: int) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def all_at_once(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
-    """One context for everything; adapters, if there are any, merged inside and taken out again."""
+    """Yield weights gathered in one context; adapters, if there are any, are merged inside and removed again."""
     import hf_zero
 
     merges = hasattr(engine.module, "merge_adapter")
@@ -101,20 +101,20 @@ def all_at_once(engine: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def streamed(engine: Any, bucket: int) -> Iterator[tuple[str, torch.Tensor]]:
-    """This package's buckets."""
+    """Yield weights in the buckets of hf_zero."""
     from hf_zero.utils import iter_full_params
 
     return iter_full_params(engine, bucket_bytes=bucket)
 
 
 def fsdp2(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """FSDP2's parameters, each made whole."""
+    """Yield FSDP2's parameters, each gathered."""
     for name, param in model.named_parameters():
         yield name, param.full_tensor()
 
 
 def contenders(arguments: argparse.Namespace) -> tuple[dict[str, Contender], dict[str, nn.Module]]:
-    """What is timed, and the model that each must give."""
+    """Return the contenders to time, and the model whose weights each must give."""
     from torch.distributed.fsdp import fully_shard
 
     plain, lora = engine_of(build(arguments)), engine_of(adapted(build(arguments)))
@@ -137,19 +137,19 @@ def contenders(arguments: argparse.Namespace) -> tuple[dict[str, Contender], dic
 
 
 def resident(key: str) -> int:
-    """Bytes of this process's resident memory, now (VmRSS) or at most since `forget_peak` (VmHWM)."""
+    """Return bytes of this process's resident memory: the present ones (VmRSS) or the peak since `forget_peak` (VmHWM)."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
 
 
 def forget_peak() -> int:
-    """Starts the peak anew; bytes that are resident."""
+    """Reset the peak of resident memory; return the resident bytes."""
     Path("/proc/self/clear_refs").write_text("5")
     return resident("VmRSS")
 
 
 def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """One rank: all contenders, all rounds; rank 0 leaves seconds and bytes in ``folder``."""
+    """Run all contenders and rounds on one rank; rank 0 writes seconds and bytes into ``folder``."""
     device = torch.device("cuda", rank % torch.cuda.device_count()) if torch.cuda.is_available() else torch.device("cpu")
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(arguments.world), "LOCAL_WORLD_SIZE": str(arguments.world)}
     torch.set_num_threads(1)
@@ -160,7 +160,7 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
     receiver = {name: torch.empty_like(param) for name, param in next(iter(models.values())).named_parameters()}
     times: dict[str, list[float]] = {name: [] for name in ways}
     grown = dict.fromkeys(ways, 0)
-    for index in range(arguments.rounds + 1):  # the first is a warm-up, and compares
+    for index in range(arguments.rounds + 1):  # the first round is a warm-up, and compares the weights
         names = list(ways)
         for name in names[index % len(names) :] + names[: index % len(names)]:
             dist.barrier()
@@ -184,7 +184,7 @@ def worker(rank: int, arguments: argparse.Namespace, folder: str) -> None:
 
 
 def table(found: dict[str, Any], arguments: argparse.Namespace, parameters: int) -> ResultTable:
-    """Rows: seconds, memory and the ratio to this package's stream."""
+    """Return the table: seconds, memory and the ratio to hf_zero's stream."""
     rows = []
     for name, times in found["times"].items():
         ours = found["times"]["LoRA, iter_full_params" if "LoRA" in name else "iter_full_params"]
@@ -198,7 +198,7 @@ def table(found: dict[str, Any], arguments: argparse.Namespace, parameters: int)
 
 
 def main() -> None:
-    """Measures and prints; ``--json`` keeps the table."""
+    """Measure and print; ``--json`` writes the table to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("world", 2), ("rounds", 5), ("layers", 24), ("width", 768), ("vocab", 32000), ("bucket", 32)):
         parser.add_argument(f"--{name}", type=int, default=default)

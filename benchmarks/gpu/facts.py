@@ -1,4 +1,4 @@
-"""What machine this is and how fast its parts are: driver, versions, nccl, native library, memory, copies, matrix products.
+"""Facts and rates of this machine: driver, versions, nccl, native library, memory, copies, matrix products.
 
 python -m benchmarks.gpu.facts
 """
@@ -30,7 +30,7 @@ Fact = tuple[str, str]
 
 
 def native() -> str:
-    """Whether the native library serves, and if not, why and what would build it."""
+    """Return whether the native library is used, and if not, why and how to build it."""
     from hf_zero.native.library import status
 
     found = status()
@@ -57,7 +57,7 @@ def versions() -> Iterator[Fact]:
 
 
 def driver() -> Iterator[Fact]:
-    """Of NVIDIA's tool, if it is there."""
+    """Yield the facts that NVIDIA's tool reports, if it is installed."""
     if shutil.which(SMI[0]):
         done = subprocess.run(SMI, capture_output=True, text=True, timeout=30)
         for index, line in enumerate((done.stdout if done.returncode == 0 else done.stderr).strip().splitlines()):
@@ -66,7 +66,7 @@ def driver() -> Iterator[Fact]:
 
 
 def seconds_of(work: Callable[[], object], synchronize: Callable[[], None], times: int = 7) -> float:
-    """The median of ``times`` runs, after two that do not count."""
+    """Return the median seconds of ``times`` runs, after two that do not count."""
     found = []
     for index in range(times + 2):
         synchronize()
@@ -79,7 +79,7 @@ def seconds_of(work: Callable[[], object], synchronize: Callable[[], None], time
 
 
 def rates(device: str) -> Iterator[Fact]:
-    """Bytes and FLOPs per second."""
+    """Yield rates in bytes and FLOPs per second."""
     import torch
 
     on_host = device == "cpu"
@@ -92,7 +92,7 @@ def rates(device: str) -> Iterator[Fact]:
     for name, (into, source, passes) in copies.items():
         seconds = seconds_of(lambda into=into, source=source: into.copy_(source, non_blocking=True), synchronize)
         yield f"copy {name}", f"{passes * numel / seconds / 1e9:.1f} GB/s"
-    values = torch.zeros(numel // 4 if on_host else 512 << 20)  # several times what a third-level cache holds
+    values = torch.zeros(numel // 4 if on_host else 512 << 20)  # several times the size of a third-level cache
     yield "addition in host memory", f"{8 * values.numel() / seconds_of(lambda: values.add_(1.0), lambda: None) / 1e9:.1f} GB/s"
     side = 8192 if device == "cuda" else 256
     left, right = (torch.randn(side, side, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -106,7 +106,7 @@ def rates(device: str) -> Iterator[Fact]:
 
 
 def nccl(device: str) -> Iterator[Fact]:
-    """Its version, and that one rank can speak to itself."""
+    """Yield nccl's version, and the rate at which one rank gathers from itself."""
     if device != "cuda":
         return
     import torch
@@ -123,7 +123,7 @@ def nccl(device: str) -> Iterator[Fact]:
 
 
 def collect(device: str) -> Iterator[Fact]:
-    """All, those that take no time first."""
+    """Yield the facts about this machine and its software, first the ones that need no measurement."""
     yield "native library", native()
     yield from driver()
     yield "processors", f"{len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} for this process"
@@ -155,7 +155,7 @@ def main() -> int:
     for name, value in collect(arguments.device):
         print(f"{name}: {value}", flush=True)
         facts.append((name, value))
-        if arguments.json:  # what is known stays, whatever happens to the next
+        if arguments.json:  # results are kept even if a later measurement fails
             table_of(facts).save(arguments.json)
     return 0
 

@@ -1,15 +1,15 @@
-"""Everything that waits for a GPU, in turn, each part under its own time limit: exactness, step time, offload, the largest model.
+"""Run everything that needs a GPU, in turn, each part under its own time limit: exactness, step time, offload, the largest model.
 
-    make gpu                                                      # all parts, most telling first, into results-gpu/
-    make gpu GPU_ARGS="--out DIR --budget-s 560"                  # only what fits into this many seconds; the next call goes on
+    make gpu                                                      # all parts, most important first, into results-gpu/
+    make gpu GPU_ARGS="--out DIR --budget-s 560"                  # only parts that fit into this many seconds; the next call continues
     python -m benchmarks.gpu --only step-time xl-bf16
     python -m benchmarks.gpu --toy --device pretend               # the same parts at toy size, on a pretend accelerator
     python -m benchmarks.gpu --list
 
 One line per part. A part that fails, hangs or runs out of time does not stop the others. The output folder is written after each part
-(``benchmarks/gpu/results.py`` says what is in it). Parts that have ended are not run again (``--again`` does; parts that the budget cut
-short are), except those that belong to the machine where that is another one. Nothing is fetched from the network: packages that this
-Python lacks are taken from ``.gpu-bundle``, if ``benchmarks/gpu/gpu_bundle.sh`` has made it.
+(``benchmarks/gpu/results.py`` describes it). Parts that have ended are not run again (``--again`` does; parts that the budget cut short
+are), except parts that depend on the machine, on another machine. Nothing is fetched from the network: packages that this Python lacks
+are taken from ``.gpu-bundle``, if ``benchmarks/gpu/gpu_bundle.sh`` has made it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from benchmarks.common.processes import REPOSITORY, python_path
 from benchmarks.gpu.results import TABLE, TRACE, Results, now, said, tail_of
 
 TAIL = 2000  # characters of output that the summary keeps
-LEAST = 60.0  # seconds with which a part is begun
+LEAST = 60.0  # least remaining seconds to begin a part
 BUNDLE = REPOSITORY / ".gpu-bundle"
 VERSION = f"cp{sys.version_info.major}{sys.version_info.minor}"  # the bundle has a folder for each Python
 LIBRARY = REPOSITORY / "hf_zero" / "native" / "libhf_zero_kernels.so"
@@ -45,22 +45,21 @@ GPU_TESTS = (
     "lightning/test_lightning.py",
 )
 NEEDED = ("torch", "transformers", "accelerate", "safetensors", "numpy", "packaging", "pydantic", "rich", "tqdm")
-ELSEWHERE = (
-    "benchmarks/test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"  # the others there are parts of tests/support/gpu.py
-)
+# The other tests of that file are parts of tests/support/gpu.py.
+ELSEWHERE = "benchmarks/test_gpu_engine.py::test_checkpoints_travel_between_device_and_host"
 
 
 @dataclass(frozen=True)
 class Part:
-    """One command.
+    """One command to run.
 
     Attributes:
-        name: Of the part and of its results.
-        command: Words; ``{scratch}`` is a folder of its own, where it leaves ``table.json`` and ``trace.json``.
-        seconds: Its time limit.
-        env: Variables.
-        needs_gpu: Means nothing on another device, where it runs only if it is named.
-        of_machine: Has to run again on another machine.
+        name: Name of the part and of its results.
+        command: Words; ``{scratch}`` is replaced by a folder of its own, for ``table.json`` and ``trace.json``.
+        seconds: Time limit.
+        env: Environment variables.
+        needs_gpu: The part is meaningless on another device, where it runs only if it is named.
+        of_machine: The part must run again on another machine.
     """
 
     name: str
@@ -75,7 +74,7 @@ class Part:
 
 
 def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
-    """What is run, in this order: the first ten minutes tell most, ranks that share a GPU come last."""
+    """Return all parts in order: the most important within the first ten minutes, ranks that share a GPU last."""
     python, small, json_file = sys.executable, ["--toy"] if toy else [], ["--json", "{scratch}/" + TABLE]
     where = ["--device", device]
     peer = ["--peer-path", str(BUNDLE / VERSION / "peer")] if (BUNDLE / VERSION / "peer").is_dir() else []
@@ -106,7 +105,7 @@ def parts(device: str, toy: bool, gpus: int = 1) -> list[Part]:
 
 
 def lightning(toy: bool) -> list[str]:
-    """minGPT under Lightning with the strategy of this package, a billion parameters."""
+    """Return the command of minGPT under Lightning with hf_zero's strategy, a billion parameters."""
     size = {"--n_layer": "4", "--n_head": "4", "--n_embd": "64"} if toy else {"--n_layer": "24", "--n_head": "16", "--n_embd": "2048"}
     command = [sys.executable, "-m", "benchmarks.steps.mingpt_lightning", "--gpus", "1", "--strategy", "zero3", "--cpu_offload"]
     return [*command, "--precision", "bf16", *(word for pair in size.items() for word in pair)]
@@ -123,7 +122,7 @@ print(json.dumps({"torch": torch.__version__, "gpus": [[one.name, str(getattr(on
 
 
 def machine(env: Mapping[str, str]) -> dict[str, Any]:
-    """What results belong to: host, Python, PyTorch and GPUs; asked in a process of its own, which alone opens the GPUs."""
+    """Return the facts that results depend on: host, Python, PyTorch and GPUs; only a separate process opens the GPUs."""
     done = subprocess.run([sys.executable, "-c", PROBE], capture_output=True, text=True, env=dict(env), timeout=120)
     if done.returncode:
         raise SystemExit(f"{sys.executable} cannot import torch; say which Python can: make gpu GPU_PYTHON=...\n{done.stderr[-TAIL:]}")
@@ -131,13 +130,13 @@ def machine(env: Mapping[str, str]) -> dict[str, Any]:
 
 
 def carried(bundle: Path = BUNDLE / VERSION) -> list[str]:
-    """The folders of the bundle that hold a module which this Python lacks; the others stay out, whatever their version."""
+    """Return the bundle's folders with a module that this Python lacks; other folders are left out in any version."""
     folders = sorted(path for path in bundle.glob("*") if path.is_dir() and path.name != "peer")
     return [str(path) for path in folders if any(importlib.util.find_spec(name) is None for name in _modules(path))]
 
 
 def _modules(folder: Path) -> Iterator[str]:
-    """Names that can be imported from a folder."""
+    """Yield the names that can be imported from a folder."""
     for path in folder.iterdir():
         if (path / "__init__.py").is_file():
             yield path.name
@@ -146,10 +145,10 @@ def _modules(folder: Path) -> Iterator[str]:
 
 
 def environment() -> dict[str, str]:
-    """Variables of all parts: the repository and what is carried before what PYTHONPATH has, this Python's tools (cmake, ninja) in PATH.
+    """Return the variables of all parts: repository and bundle before the present PYTHONPATH, this Python's tools (cmake, ninja) in PATH.
 
     Raises:
-        SystemExit: A package is missing that all parts need.
+        SystemExit: A package that all parts need is missing.
     """
     folders = carried()
     there = {name for folder in folders for name in _modules(Path(folder))}
@@ -167,7 +166,7 @@ def environment() -> dict[str, str]:
 
 
 def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[str, Any]:
-    """Runs one part and ends all that it has started; what it did."""
+    """Run one part, end every process it has started, and return its result."""
     words = [word.replace("{scratch}", str(scratch)) for word in part.command]
     start = time.monotonic()
     with log.open("ab") as text:
@@ -181,7 +180,7 @@ def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[st
         except subprocess.TimeoutExpired:
             status = f"still running after {part.seconds} s"
         finally:
-            with contextlib.suppress(ProcessLookupError):  # ranks of its own, too
+            with contextlib.suppress(ProcessLookupError):  # ends the part's own ranks, too
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
     seconds = round(time.monotonic() - start, 1)
@@ -189,20 +188,20 @@ def run(part: Part, log: Path, env: Mapping[str, str], scratch: Path) -> dict[st
     return {"status": status, "seconds": seconds, "limit": part.seconds, "when": now(), "command": " ".join(part.command), "tail": tail}
 
 
-def telling_line(text: str) -> str:
-    """The last line that says what failed, or the last one."""
+def failure_line(text: str) -> str:
+    """Return the last line that names a failure, or else the last line."""
     lines = text.strip().splitlines() or [""]
     return next((line for line in reversed(lines) if "FAILED" in line or "Error" in line), lines[-1])[:200]
 
 
 def due(part: Part, earlier: Mapping[str, Any] | None, here: Mapping[str, Any], again: list[str] | None) -> bool:
-    """Whether a part is to be run.
+    """Return whether a part must be run.
 
     Args:
         part: The part.
-        earlier: How it ended before; None if it never ran.
-        here: The machine.
-        again: ``--again``: names, or none for all that have failed; None without the option.
+        earlier: Its earlier result; None if it never ran.
+        here: Facts of the machine.
+        again: Value of ``--again``: names, or none for all failed parts; None without the option.
     """
     if earlier is None or (again is not None and (part.name in again if again else earlier["status"] != 0)):
         return True
@@ -210,7 +209,7 @@ def due(part: Part, earlier: Mapping[str, Any] | None, here: Mapping[str, Any], 
         return True
     if part.name == "kernels" and earlier["status"] == 0 and not LIBRARY.exists():
         return True
-    return earlier["status"] != 0 and earlier["limit"] < part.seconds  # the budget has cut it short
+    return earlier["status"] != 0 and earlier["limit"] < part.seconds  # cut short by the budget
 
 
 def parse() -> argparse.Namespace:
@@ -227,7 +226,7 @@ def parse() -> argparse.Namespace:
 
 
 def choose(arguments: argparse.Namespace, everything: list[Part]) -> list[Part]:
-    """The parts that the command line asks for."""
+    """Return the parts that the command line selects."""
     names = {part.name for part in everything}
     unknown = {*arguments.only, *arguments.skip, *(arguments.again or ())} - names
     if unknown:
@@ -238,7 +237,7 @@ def choose(arguments: argparse.Namespace, everything: list[Part]) -> list[Part]:
 def main() -> int:
     arguments = parse()
     start = time.monotonic()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what a part has started is ended
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that processes of a part are ended
     if arguments.list:
         for part in choose(arguments, parts(arguments.device, arguments.toy)):
             print(f"{part.name:14} {part.seconds:4} s  {' '.join(part.command)}")
@@ -261,6 +260,6 @@ def main() -> int:
             with tempfile.TemporaryDirectory(prefix="hf_zero_gpu_") as scratch:
                 result = run(replace(part, seconds=int(min(part.seconds, left))), results.log, env, Path(scratch))
                 results.add(part.name, {**result, "machine": here}, Path(scratch))
-            reason = "" if result["status"] == 0 else f": {telling_line(result['tail'])}"
+            reason = "" if result["status"] == 0 else f": {failure_line(result['tail'])}"
             print(f"{said(result)} in {result['seconds']:g} s{reason}", flush=True)
     return int(any(results.parts.get(part.name, {"status": 0})["status"] != 0 for part in chosen))

@@ -1,7 +1,7 @@
-"""The output folder of ``benchmarks.gpu.parts``: few files, each below a size, written again after each part.
+"""The output folder of ``benchmarks.gpu.parts``: few files of limited size, written again after each part.
 
-``summary.json`` says how each part ended, on which machine; ``tables.json`` holds the tables of all parts; ``report.md`` shows both;
-``log.txt`` what the parts printed; ``<part>-timeline.json.gz`` a trace for Perfetto.
+``summary.json`` has the result and the machine of each part; ``tables.json`` the tables of all parts; ``report.md`` shows both;
+``log.txt`` has the parts' output; ``<part>-timeline.json.gz`` is a trace for Perfetto.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from typing import Any
 from benchmarks.common.processes import REPOSITORY
 from benchmarks.common.tables import markdown
 
-MOST_BYTES = 16 << 20  # of a file
+MOST_BYTES = 16 << 20  # largest size of a file
 MOST_FILES = 8
-LOG_BYTES = 512 << 10  # of one part's output
+LOG_BYTES = 512 << 10  # largest size of one part's output
 KEPT_LOG_BYTES = 12 << 20
-TABLE, TRACE = "table.json", "trace.json"  # what a part writes, in a folder of its own
+TABLE, TRACE = "table.json", "trace.json"  # files that a part writes into its own folder
 
 
 class Results:
-    """What is known so far.
+    """The results so far, and their files.
 
     Attributes:
-        out: The folder.
-        parts: By name: status (0, another exit status, or text), seconds, limit, when, machine, command, tail.
-        tables: By name, as ``benchmarks.common.tables.ResultTable`` writes them.
+        out: The output folder.
+        parts: Results by name of the part: status (0, another exit status, or text), seconds, limit, when, machine, command, tail.
+        tables: Tables by name of the part, in the form of ``benchmarks.common.tables.ResultTable``.
     """
 
     def __init__(self, out: Path) -> None:
@@ -42,11 +42,11 @@ class Results:
 
     @property
     def log(self) -> Path:
-        """Where parts print to."""
+        """Return the path of the file to which parts print."""
         return self.out / "log.txt"
 
     def add(self, name: str, result: Mapping[str, Any], scratch: Path) -> None:
-        """Takes what a part left in ``scratch``, and writes all."""
+        """Add the files of a part in ``scratch``, and write all output files."""
         self.parts[name] = dict(result)
         table, trace = scratch / TABLE, scratch / TRACE
         if table.exists():
@@ -56,14 +56,14 @@ class Results:
         self.write()
 
     def write(self) -> None:
-        """Each file in one step, so that a run that is ended leaves the last whole one."""
+        """Write each file in one step, so that an interrupted run leaves complete files."""
         self._replace("summary.json", json.dumps({"commit": commit(), "parts": self.parts}, indent=1) + "\n")
         self._replace("tables.json", json.dumps(self.tables, indent=1) + "\n")
         self._replace("report.md", self.report())
         _shorten(self.log, 0, KEPT_LOG_BYTES)
 
     def report(self) -> str:
-        """All tables in Markdown, beneath what ran."""
+        """Return the list of parts and all tables as Markdown."""
         lines = ["# On this machine", "", f"Commit {commit()}.", "", "| part | how it ended | seconds | when |", "|---|---|---:|---|"]
         for name, part in self.parts.items():
             lines.append(f"| {name} | {said(part)} | {part['seconds']:g} | {part['when']} |")
@@ -85,21 +85,21 @@ class Results:
 
 
 def said(part: Mapping[str, Any]) -> str:
-    """How a part ended, in words."""
+    """Return how a part ended, as text: "passed", "failed" with its exit status, or another status."""
     status = part["status"]
     return "passed" if status == 0 else status if isinstance(status, str) else f"failed ({status})"
 
 
 def tail_of(path: Path, start: int, characters: int) -> str:
-    """The end of what was appended to a file since it had ``start`` bytes, which is cut to ``LOG_BYTES`` there."""
+    """Return the last ``characters`` of a file's content after byte ``start``, which is shortened to ``LOG_BYTES`` in the file."""
     _shorten(path, start, LOG_BYTES)
     with path.open("rb") as file:
         file.seek(start)
-        return file.read().decode(errors="replace")[-characters:]  # a progress bar may have been cut
+        return file.read().decode(errors="replace")[-characters:]  # a progress bar may be cut in the middle of a character
 
 
 def _shorten(path: Path, start: int, most: int) -> None:
-    """Cuts the middle out of what follows the first ``start`` bytes of a file."""
+    """Cut the middle out of the content after the first ``start`` bytes of a file, down to ``most`` bytes."""
     if not path.exists() or path.stat().st_size - start <= most:
         return
     with path.open("r+b") as file:
@@ -111,7 +111,7 @@ def _shorten(path: Path, start: int, most: int) -> None:
 
 
 def commit() -> str:
-    """Of the sources; "unknown" outside a repository."""
+    """Return the commit of the sources; "unknown" outside a repository."""
     try:
         done = subprocess.run(  # nosec B607
             ["git", "describe", "--always", "--dirty", "--abbrev=12"], cwd=REPOSITORY, capture_output=True, text=True, timeout=20

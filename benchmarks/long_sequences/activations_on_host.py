@@ -2,8 +2,8 @@
 
     python -m benchmarks.long_sequences.activations_on_host [--length 512] [--layers 8] [--stage 3]
 
-A small Llama trains two steps of bf16 on the pretend accelerator (tests/pretend), whose allocator counts bytes. Prints the most that one
-of two ranks has allocated in the second step, beside what ``hf-zero plan`` says of the device and of the host. Nothing is timed.
+A small Llama trains two steps of bf16 on the pretend accelerator (tests/pretend), whose allocator counts bytes. It prints the peak of
+allocated bytes of one of two ranks in the second step, beside the prediction of ``hf-zero plan`` for device and host. No time is measured.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LLAMA = {
 
 
 def cases_of(length: int, layers: int, stage: int) -> list[dict[str, Any]]:
-    """One case for each of ``WAYS``, as ``tests.support.planned`` takes them."""
+    """Return one case for each of ``WAYS``, in the form of ``tests.support.planned``."""
     zero = {"stage": stage, "stage3_param_persistence_threshold": 1000, "stage3_max_reuse_distance": 0}
     # The pretend accelerator has no fused kernel.
     optimizer = {"type": "AdamW", "params": {"lr": 1e-3, "foreach": True}}
@@ -43,22 +43,22 @@ def cases_of(length: int, layers: int, stage: int) -> list[dict[str, Any]]:
     return [{**common, "wish": dict(wish)} for wish in WAYS.values()]
 
 
-def _peaks_told(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
-    """Bytes at the peaks of device and host that plans say; in a process of its own."""
+def _planned_peaks(cases: list[dict[str, Any]]) -> list[tuple[int, int]]:
+    """Return the planned peaks of device and host, in bytes; computed in a process of its own."""
     found = [planned.plan(**case, world=WORLD, on_host=False).peaks for case in cases]
     return [(peaks["device"].nbytes, peaks["host"].nbytes) for peaks in found]
 
 
 def rows_of(length: int, layers: int, stage: int) -> list[tuple[str, int, int, int]]:
-    """Name, measured and planned peak of the device, and planned peak of the host, for each of ``WAYS``."""
+    """Return for each of ``WAYS``: name, measured and planned peak of the device, and planned peak of the host."""
     cases = cases_of(length, layers, stage)
-    told = ranks.run_alone(_peaks_told, cases, timeout=1200.0)
+    predicted = ranks.run_alone(_planned_peaks, cases, timeout=1200.0)
     real = planned.real_peaks(cases, WORLD)
-    return [(name, peak, device, host) for name, peak, (device, host) in zip(WAYS, real, told, strict=True)]
+    return [(name, peak, device, host) for name, peak, (device, host) in zip(WAYS, real, predicted, strict=True)]
 
 
 def main() -> None:
-    """Prints the table."""
+    """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--length", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--layers", type=int, default=8)

@@ -1,11 +1,11 @@
-"""Time one Adam step over host memory: ours, torch's plain and fused Adam, and DeepSpeedCPUAdam, in the same rounds.
+"""Time one Adam step over host memory: hf_zero, torch's plain and fused Adam, and DeepSpeedCPUAdam, in the same rounds.
 
 python -m benchmarks.offload.host_adam [--peer-python /path/to/venv/bin/python] [--save]
 
-Every contender lives in a process of its own, all over tensors of the same size. A round lets each take one timed step in
-turn, after an in-place addition that measures the memory bandwidth of the same moment. `fp32`: gradient and parameter in fp32.
-`mixed`: bf16 gradient scaled by a factor (unscale and clip), fp32 masters and moments, bf16 parameter written; the peers
-need a cast before and one after. `bf16 moments`: as mixed, moments in bf16.
+Every contender has a process of its own, with tensors of the same size. In a round each takes one timed step in turn, after an in-place
+addition that measures the memory bandwidth at that moment. `fp32`: gradient and parameter in fp32. `mixed`: bf16 gradient scaled by a
+factor (unscale and clip), fp32 masters and moments, bf16 parameter written; the peers need a cast before and one after. `bf16 moments`:
+like mixed, with moments in bf16.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from benchmarks.common.processes import REPOSITORY, RankProcesses, open_answers
 
 CASES = ("fp32", "mixed", "bf16 moments")
 CONTENDERS = ("hf_zero", "torch fused", "torch plain", "deepspeed")
-# Bytes that a step must move per parameter: each tensor once, in and out.
+# Bytes that a step must move per parameter: each tensor once in, and once out if it is written.
 BYTES = {"fp32": 28, "mixed": 28, "bf16 moments": 20}
 FACTOR = 0.5
 CACHED, CACHED_STEPS = 1 << 17, 300
 
 
 def make_step(contender: str, case: str, count: int) -> Callable[[], None] | None:
-    """A function that takes one step; None where the contender has no such step."""
+    """Return a function that takes one step; None where the contender has no such step."""
     master = torch.nn.Parameter(torch.randn(count) * 0.02, requires_grad=True)
     grad = torch.randn(count) if case == "fp32" else torch.randn(count, dtype=torch.bfloat16)
     low = None if case == "fp32" else torch.zeros(count, dtype=torch.bfloat16)
@@ -67,13 +67,13 @@ def make_step(contender: str, case: str, count: int) -> Callable[[], None] | Non
 
 
 def _ignore(_: object) -> None:
-    """Discards a step's result."""
+    """Discard a step's result."""
 
 
 def serve(contender: str, count: int) -> None:
-    """Answers requests: a case, threads and parameters prepare a step, an empty request takes one.
+    """Answer requests: a case, threads and parameters prepare a step; an empty request takes one step.
 
-    The answer to a step is the seconds of the addition before it and its own.
+    The answer to a step is the seconds of the addition before it and its own seconds.
     """
     answers = open_answers()
     stream = torch.zeros(count)
@@ -89,7 +89,7 @@ def serve(contender: str, count: int) -> None:
             step, answer = None, {"error": "has no such step"}
             try:
                 step = make_step(contender, request["case"], parameters)
-            except Exception as problem:  # a peer that cannot be built or imported here
+            except Exception as problem:  # the peer cannot be built or imported here
                 answer = {"error": f"{type(problem).__name__}: {problem}".splitlines()[0][:200]}
             if step is not None:
                 step()
@@ -98,7 +98,7 @@ def serve(contender: str, count: int) -> None:
             with torch.no_grad():
                 start = time.perf_counter()
                 stream.add_(1.0)
-                if parameters <= CACHED:  # brings its tensors back into the cache
+                if parameters <= CACHED:  # load the tensors into the cache again
                     step()
                 middle = time.perf_counter()
                 step()
@@ -107,7 +107,7 @@ def serve(contender: str, count: int) -> None:
 
 
 class Server:
-    """One contender's process."""
+    """The process of one contender."""
 
     def __init__(self, python: str, contender: str, count: int) -> None:
         self.process = RankProcesses(
@@ -116,7 +116,7 @@ class Server:
         self.times: list[tuple[float, float]] = []
 
     def prepare(self, case: str, threads: int, count: int) -> str:
-        """Makes the tensors; returns what is in the way, or ""."""
+        """Create the tensors; return the reason why the step cannot run, or ""."""
         self.times = []
         error: str = self.process.ask(case=case, threads=threads, parameters=count)[0].get("error", "")
         return error
@@ -127,7 +127,7 @@ class Server:
 
 
 def measure(servers: dict[str, Server], arguments: argparse.Namespace, case: str, threads: int) -> list[list[str]]:
-    """The rows of one case on one number of threads."""
+    """Return the rows of one case with one number of threads."""
     errors = {contender: server.prepare(case, threads, arguments.count) for contender, server in servers.items()}
     running = {contender: server for contender, server in servers.items() if not errors[contender]}
     for _ in range(arguments.rounds):
@@ -136,7 +136,7 @@ def measure(servers: dict[str, Server], arguments: argparse.Namespace, case: str
     rows = [[f"{contender}, {case}", error, "", "", ""] for contender, error in errors.items() if error not in ("", "has no such step")]
     for contender, server in running.items():
         steps = [step for _, step in server.times]
-        # An addition reads and writes 4 bytes; a copy loop would count less, since writing reads the line first.
+        # An addition reads and writes 4 bytes each; a copy loop would count less, since writing reads the cache line first.
         shares = [BYTES[case] / step / (8 / addition) for addition, step in server.times]
         against = [own / ours for own, (_, ours) in zip(steps, servers["hf_zero"].times, strict=True)]
         bandwidth = statistics.median(8 * arguments.count / addition / 1e9 for addition, _ in server.times)
@@ -147,7 +147,7 @@ def measure(servers: dict[str, Server], arguments: argparse.Namespace, case: str
 
 
 def in_cache(server: Server, case: str) -> list[str]:
-    """What a step costs without memory: all tensors in the processor's cache, the best of many steps."""
+    """Return the row of a step without memory cost: all tensors in the processor's cache, the best of many steps."""
     server.prepare(case, 1, CACHED)
     for _ in range(CACHED_STEPS):
         server.step()

@@ -2,10 +2,10 @@
 
     python -m benchmarks.offload.offload --nvme /path/on/a/local/disk
     python -m benchmarks.offload.offload --nvme /path --peer-python /path/to/venv/bin/python --json benchmarks/results/offload.json
-    python -m benchmarks.offload.offload --nvme /tmp --rounds 1 --layers 2                # does it run?
+    python -m benchmarks.offload.offload --nvme /tmp --rounds 1 --layers 2                # quick check
 
 Each contender keeps its processes; a round times each in turn. On a machine without accelerator ``cpu`` moves nothing, and must
-therefore cost nothing; ``nvme`` takes masters and moments out of memory, and is measured against the disk by itself.
+therefore cost nothing; ``nvme`` moves masters and moments out of memory, and is compared with the disk's speed alone.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PIPELINED = {"pipeline_read": True, "pipeline_write": True}
 
 @dataclass
 class Contender:
-    """The processes of one contender and what they measured, one entry per round."""
+    """The processes of one contender and their measurements, one entry per round."""
 
     name: str
     package: str
@@ -44,10 +44,10 @@ class Contender:
     answers: list[dict[str, float]] = field(default_factory=list)
 
     def start(self, python: str, size: dict[str, int]) -> None:
-        """Starts the ranks and waits until their models are built.
+        """Start the ranks and wait until their models are built.
 
         Raises:
-            RuntimeError: A rank ended; the message holds what it printed last.
+            RuntimeError: A rank ended; the message has the last lines that it printed.
         """
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -58,7 +58,7 @@ class Contender:
         for rank in range(WORLD):
             values = {**common, "RANK": rank, "LOCAL_RANK": rank}
             env = {**os.environ, **{key: str(value) for key, value in values.items()}}
-            env["PATH"] = os.pathsep.join((str(Path(python).parent), env["PATH"]))  # the peer compiles with the ninja of its venv
+            env["PATH"] = os.pathsep.join((str(Path(python).parent), env["PATH"]))  # the peer compiles with its venv's ninja
             env.pop("PYTHONPATH", None)
             if self.package == "hf_zero":
                 env["PYTHONPATH"] = str(REPOSITORY)
@@ -69,7 +69,7 @@ class Contender:
             self._answer(process)
 
     def ask(self, steps: int) -> dict[str, float]:
-        """Runs ``steps`` steps on every rank; the largest value of all ranks."""
+        """Run ``steps`` steps on every rank; return the largest of each value over ranks."""
         for process in self.processes:
             process.stdin.write(json.dumps({"steps": steps}) + "\n")  # type: ignore[union-attr]
             process.stdin.flush()  # type: ignore[union-attr]
@@ -85,7 +85,7 @@ class Contender:
         return answer
 
     def stop(self) -> None:
-        """Ends the ranks; they remove their swap files."""
+        """End the ranks; they remove their swap files."""
         for process in self.processes:
             if process.stdin is not None:
                 process.stdin.close()
@@ -99,12 +99,12 @@ class Contender:
             self.log.close()
 
     def median(self, key: str) -> float:
-        """The median of what the rounds measured."""
+        """Return the median of a value over the rounds."""
         return statistics.median(answer[key] for answer in self.answers)
 
 
 def contenders(stage: int, nvme: str, peer: bool) -> list[Contender]:
-    """Those of one stage that run, the baseline first."""
+    """Return the contenders of one stage, the baseline first."""
 
     def file(count: int, **options: Any) -> dict[str, Any]:
         return {"offload_optimizer": {"device": "nvme", "nvme_path": nvme, "buffer_count": count, **options}}
@@ -128,7 +128,7 @@ def contenders(stage: int, nvme: str, peer: bool) -> list[Contender]:
 
 
 def rows_of(running: list[Contender], failed: dict[str, str]) -> list[list[str]]:
-    """Cells of the table."""
+    """Return the cells of the table."""
     base, rows = running[0], []
     for one in running:
         ratios = [mine["seconds"] / theirs["seconds"] for mine, theirs in zip(one.answers, base.answers, strict=True)]
@@ -149,7 +149,7 @@ def rows_of(running: list[Contender], failed: dict[str, str]) -> list[list[str]]
 
 
 def run(arguments: argparse.Namespace, stage: int, size: dict[str, int], nvme: str) -> tuple[list[Contender], dict[str, str]]:
-    """Measures all that can be started; the reason for those that cannot."""
+    """Measure all contenders that start; return them, and the reason for each other one."""
     running: list[Contender] = []
     failed: dict[str, str] = {}
     try:

@@ -1,4 +1,4 @@
-"""How long the files of an offloaded optimizer take by themselves: the limit of a step that waits for them."""
+"""Time of the files of an offloaded optimizer alone, which bounds a step that waits for them."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 
 
 def seconds_alone(path: str, nbytes: int, ranks: int, rounds: int) -> float:
-    """Median seconds until every rank has read ``nbytes`` of its file and written them back, at once, as a step with offload does.
+    """Return the median seconds until every rank has read ``nbytes`` of its file and written them back, at the same time, like a step.
 
     Args:
         path: Folder on the disk.
-        nbytes: Masters and moments of one rank.
-        ranks: Processes that do it together.
-        rounds: How often.
+        nbytes: Bytes of masters and moments of one rank.
+        ranks: Number of processes that do it at the same time.
+        rounds: Number of repetitions.
     """
     context = multiprocessing.get_context("spawn")
     together, answers = context.Barrier(ranks), context.Queue()
@@ -30,7 +30,7 @@ def seconds_alone(path: str, nbytes: int, ranks: int, rounds: int) -> float:
 
 
 def _serve(path: str, rank: int, nbytes: int, rounds: int, together: Any, answers: Any) -> None:
-    """Reads one half of the file while it writes the other, twice with the halves exchanged: all of it once in each direction."""
+    """Read one half of the file while writing the other, then exchange the halves: the whole file once in each direction."""
     import torch
 
     from hf_zero.memory.buffers import ALIGNMENT, HostMemory

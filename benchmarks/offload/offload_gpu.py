@@ -5,8 +5,8 @@
     python -m benchmarks.offload.offload_gpu --device cpu --toy                           # the same code at toy size, without a GPU
 
 The model comes from its configuration with random weights. Each contender runs in a process of its own, and each process may allocate
-``--cap-gib`` of the GPU. In the same run a process measures what bounds a step: copies to and from the device, Adam at the
-bandwidth of host memory (28 bytes a parameter, the bandwidth of an in-place addition), and forward and backward alone on the device.
+``--cap-gib`` of the GPU. In the same run a process measures the rates that bound a step: copies to and from the device, Adam at the
+bandwidth of host memory (28 bytes per parameter, the bandwidth of an in-place addition), and forward and backward alone on the device.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ MOST_LAYERS = 1 << 12
 
 
 def bounds(rates: dict[str, float]) -> dict[str, float]:
-    """Seconds that a step takes at least: what its computation, its copies and its update take alone.
+    """Return lower bounds of a step in seconds: its computation alone, its copies alone, and its update alone.
 
-    Every parameter comes to the device in 16 bit for forward and again for backward, its gradient goes back; both directions at once.
+    Every parameter is copied to the device in 16 bit for forward and again for backward, its gradient back; both directions at once.
     """
     numel = rates["params"]
     copies = max(2 * 2 * numel / rates["inward"], 2 * numel / rates["outward"])
@@ -42,7 +42,7 @@ def bounds(rates: dict[str, float]) -> dict[str, float]:
 
 
 def largest(base: dict[str, Any], python: str) -> str:
-    """The most layers of this width that train one step: doubled until it fails, then halved in between."""
+    """Return the largest number of layers of this width that trains one step: doubled until it fails, then by bisection."""
     fits, fails = 0, 0
     layers = base["size"]["layers"]
     while layers <= MOST_LAYERS and (not fails or fails - fits > max(1, fits // 16)):
@@ -60,7 +60,7 @@ def largest(base: dict[str, Any], python: str) -> str:
 
 
 def limits_of(base: dict[str, Any]) -> dict[str, float]:
-    """What bounds a step; nothing where it could not be measured."""
+    """Return the lower bounds of a step; empty if they could not be measured."""
     measured = run({**base, "contender": "rates"}, sys.executable)
     if not measured.answer:
         print(f"the machine's rates could not be measured: {measured.reason}", file=sys.stderr)
@@ -68,7 +68,7 @@ def limits_of(base: dict[str, Any]) -> dict[str, float]:
 
 
 def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[str, str], limits: dict[str, float]) -> Iterator[list[str]]:
-    """Cells for one element type, a row as soon as it is measured, and again with the largest model; the last cell is that."""
+    """Yield a row for each contender of one element type as soon as it is measured, and again with the largest model, the last cell."""
     for contender, python in pythons.items():
         job = {**base, "contender": contender, "trace": arguments.trace if contender == "hf_zero" and base["dtype"] == "bf16" else ""}
         print(f"{base['dtype']}: {contender}", file=sys.stderr)
@@ -81,7 +81,7 @@ def rows_of(arguments: argparse.Namespace, base: dict[str, Any], pythons: dict[s
             cells = [f"{answer['seconds']:.3f}", ratio, *memory, f"{answer['loss']:.4f}"]
         measured = [f"{NAMES[contender]}, {base['dtype']}", *cells]
         yield [*measured, ""]
-        if arguments.largest:  # takes long; what is measured already stays when it is ended
+        if arguments.largest:  # takes long; the rows so far are kept if it is interrupted
             yield [*measured, largest(job, python)]
 
 
@@ -123,14 +123,14 @@ def main() -> int:
             if rows and rows[-1][0] == row[0]:
                 rows.pop()
             rows.append(row)
-            if arguments.json:  # what is measured stays, whatever happens to the next
+            if arguments.json:  # results are kept even if a later measurement fails
                 table_of(arguments, size, rows, texts).save(arguments.json)
     table_of(arguments, size, rows, texts).print()
     return 0
 
 
 def table_of(arguments: argparse.Namespace, size: dict[str, int], rows: list[list[str]], texts: list[str]) -> ResultTable:
-    """The result so far."""
+    """Return the table of the results so far."""
     return ResultTable(
         title="CPU offload beside a device",
         command="python -m benchmarks.offload.offload_gpu --peer-python PYTHON --json benchmarks/results/offload_gpu.json",

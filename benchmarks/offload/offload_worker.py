@@ -1,7 +1,7 @@
 """One rank of one contender of the offload benchmark. Started by ``offload.py``, also with the Python of a peer's venv.
 
-Reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the
-seconds per step, the processor's seconds of them, the seconds in ``step()``, the last loss and the process's resident memory.
+It reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the
+seconds per step, their processor seconds, the seconds in ``step()``, the last loss and the process's resident memory.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ TOP_LEVEL = ("gradient_clipping", "hf_zero")
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process in memory: its own (anonymous) and those of files."""
+    """Return the bytes of this process in memory: its own (anonymous) and those of files."""
     fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line)
     return {name: int(fields[key].split()[0]) * 1024 for name, key in (("anonymous", "RssAnon"), ("file", "RssFile"))}
 
 
 def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[str, int]) -> Any:
-    """The engine of ``hf_zero`` or ``deepspeed``: AdamW, bf16."""
+    """Return an engine of ``hf_zero`` or ``deepspeed``: AdamW, bf16."""
     module = __import__(package)
     config = {
         "train_micro_batch_size_per_gpu": size["batch"],
@@ -41,7 +41,7 @@ def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[st
     }
     model = build_model("gpt2", size).train()
     client = None
-    if not blocks:  # where nothing is offloaded both take torch's own; offloaded, DeepSpeed has a class of its own
+    if not blocks:  # without offload both use torch's AdamW; with offload DeepSpeed has its own class
         values = config.pop("optimizer")["params"]
         config["zero_allow_untested_optimizer"] = True
         client = torch.optim.AdamW(model.parameters(), fused=True, **values)
@@ -49,7 +49,7 @@ def build_engine(package: str, blocks: dict[str, Any], stage: int, size: dict[st
 
 
 def serve(engine: Any, size: dict[str, int], answers: Any) -> None:
-    """Runs steps on request until standard input ends."""
+    """Run steps on request until standard input ends."""
     answers.write(json.dumps({"ready": True}) + "\n")
     done = 0
     for line in sys.stdin:
@@ -78,7 +78,7 @@ def main() -> None:
     parser.add_argument("blocks", type=json.loads, help="JSON: keys of zero_optimization, and those of TOP_LEVEL")
     parser.add_argument("size", type=json.loads, help="JSON: layers, width, heads, vocab, length, batch")
     arguments = parser.parse_args()
-    # Libraries print to standard output; the answers need a channel of their own.
+    # Libraries print to standard output, so the answers need a channel of their own.
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)
     torch.set_num_threads(1)

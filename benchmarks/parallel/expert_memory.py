@@ -1,4 +1,4 @@
-"""What a rank has to hold in a step when experts are divided: states and gradients, by arithmetic, and what autograd saves."""
+"""Lower bound of a rank's memory in a step with divided experts: computed bytes of states and gradients, and the tensors autograd saves."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from torch import nn
 
 
 def least_bytes(model: nn.Module, batch: dict[str, torch.Tensor], world: int, stage: int) -> int:
-    """Bytes of fp32 weights, AdamW's two moments and gradients on each of ``world`` ranks, and of what one sequence saves for backward.
+    """Return the bytes of fp32 weights, AdamW's two moments and gradients on each of ``world`` ranks, plus those one sequence saves for
+    backward.
 
-    Experts are divided over all ranks; everything else as the stage says. A backward frees what was saved while gradients arrive, so that a
-    step may hold less; buffers of messages and blocks that are whole for a while come on top.
+    Experts are divided over all ranks; all other parameters by the ZeRO stage. A backward frees saved tensors while gradients arrive, so a
+    step may need less; buffers of messages and gathered blocks are not included.
 
     Args:
-        model: Whole, in fp32; its experts are in modules named so.
+        model: Whole model in fp32; its experts are in modules named ``experts``.
         batch: One sequence.
-        world: Ranks.
-        stage: Of ZeRO.
+        world: Number of ranks.
+        stage: ZeRO stage.
     """
     numels = {False: 0, True: 0}
     for name, param in model.named_parameters():
@@ -27,14 +28,14 @@ def least_bytes(model: nn.Module, batch: dict[str, torch.Tensor], world: int, st
 
 
 def _saved_bytes(model: nn.Module, batch: dict[str, torch.Tensor]) -> int:
-    """Of the storages that autograd saves in a forward of one sequence, without parameters."""
+    """Return the bytes of the storages that autograd saves in a forward of one sequence, without parameters."""
     params = {param.untyped_storage().data_ptr() for param in model.parameters()}
     saved: dict[int, torch.UntypedStorage] = {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in params:
-            saved[storage.data_ptr()] = storage  # kept: nobody else may get its address
+            saved[storage.data_ptr()] = storage  # kept alive, so that no other storage gets its address
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):

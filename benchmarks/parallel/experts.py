@@ -2,12 +2,12 @@
 
     python -m benchmarks.parallel.experts --peer-python /path/to/venv-with-deepspeed/bin/python --json benchmarks/results/experts.json
     python -m benchmarks.parallel.experts --kinds mixtral --ranks 4
-    python -m benchmarks.parallel.experts --kinds qwen3_moe --ranks 2 --json FILE           # one piece: other rows of the file stay
+    python -m benchmarks.parallel.experts --kinds qwen3_moe --ranks 2 --json FILE           # a part; other rows of the file are kept
     python -m benchmarks.parallel.experts --untimed --json FILE                             # on a busy machine: bytes and memory alone
-    python -m benchmarks.parallel.experts --rounds 1 --steps 1                              # does it run?
+    python -m benchmarks.parallel.experts --rounds 1 --steps 1                              # quick check
 
 Every contender keeps its processes; a round times each in turn, and ratios are taken within a round. Several Pythons for the peer are
-several contenders: AutoEP runs with some versions of transformers only.
+several contenders, because AutoEP runs only with some versions of transformers.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Row = dict[str, str]
 
 @dataclass
 class Contender:
-    """One package at one stage; seconds per step, one entry per round, and bytes."""
+    """One package at one stage: seconds per step, one entry per round, and bytes."""
 
     package: str
     stage: int
@@ -61,7 +61,7 @@ class Contender:
 
     @property
     def title(self) -> str:
-        """As it stands in the table."""
+        """Return the contender's name in the table."""
         if self.package == "transformers":
             return "transformers' own (FSDP2)"
         name = "hf_zero" if self.package == "hf_zero" else f"DeepSpeed AutoEP ({self.versions})"
@@ -69,7 +69,7 @@ class Contender:
         return f"{name}, {stage}{'' if self.experts > 1 else ' without'}"
 
     def start(self, world: int, size: dict[str, Any]) -> None:
-        """Builds the model on all ranks; a peer that cannot is noted with what it said."""
+        """Build the model on all ranks; record the error of a peer that fails."""
         try:
             self.ranks = RankProcesses(self.title, WORKER, [self.package, str(self.stage), str(self.experts), size], world, self.python)
             self.ask(steps=2)
@@ -85,49 +85,49 @@ class Contender:
             self.stop()
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """The answers of all ranks."""
+        """Send a request to all ranks; return their answers."""
         assert self.ranks is not None
         return self.ranks.ask(**request)
 
     def time(self, steps: int) -> None:
-        """Adds the seconds per step of the slowest rank."""
+        """Run ``steps`` steps; add the seconds per step of the slowest rank."""
         self.seconds.append(max(answer["seconds"] for answer in self.train(steps)))
 
     def train(self, steps: int) -> list[dict[str, Any]]:
-        """What the ranks answer, noted but for the time."""
+        """Run ``steps`` steps; record the ranks' answers except the time, and return them."""
         answers = self.ask(steps=steps)
         self.sent = max(answer["sent"] for answer in answers)
         self.loss = statistics.mean(answer["loss"] for answer in answers)
         return answers
 
     def stop(self) -> None:
-        """Ends its processes."""
+        """End the contender's processes."""
         if self.ranks is not None:
             self.ranks.stop()
             self.ranks = None
 
 
 def versions_of(python: str) -> str:
-    """Those of DeepSpeed and transformers that an interpreter finds."""
+    """Return the versions of DeepSpeed and transformers in an interpreter's environment."""
     ask = "from importlib.metadata import version as v; print(v('deepspeed') + ', transformers ' + v('transformers'))"
     return subprocess.run([python, "-c", ask], check=True, capture_output=True, text=True).stdout.strip()
 
 
 def contenders(world: int, peers_found: list[str]) -> list[Contender]:
-    """Ours with experts divided at three stages, ours without, and the peers."""
+    """Return the contenders: hf_zero with divided experts at three stages, hf_zero without, and the peers."""
     ours = [Contender("hf_zero", stage, world) for stage in (3, 2, 1)]
     peers = [Contender("deepspeed", stage, world, python, versions_of(python)) for python in peers_found for stage in (3, 2, 1)]
     return [*ours, Contender("hf_zero", 3, 1), Contender("transformers", 3, world), *peers]
 
 
 def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Contender]:
-    """Times the contenders of one model in rotating order; one after the other where there are no times to compare."""
+    """Measure the contenders of one model, in rotating order; one after the other without times."""
     size = {**KINDS[kind], **{name: getattr(arguments, name) for name in ("layers", "width", "vocab", "length")}}
     found = contenders(world, arguments.peer_python)
     try:
         for one in list(found):
             if any(other.failed and other.versions == one.versions for other in found):
-                found.remove(one)  # it does not run at any stage
+                found.remove(one)  # the peer does not run at any stage
                 continue
             print(f"building {kind}, {world} ranks: {one.title}", file=sys.stderr)
             one.start(world, size)
@@ -146,7 +146,7 @@ def measure(kind: str, world: int, arguments: argparse.Namespace) -> list[Conten
 
 
 def rows(kind: str, world: int, found: list[Contender]) -> list[Row]:
-    """Cells of the table, by column; without those of times where none were taken."""
+    """Return the rows of the table, by column; without times where none were measured."""
     with_experts = {one.stage: one for one in found if one.package == "hf_zero" and one.experts > 1}
     lines = []
     for one in found:
@@ -171,7 +171,7 @@ def _times(one: Contender, first: Contender) -> Row:
 
 
 def joined(path: Path | None, measured: list[Row]) -> list[list[str]]:
-    """The rows of a file, with what was measured over them, model by model."""
+    """Return the rows of a file, updated with the new measurements, model by model."""
     stored: dict[str, Row] = {}
     if path is not None and path.exists():
         table = json.loads(path.read_text())
@@ -204,7 +204,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print."""
     arguments = parse()
     measured: list[Row] = []
     for kind in arguments.kinds:

@@ -1,8 +1,8 @@
 """One rank of one contender of the benchmark of experts. Started by ``experts.py``, also with a peer's Python.
 
-Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, the
-bytes sent in one and the last loss, ``{"peak": true}`` with the bytes of tensors that a step adds at its peak and those that rest
-between steps, ``{"least": true}`` with what a rank has to hold in one.
+It reads one JSON object per line from standard input. ``{"steps": K}`` runs K training steps and answers with the seconds per step, the
+bytes sent in one step and the last loss; ``{"peak": true}`` with the bytes of tensors that a step adds at its peak and those that stay
+between steps; ``{"least": true}`` with the lower bound of a rank's bytes in a step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def config_of(size: dict[str, Any]) -> Any:
-    """Of a Mixtral or a Qwen3-MoE."""
+    """Return the configuration of a Mixtral or a Qwen3-MoE."""
     from transformers import MixtralConfig, Qwen3MoeConfig
 
     common = {
@@ -51,7 +51,7 @@ def config_of(size: dict[str, Any]) -> Any:
 
 
 def build(size: dict[str, Any]) -> nn.Module:
-    """The model, with the same weights on every rank."""
+    """Return the model, with the same weights on every rank."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -59,7 +59,7 @@ def build(size: dict[str, Any]) -> nn.Module:
 
 
 class Plain:
-    """transformers' own expert parallelism: FSDP2 for the rest, a loop in plain PyTorch."""
+    """transformers' own expert parallelism: FSDP2 for all other parameters, a loop in plain PyTorch."""
 
     def __init__(self, size: dict[str, Any]) -> None:
         from transformers import AutoModelForCausalLM
@@ -75,7 +75,7 @@ class Plain:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), **ADAMW)
 
     def train(self, batch: Batch) -> float:
-        """One step; this rank's loss."""
+        """Train one step; return this rank's loss."""
         loss = self.model(**batch).loss
         loss.backward()
         self.optimizer.step()
@@ -97,7 +97,7 @@ class Engine:
             "zero_allow_untested_optimizer": True,
             "zero_optimization": {"stage": stage, "reduce_bucket_size": 2_000_000, "allgather_bucket_size": 2_000_000},
         }
-        if stage == 3:  # models of this size would stay whole
+        if stage == 3:  # otherwise models of this size would stay gathered
             config["zero_optimization"].update(stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0)
         if experts > 1:
             preset = {"preset_model": size["kind"]} if package == "deepspeed" else {}
@@ -108,7 +108,7 @@ class Engine:
         self.engine = library.initialize(model=model, model_parameters=model.parameters(), config=config)[0]
 
     def train(self, batch: Batch) -> float:
-        """One step; this rank's loss."""
+        """Train one step; return this rank's loss."""
         loss = self.engine(**batch).loss
         self.engine.backward(loss)
         self.engine.step()
@@ -116,20 +116,20 @@ class Engine:
 
 
 def batch_of(size: dict[str, Any]) -> Batch:
-    """This rank's sequence."""
+    """Return this rank's sequence."""
     generator = torch.Generator().manual_seed(dist.get_rank())
     tokens = torch.randint(0, size["vocab"], (1, size["length"]), generator=generator)
     return {"input_ids": tokens, "labels": tokens.clone()}
 
 
 def written_bytes() -> int:
-    """Bytes that this process has written, to its connections above all: what gloo sends it writes to sockets."""
+    """Return the bytes that this process has written, mostly to sockets, through which gloo sends."""
     with open("/proc/self/io") as lines:
         return next(int(line.split()[1]) for line in lines if line.startswith("wchar"))
 
 
 def resting_bytes() -> int:
-    """Bytes of the storages of all tensors that are alive."""
+    """Return the bytes of the storages of all existing tensors."""
     gc.collect()
     sizes = {}
     for found in gc.get_objects():

@@ -1,4 +1,4 @@
-"""When each part of a batch went through each stage of a pipeline, and how long stages waited. Needs only torch: ranks import it."""
+"""Record when each part of a batch passes each stage of a pipeline, and how long stages wait. Needs only torch, because ranks import it."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
 
-UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}  # what theory takes the parts to last
+UNITS = {"forward": 1.0, "backward": 2.0, "input": 1.0, "weight": 1.0}  # relative durations that theory assumes
 
 
 class Event(NamedTuple):
-    """One part of a batch in one stage.
+    """One pass of one part of a batch through one stage.
 
     Attributes:
-        kind: ``forward``, ``backward``; ``input`` and ``weight`` where the schedule divides the backward.
-        stage: Number.
-        part: Number.
-        begin: Seconds of the machine's clock, the same for all ranks.
-        end: As ``begin``.
+        kind: ``forward`` or ``backward``; ``input`` or ``weight`` where the schedule divides the backward.
+        stage: Number of the stage.
+        part: Number of the part.
+        begin: Start time in seconds of the machine's clock, the same for all ranks.
+        end: End time of the same clock.
     """
 
     kind: str
@@ -32,7 +32,7 @@ class Event(NamedTuple):
 
 @contextmanager
 def recorded() -> Iterator[list[Event]]:
-    """What hf_zero's stages in torch's schedules compute on this rank, in order; waiting for a message is no computing."""
+    """Yield a list to which the computations of hf_zero's stages under torch's schedules on this rank are added, without waiting times."""
     from hf_zero.pipeline.schedules import ScheduledStage
 
     events: list[Event] = []
@@ -58,7 +58,7 @@ def recorded() -> Iterator[list[Event]]:
 
 @contextmanager
 def recorded_passes() -> Iterator[list[Event]]:
-    """As ``recorded``, of hf_zero's own forward and backward of a batch that a script calls."""
+    """Yield a list like ``recorded``, for hf_zero's own forward and backward of a batch that a script calls."""
     from hf_zero.comm.link import Link
     from hf_zero.pipeline.own_stages import OwnStages
     from hf_zero.pipeline.passes import Passes
@@ -80,7 +80,7 @@ def recorded_passes() -> Iterator[list[Event]]:
         done[index] = done.get(index, 0) + 1
         return result
 
-    def went_back(passes: Any, at: tuple[int, int], *args: Any) -> Any:
+    def backward_part(passes: Any, at: tuple[int, int], *args: Any) -> Any:
         begin = time.perf_counter()
         result = backward(passes, at, *args)
         events.append(Event("backward", *at, max(begin, arrived[0]), time.perf_counter()))
@@ -89,19 +89,19 @@ def recorded_passes() -> Iterator[list[Event]]:
     with (
         mock.patch.object(Link, "receive", received),
         mock.patch.object(OwnStages, "run", ran),
-        mock.patch.object(Passes, "_backward_part", went_back),
+        mock.patch.object(Passes, "_backward_part", backward_part),
     ):
         yield events
 
 
 def waiting(ranks: Sequence[Sequence[Event]]) -> float:
-    """The share of time between the first begin and the last end in which ranks compute nothing, mean of the ranks."""
+    """Return the fraction of time, between first begin and last end, in which a rank computes nothing, averaged over ranks."""
     span = max(event.end for rank in ranks for event in rank) - min(event.begin for rank in ranks for event in rank)
     return 1.0 - sum(event.end - event.begin for rank in ranks for event in rank) / (span * len(ranks))
 
 
 def theory(ranks: Sequence[Sequence[Event]], seconds: Callable[[Event], float]) -> float:
-    """``waiting`` if every event lasts what ``seconds`` says, ranks keep their order, and messages take no time."""
+    """Return ``waiting`` for events of the durations ``seconds``, in the recorded order of each rank, with messages that take no time."""
     stages = 1 + max(event.stage for rank in ranks for event in rank)
     ends: dict[tuple[str, int, int], float] = {}
     free, left, ideal = [0.0] * len(ranks), [list(rank) for rank in ranks], [list[Event]() for _ in ranks]
@@ -129,7 +129,7 @@ def _needs(event: Event, stages: int) -> list[tuple[str, int, int]]:
 
 
 def own_seconds(ranks: Sequence[Sequence[Event]]) -> Callable[[Event], float]:
-    """What an event of a kind and stage lasts in the median."""
+    """Return a function of an event: the median duration, in seconds, of the events of its kind and stage."""
     found: dict[tuple[str, int], list[float]] = {}
     for rank in ranks:
         for event in rank:

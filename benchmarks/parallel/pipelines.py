@@ -1,4 +1,4 @@
-"""Pipelines on CPU ranks: time and bytes beside peers, how long stages wait, memory of activations, and a slow link.
+"""Pipelines on CPU ranks: time and bytes beside peers, waiting times of stages, memory of activations, and a slow link.
 
     python -m benchmarks.parallel.pipelines peers --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines.json
     python -m benchmarks.parallel.pipelines pairs --peer-python /path/to/venv/bin/python --json benchmarks/results/pipelines_pairs.json
@@ -6,7 +6,7 @@
     python -m benchmarks.parallel.pipelines bubbles --json benchmarks/results/pipelines_bubbles.json --plot docs/pipelines.png
     python -m benchmarks.parallel.pipelines memory --json benchmarks/results/pipelines_memory.json
     python -m benchmarks.parallel.pipelines link --json benchmarks/results/pipelines_link.json          # as root, see slow_network.py
-    python -m benchmarks.parallel.pipelines peers --rounds 1 --steps 1                                    # does it run?
+    python -m benchmarks.parallel.pipelines peers --rounds 1 --steps 1                                    # quick check
 
 Every contender keeps its processes; a round times each in turn, and ratios are taken within a round.
 """
@@ -37,7 +37,7 @@ SINGLE = ("GPipe", "1F1B")
 SEVERAL = ("Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble")  # two stages on each rank
 PAIRED = ("torch", "norm", "deepspeed")
 SCRIPT = "script"
-SIZE = {"layers": 8, "width": 256, "vocab": 512, "length": 128, "rows": 1, "parts": 8}  # of the model and a batch, unless told otherwise
+SIZE = {"layers": 8, "width": 256, "vocab": 512, "length": 128, "rows": 1, "parts": 8}  # default sizes of the model and a batch
 MODEL = (
     "A Llama ({layers} layers, {width} wide, vocabulary {vocab}) in fp32 on {world} gloo ranks of one thread; a batch is {parts} parts of "
     "{rows} x {length} tokens, AdamW. "
@@ -51,7 +51,7 @@ class Contender:
     title: str
     kind: str
     options: dict[str, Any] = field(default_factory=dict)
-    beside: str = ""  # title of the contender whose ratio stands in its line
+    beside: str = ""  # title of the contender that its row is compared with
     python: str = sys.executable
     ranks: RankProcesses | None = None
     seconds: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Contender:
     failed: str = ""
 
     def start(self, world: int, size: dict[str, Any], **more: Any) -> None:
-        """Builds the model on all ranks; a peer that cannot is noted with what it said."""
+        """Build the model on all ranks; record the error of a peer that fails."""
         try:
             self.ranks = RankProcesses(self.title, WORKER, [self.kind, self.options, size], world, self.python, **more)
             self.ask(**({"forwards": 2} if self.forward_only else {"steps": 2}))
@@ -74,16 +74,16 @@ class Contender:
 
     @property
     def forward_only(self) -> bool:
-        """Whether forwards are timed, not steps."""
+        """Return whether only forwards are timed, instead of steps."""
         return bool(self.options.get("forward"))
 
     def ask(self, **request: Any) -> list[dict[str, Any]]:
-        """The answers of all ranks."""
+        """Send a request to all ranks; return their answers."""
         assert self.ranks is not None
         return self.ranks.ask(**request)
 
     def time(self, steps: int) -> None:
-        """Adds the seconds of the slowest rank, and those on the CPU of all ranks together."""
+        """Add the seconds of the slowest rank, and the CPU seconds of all ranks together."""
         answers = self.ask(**{"forwards" if self.forward_only else "steps": steps})
         self.seconds.append(max(answer["seconds"] for answer in answers))
         self.computed.append(sum(answer["computed"] for answer in answers))
@@ -92,33 +92,33 @@ class Contender:
         self.loss = statistics.mean(losses) if losses else 0.0
 
     def trace(self) -> list[list[Event]]:
-        """When each rank of a step did what."""
+        """Return the events of one step on each rank."""
         return [[Event(*event) for event in answer["events"]] for answer in self.ask(trace=True)]
 
     def stop(self) -> None:
-        """Ends its processes."""
+        """End the contender's processes."""
         if self.ranks is not None:
             self.ranks.stop()
             self.ranks = None
 
 
 def settings(name: str) -> dict[str, Any]:
-    """Of a schedule."""
+    """Return the settings of a schedule."""
     return {"schedule": name, "each": 2 if name in SEVERAL else 1}
 
 
 def title_of(name: str) -> str:
-    """Of a schedule of ours."""
+    """Return the title of one of hf_zero's schedules."""
     return "hf_zero, Trainer's forward and backward" if name == SCRIPT else f"hf_zero, {name}"
 
 
 def size_of(arguments: argparse.Namespace, **changes: int) -> dict[str, Any]:
-    """What ranks build and are fed."""
+    """Return the sizes of model and batch for the ranks."""
     return {name: getattr(arguments, name) for name in SIZE} | changes
 
 
 def in_rounds(found: list[Contender], world: int, size: dict[str, Any], arguments: argparse.Namespace, **more: Any) -> None:
-    """Times the contenders in rotating order."""
+    """Time the contenders in rotating order."""
     try:
         for one in found:
             print(f"building {one.title}", file=sys.stderr)
@@ -134,7 +134,7 @@ def in_rounds(found: list[Contender], world: int, size: dict[str, Any], argument
 
 
 def ratio(mine: list[float], other: list[float]) -> str:
-    """Median over rounds, and its range."""
+    """Return the median of the ratios over rounds, and its range, as text."""
     ratios = [left / right for left, right in zip(mine, other, strict=True)]
     return f"{statistics.median(ratios):.2f} ({min(ratios):.2f}-{max(ratios):.2f})"
 
@@ -143,7 +143,7 @@ def ratio(mine: list[float], other: list[float]) -> str:
 
 
 def with_peers(arguments: argparse.Namespace) -> ResultTable:
-    """The same schedule by hand, DeepSpeed's and transformers' pipelines."""
+    """Measure hf_zero against the same schedule by hand, and against DeepSpeed's and transformers' pipelines."""
     found: list[Contender] = []
     for name in (*SINGLE, *SEVERAL):
         found += [Contender(title_of(name), "hf_zero", settings(name))]
@@ -180,7 +180,7 @@ def with_peers(arguments: argparse.Namespace) -> ResultTable:
 
 
 def _changed(size: dict[str, Any]) -> str:
-    """What of a command gives a size that is not the usual one."""
+    """Return the options of a command for a size that differs from the default."""
     return "".join(f" --{name} {value}" for name, value in size.items() if value != SIZE[name])
 
 
@@ -188,14 +188,14 @@ def _changed(size: dict[str, Any]) -> str:
 
 
 def pairs(arguments: argparse.Namespace) -> ResultTable:
-    """Steps of ours, of torch's schedules by hand and of DeepSpeed in turn, in the same processes: memory lies alike for all."""
+    """Time steps of hf_zero, of torch's schedules by hand and of DeepSpeed in turn, in the same processes, with the same memory layout."""
     size, rows = size_of(arguments), []
     for name in (*SINGLE, *SEVERAL):
         if arguments.only and name not in arguments.only:
             continue
         print(f"building {name}", file=sys.stderr)
         options, python, variables = settings(name), sys.executable, {}
-        if arguments.peer_python and name == "1F1B":  # DeepSpeed's only schedule, in its venv, which is shown this package
+        if arguments.peer_python and name == "1F1B":  # DeepSpeed's only schedule, in its venv, which can import hf_zero
             options, python, variables = options | {"deepspeed": True}, arguments.peer_python, {"PYTHONPATH": REPOSITORY}
         ranks = RankProcesses(name, WORKER, ["pair", options, size], 2, python, **variables)
         try:
@@ -219,7 +219,7 @@ def pairs(arguments: argparse.Namespace) -> ResultTable:
 
 
 def bubbles(arguments: argparse.Namespace) -> ResultTable:
-    """How long stages wait in every schedule, by a trace."""
+    """Measure how long stages wait in every schedule, by a trace."""
     size, rows, shown = size_of(arguments), [], {}
     for name in (SCRIPT, *SINGLE, *SEVERAL):
         one = Contender(title_of(name), "hf_zero", settings(name))
@@ -268,7 +268,7 @@ def _span(trace: list[list[Event]]) -> float:
 
 
 def draw(shown: dict[str, list[list[Event]]], path: Path) -> None:
-    """One timeline per schedule, one row per rank."""
+    """Draw one timeline per schedule, with one row per rank."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -281,7 +281,7 @@ def draw(shown: dict[str, list[list[Event]]], path: Path) -> None:
         start = min(event.begin for rank in ranks for event in rank)
         for place, events in enumerate(ranks):
             for event in events:
-                later = event.stage >= len(ranks)  # the second stage of a rank is drawn paler
+                later = event.stage >= len(ranks)  # the second stage of a rank has a paler colour
                 bar = axis.barh(place, event.end - event.begin, left=event.begin - start, color=colours[event.kind], height=0.85)
                 bar[0].set(edgecolor="white", linewidth=0.4, alpha=0.6 if later else 1.0)
                 axis.text((event.begin + event.end) / 2 - start, place, event.part, ha="center", va="center", fontsize=6)
@@ -303,7 +303,7 @@ def draw(shown: dict[str, list[list[Event]]], path: Path) -> None:
 
 
 def memory(arguments: argparse.Namespace) -> ResultTable:
-    """What forward and backward add at their peak, by the number of parts."""
+    """Measure the bytes that forward and backward add at their peak, by the number of parts."""
     rows = []
     for world in arguments.ranks:
         peaks = {name: _peaks(name, world, arguments) for name in (*SINGLE, SCRIPT)}
@@ -322,7 +322,7 @@ def memory(arguments: argparse.Namespace) -> ResultTable:
 
 
 def _peaks(name: str, world: int, arguments: argparse.Namespace) -> list[list[float]]:
-    """For each number of parts the MiB of each rank. A script's batch is divided as its configuration says, so each number has its own."""
+    """Return for each number of parts the MiB of each rank; each number has its own script run, whose configuration divides the batch."""
     found = []
     for counts in [[parts] for parts in arguments.counts] if name == SCRIPT else [arguments.counts]:
         one = Contender(title_of(name), "hf_zero", settings(name))
@@ -338,7 +338,7 @@ def _peaks(name: str, world: int, arguments: argparse.Namespace) -> list[list[fl
 
 
 def over_link(arguments: argparse.Namespace) -> ResultTable:
-    """Two ranks, each behind a link of its own: a pipeline beside what sends gradients or parameters."""
+    """Measure two ranks, each behind its own slow link: a pipeline beside layouts that send gradients or parameters."""
     if why_not():
         raise SystemExit(f"cannot measure here: {why_not()}")
     found = [
@@ -399,7 +399,7 @@ def parse() -> argparse.Namespace:
 
 
 def main() -> int:
-    """Measures and prints."""
+    """Measure and print."""
     arguments = parse()
     result = {"peers": with_peers, "pairs": pairs, "bubbles": bubbles, "memory": memory, "link": over_link}[arguments.what](arguments)
     result.print()

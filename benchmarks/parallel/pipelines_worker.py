@@ -1,10 +1,10 @@
 """One rank of one contender of the benchmark of pipelines. Started by ``pipelines.py``, also with a peer's Python.
 
-Reads one JSON object per line from standard input: ``{"steps": K}`` runs K training steps and answers with the seconds per step, those on
-the CPU, the bytes sent in one and the last loss; ``{"forwards": K}`` the same of forwards without gradients; ``{"trace": true}`` gives
-when each part went through each stage in one step, ``{"peak": true, "parts": N}`` the bytes of tensors that forward and backward of N
-parts add at their peak. Of the contender ``pair``, which is several in these processes, ``{"pairs": K}`` gives the seconds of K steps
-of each.
+It reads one JSON object per line from standard input. ``{"steps": K}`` runs K training steps and answers with the seconds per step, the CPU
+seconds, the bytes sent in one step and the last loss; ``{"forwards": K}`` the same for forwards without gradients; ``{"trace": true}``
+gives the times at which each part passed each stage in one step; ``{"peak": true, "parts": N}`` the bytes of tensors that forward and
+backward of N parts add at their peak. For the contender ``pair``, several contenders in these processes, ``{"pairs": K}`` gives the
+seconds of K steps of each.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Parts = list[Tensor]
 
 
 def build(size: dict[str, Any]) -> Any:
-    """A Llama with the same weights on every rank and in every contender."""
+    """Return a Llama with the same weights on every rank and in every contender."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -55,18 +55,18 @@ def build(size: dict[str, Any]) -> Any:
 
 
 def loss_of(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Of the next tokens, as transformers computes it."""
+    """Return the loss of the next tokens, as transformers computes it."""
     return nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten())
 
 
 class Piece(nn.Module):
-    """Some layers of a Llama, cut out by hand: what a user of torch's and DeepSpeed's pipelines writes for each architecture.
+    """Some layers of a Llama, cut out by hand, as users of torch's and DeepSpeed's pipelines do for each architecture.
 
     Args:
-        model: Whole.
-        span: Its layers.
-        first: With the embedding before them.
-        last: With the norm and the head behind them.
+        model: The whole model.
+        span: The layers of this piece.
+        first: Add the embedding before them.
+        last: Add the norm and the head after them.
     """
 
     def __init__(self, model: Any, span: range, first: bool, last: bool) -> None:
@@ -77,7 +77,7 @@ class Piece(nn.Module):
         self.norm, self.head = (model.model.norm, model.lm_head) if last else (None, None)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Hidden states (or tokens) to hidden states (or logits)."""
+        """Return hidden states (or logits) for hidden states (or tokens)."""
         if self.embedding is not None:
             hidden = self.embedding(hidden)
         if self.rotary is not None:
@@ -89,7 +89,7 @@ class Piece(nn.Module):
 
 
 class ByHand:
-    """``torch.distributed.pipelining`` with the layers cut by hand; the option ``norm`` adds what clipping by the global norm needs."""
+    """``torch.distributed.pipelining`` with layers cut by hand; the option ``norm`` adds the global norm that clipping needs."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         from torch.distributed.pipelining import PipelineStage
@@ -111,13 +111,13 @@ class ByHand:
         self._norm = options.get("norm", False)
 
     def gradients(self, parts: Parts) -> float:
-        """Forward and backward; the mean loss where the last stage is."""
+        """Run forward and backward; return the mean loss on the rank of the last stage."""
         tokens, losses = torch.cat(parts), list[Tensor]()
         self._schedule.step(*((tokens,) if self._first else ()), target=tokens if self._last else None, losses=losses, return_outputs=False)
         return float(torch.stack(losses).detach().mean()) if losses else 0.0
 
     def step(self) -> None:
-        """The optimizer's, behind the norm of all stages' gradients."""
+        """Run the optimizer's step, after the norm of all stages' gradients if requested."""
         if self._norm:
             square = torch.nn.utils.get_total_norm([param.grad for param in self._params if param.grad is not None]) ** 2
             dist.all_reduce(square)
@@ -128,7 +128,7 @@ class ByHand:
 
 
 class Engine:
-    """hf_zero's engine: one of torch's schedules, ``script`` for what Trainer does, or no pipeline."""
+    """hf_zero's engine: with one of torch's schedules, with ``script`` like Trainer, or without a pipeline."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         import hf_zero
@@ -141,9 +141,9 @@ class Engine:
             "train_micro_batch_size_per_gpu": rows * parts if self._schedule == "script" else rows,
             "gradient_accumulation_steps": 1 if self._schedule == "script" else parts // self._replicas,
             "zero_optimization": {"stage": options.get("zero", 0)},
-            "gradient_clipping": 0.0,  # nobody else clips
+            "gradient_clipping": 0.0,  # the other contenders do not clip
         }
-        if options.get("zero") == 3:  # a model of this size would stay whole
+        if options.get("zero") == 3:  # otherwise a model of this size would stay gathered
             config["zero_optimization"].update(stage3_param_persistence_threshold=0, stage3_max_reuse_distance=0)
         if self._schedule:
             section = {"stages": dist.get_world_size(), "micro_batches": parts if self._schedule == "script" else "auto"}
@@ -154,7 +154,7 @@ class Engine:
         self._engine = hf_zero.initialize(model=model, optimizer=lambda params: torch.optim.AdamW(params, **ADAMW), config=config)[0]
 
     def gradients(self, parts: Parts) -> float:
-        """Forward and backward; the mean loss."""
+        """Run forward and backward; return the mean loss."""
         if self._schedule not in ("", "script"):
             from hf_zero.pipeline.train import backward_of
 
@@ -177,18 +177,18 @@ class Engine:
         return float(loss.detach())
 
     def step(self) -> None:
-        """The optimizer's."""
+        """Run the optimizer's step."""
         self._engine.step()
 
     def forward(self, parts: Parts) -> None:
-        """Logits of all parts."""
+        """Compute the logits of all parts."""
         self._engine.module.eval()
         with torch.no_grad():
             self._engine(input_ids=torch.cat(parts))
 
 
 class Module:
-    """DeepSpeed's ``PipelineModule``; its ``train_batch`` is forward, backward and step in one."""
+    """DeepSpeed's ``PipelineModule``, whose ``train_batch`` is forward, backward and step in one."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         import deepspeed
@@ -210,22 +210,22 @@ class Module:
         self._engine = deepspeed.initialize(model=module, optimizer=optimizer, config=config)[0]
 
     def gradients(self, parts: Parts) -> float:
-        """Forward, backward and step."""
+        """Run forward, backward and step; return the loss."""
         return float(self._engine.train_batch(iter([(part, part) for part in parts])))
 
     def step(self) -> None:
-        """Done."""
+        """Do nothing: ``gradients`` includes the step."""
 
 
 class Ddp:
-    """DistributedDataParallel, each rank with its share of the parts."""
+    """DistributedDataParallel; each rank has its share of the parts."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         self._model = nn.parallel.DistributedDataParallel(build(size), gradient_as_bucket_view=True)
         self._optimizer = torch.optim.AdamW(self._model.parameters(), **ADAMW)
 
     def gradients(self, parts: Parts) -> float:
-        """Forward and backward; the mean loss."""
+        """Run forward and backward; return the mean loss."""
         own, losses = parts[dist.get_rank() :: dist.get_world_size()], []
         for place, part in enumerate(own):
             self._model.require_backward_grad_sync = place == len(own) - 1
@@ -235,13 +235,13 @@ class Ddp:
         return sum(losses) / len(losses)
 
     def step(self) -> None:
-        """The optimizer's."""
+        """Run the optimizer's step."""
         self._optimizer.step()
         self._optimizer.zero_grad()
 
 
 class Forward:
-    """transformers' own ``pp_size``, which has no backward."""
+    """Contender that runs the pipelined forward of transformers (``pp_size``), which has no backward."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         from transformers import AutoModelForCausalLM
@@ -256,13 +256,13 @@ class Forward:
         self._model = AutoModelForCausalLM.from_pretrained(box[0], distributed_config=settings, dtype=torch.float32).eval()
 
     def forward(self, parts: Parts) -> None:
-        """Logits of all parts."""
+        """Compute the logits of all parts."""
         with torch.no_grad():
             self._model(input_ids=torch.cat(parts))
 
 
 class Pair:
-    """hf_zero, the layers cut by hand, without and with the norm, and DeepSpeed, in the same processes, for steps in turn."""
+    """hf_zero, layers cut by hand without and with the norm, and DeepSpeed, in the same processes, for steps in turn."""
 
     def __init__(self, options: dict[str, Any], size: dict[str, Any]) -> None:
         by_hand = {"torch": ByHand(options, size), "norm": ByHand({**options, "norm": True}, size)}
@@ -271,7 +271,7 @@ class Pair:
             self._members["deepspeed"] = Module(options, size)
 
     def steps(self, count: int, size: dict[str, Any]) -> dict[str, list[float]]:
-        """Seconds of ``count`` steps of each on the slowest rank, behind two that are not counted; who goes first rotates."""
+        """Return the seconds of ``count`` steps of each on the slowest rank, after two that do not count; the first in turn rotates."""
         seconds: dict[str, list[float]] = {name: [] for name in self._members}
         for step in range(count + 2):
             names = list(self._members)
@@ -288,13 +288,13 @@ KINDS: dict[str, Any] = {"hf_zero": Engine, "torch": ByHand, "deepspeed": Module
 
 
 def batch_of(step: int, size: dict[str, Any]) -> Parts:
-    """The parts of a batch, (rows, length) each, that depend on the step alone."""
+    """Return the parts of a batch, (rows, length) each, which depend only on the step."""
     generator = torch.Generator().manual_seed(step)
     return [torch.randint(0, size["vocab"], (size["rows"], size["length"]), generator=generator) for _ in range(size["parts"])]
 
 
 def traced(trainer: Any, parts: Parts, script: bool) -> dict[str, Any]:
-    """The events of one step."""
+    """Return the events of one step."""
     with recorded_passes() if script else recorded() as events:
         trainer.gradients(parts)
     trainer.step()
@@ -302,7 +302,7 @@ def traced(trainer: Any, parts: Parts, script: bool) -> dict[str, Any]:
 
 
 def timed(call: Callable[[Parts], float | None], done: int, count: int, size: dict[str, Any]) -> dict[str, Any]:
-    """Seconds, those on the CPU, bytes and the last result of some calls; bytes of the interface behind a link of its own."""
+    """Return seconds, CPU seconds, bytes and the last result of some calls; bytes of the interface if the rank has a link of its own."""
     batches, loss = [batch_of(done + index, size) for index in range(count)], None
     counter = sent_bytes if os.environ.get("GLOO_SOCKET_IFNAME") == LINK else written_bytes
     dist.barrier()
@@ -316,7 +316,7 @@ def timed(call: Callable[[Parts], float | None], done: int, count: int, size: di
 
 
 def train(trainer: Any, parts: Parts) -> float:
-    """One step."""
+    """Train one step; return the loss."""
     loss = float(trainer.gradients(parts))
     trainer.step()
     return loss
@@ -342,7 +342,7 @@ def main() -> int:
             found = traced(trainer, batch_of(done, size), arguments.options.get("schedule") == "script")
             done += 1
         elif request.get("peak"):
-            train(trainer, batch_of(done, {**size, "parts": request["parts"]}))  # what stays between steps is there
+            train(trainer, batch_of(done, {**size, "parts": request["parts"]}))  # creates the tensors that stay between steps
             found = {"peak": peak_of(partial(trainer.gradients, batch_of(done + 1, {**size, "parts": request["parts"]})))}
             trainer.step()
             done += 2

@@ -2,7 +2,7 @@
 
     python -m benchmarks.parallel.sequence_parallel --json benchmarks/results/sequence_parallel.json
     python -m benchmarks.parallel.sequence_parallel --peer-python /path/to/venv-with-deepspeed/bin/python
-    python -m benchmarks.parallel.sequence_parallel --rounds 1 --steps 1 --lengths 256 512        # does it run?
+    python -m benchmarks.parallel.sequence_parallel --rounds 1 --steps 1 --lengths 256 512        # quick check
 
 Every contender keeps its processes; a round times each in turn, and ratios are taken within a round.
 """
@@ -39,7 +39,7 @@ class Contender:
     failed: str = ""
 
     def start(self, python: str, size: dict[str, int]) -> None:
-        """Builds the model on both ranks; a peer that cannot is noted with what it said."""
+        """Build the model on both ranks; record the error of a peer that fails."""
         try:
             self.ranks = RankProcesses(TITLES[self.package], WORKER, [self.package, size], WORLD, python)
         except RuntimeError as error:
@@ -48,21 +48,21 @@ class Contender:
             self.failed = str(error).strip().splitlines()[-1][:120]
 
     def time(self, length: int, steps: int) -> None:
-        """Adds the seconds per step of the slower rank."""
+        """Add the seconds per step of the slower rank."""
         answers = self.ranks.ask(steps=steps, length=length)  # type: ignore[union-attr]
         self.seconds.setdefault(length, []).append(max(answer["seconds"] for answer in answers))
 
     def weigh(self, length: int) -> None:
-        """Notes the bytes of the rank with more."""
+        """Record the bytes of the rank that needs more."""
         self.peaks[length] = max(answer["peak"] for answer in self.ranks.ask(peak=True, length=length))  # type: ignore[union-attr]
 
     def tokens_per_second(self, length: int, place: int) -> float:
-        """Of all ranks, in one round."""
+        """Return the tokens per second of all ranks in one round."""
         return length * (WORLD if self.package == "whole" else 1) / self.seconds[length][place]
 
 
 def measure(contenders: list[Contender], arguments: argparse.Namespace) -> None:
-    """Times the contenders in rotating order, length by length."""
+    """Time the contenders in rotating order, length by length."""
     running = [one for one in contenders if not one.failed]
     for length in arguments.lengths:
         for one in running:
@@ -76,7 +76,7 @@ def measure(contenders: list[Contender], arguments: argparse.Namespace) -> None:
 
 
 def rows(contenders: list[Contender], lengths: list[int], rounds: int) -> list[list[str]]:
-    """Cells of the table."""
+    """Return the cells of the table."""
     ours = contenders[0]
     found = []
     for length in lengths:

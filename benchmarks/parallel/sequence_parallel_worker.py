@@ -1,7 +1,7 @@
 """One of two ranks of one contender of the sequence-parallel benchmark. Started by ``sequence_parallel.py``, also with a peer's Python.
 
-Reads one JSON object per line from standard input: ``{"steps": K, "length": S}`` runs K training steps over sequences of S tokens and
-answers with the seconds per step and the last loss, ``{"peak": true, "length": S}`` with the bytes of tensors that a step adds at its peak.
+It reads one JSON object per line from standard input. ``{"steps": K, "length": S}`` runs K training steps over sequences of S tokens and
+answers with the seconds per step and the last loss; ``{"peak": true, "length": S}`` with the bytes of tensors a step adds at its peak.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Batch = dict[str, torch.Tensor]
 
 
 def build(size: dict[str, int]) -> nn.Module:
-    """A Llama with half as many key heads as query heads."""
+    """Return a Llama with half as many key heads as query heads."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -44,7 +44,7 @@ def build(size: dict[str, int]) -> nn.Module:
 
 
 def start(package: str, size: dict[str, int]) -> tuple[Any, Any]:
-    """The engine of ``hf_zero`` or ``deepspeed`` at stage 1, and its sequence-parallel groups; None for whole sequences."""
+    """Return an engine of ``hf_zero`` or ``deepspeed`` at stage 1, and its sequence-parallel groups; None for whole sequences."""
     module, mpu = build(size), None
     if package == "deepspeed":
         import deepspeed as library
@@ -60,7 +60,7 @@ def start(package: str, size: dict[str, int]) -> tuple[Any, Any]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_clipping": 1.0,
         "zero_allow_untested_optimizer": True,
-        # DeepSpeed's default buckets hold 2 GB, whatever the model's size.
+        # DeepSpeed's default buckets take 2 GB for models of any size.
         "zero_optimization": {"stage": 1, "reduce_bucket_size": 2_000_000, "allgather_bucket_size": 2_000_000},
     }
     optimizer = torch.optim.AdamW(module.parameters(), **ADAMW)
@@ -68,7 +68,7 @@ def start(package: str, size: dict[str, int]) -> tuple[Any, Any]:
 
 
 def batch_of(length: int, size: dict[str, int], sliced: bool) -> Batch:
-    """This rank's slice of one sequence, or a sequence of its own."""
+    """Return this rank's slice of one sequence, or a sequence of its own."""
     rank, world = dist.get_rank(), dist.get_world_size()
     generator = torch.Generator().manual_seed(0 if sliced else rank)
     tokens = torch.randint(0, size["vocab"], (1, length), generator=generator)
@@ -81,7 +81,7 @@ def batch_of(length: int, size: dict[str, int], sliced: bool) -> Batch:
 
 
 def train(engine: Any, mpu: Any, batch: Batch) -> float:
-    """One step; the loss over all tokens."""
+    """Train one step; return the loss over all tokens."""
     from torch.distributed.nn import functional
 
     if mpu is None:

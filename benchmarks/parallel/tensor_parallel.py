@@ -1,10 +1,10 @@
-"""Tensor parallelism on CPU ranks: step time against DeepSpeed's AutoTP and torch's DTensor; bytes sent and held against the formulae.
+"""Tensor parallelism on CPU ranks: step time against DeepSpeed's AutoTP and torch's DTensor; bytes sent and held against the formulas.
 
     python -m benchmarks.parallel.tensor_parallel                                                   # Llama and GPT-2 shape, 2 gloo ranks
     python -m benchmarks.parallel.tensor_parallel --ranks 4                                         # TP 4, and TP 2 x ZeRO-1
     python -m benchmarks.parallel.tensor_parallel --peer-python /path/to/venv-with-deepspeed/bin/python
     python -m benchmarks.parallel.tensor_parallel --accounts                                        # bytes only
-    python -m benchmarks.parallel.tensor_parallel --rounds 2 --steps 1 --layers 2                   # does it run?
+    python -m benchmarks.parallel.tensor_parallel --rounds 2 --steps 1 --layers 2                   # quick check
 
 Every contender keeps its processes; a round times each in turn, and ratios are taken within a round.
 """
@@ -28,7 +28,7 @@ TITLES = {"hf_zero": "hf_zero", "deepspeed": "DeepSpeed AutoTP", "dtensor": "tor
 
 @dataclass
 class Contender:
-    """One package at one size of the groups; seconds per step, one entry per round."""
+    """One package at one group size: seconds per step, one entry per round."""
 
     package: str
     shape: str
@@ -42,13 +42,13 @@ class Contender:
 
     @property
     def name(self) -> str:
-        """Of its row."""
+        """Return the name of the contender's row."""
         copies = self.world // self.tp
         over = "" if copies == 1 else (" x FSDP2" if self.package == "dtensor" else f" x ZeRO-{self.stage}")
         return f"{self.shape}, TP {self.tp}{over}: {TITLES[self.package]}"
 
     def start(self, python: str, size: dict[str, int]) -> None:
-        """Builds the model on every rank; a peer that cannot is noted with what it said."""
+        """Build the model on every rank; record the error of a peer that fails."""
         contender = {"package": self.package, "tp": self.tp, "stage": self.stage}
         try:
             self.ranks = RankProcesses(self.name, WORKER, [contender, self.shape, size], self.world, python)
@@ -61,33 +61,33 @@ class Contender:
             self.stop()
 
     def run(self, steps: int) -> float:
-        """Seconds per step of the slowest rank."""
+        """Run ``steps`` steps; return the seconds per step of the slowest rank."""
         answers = self.ranks.ask(steps=steps)  # type: ignore[union-attr]
         self.loss = answers[0]["loss"]
         return max(answer["seconds"] for answer in answers)
 
     def stop(self) -> None:
-        """Ends its processes."""
+        """End the contender's processes."""
         if self.ranks is not None:
             self.ranks.stop()
             self.ranks = None
 
 
 def last_error(log: str) -> str:
-    """The line of a traceback that says what was wrong."""
+    """Return the line of a traceback that names the error."""
     lines = [line.strip() for line in log.splitlines() if "Error" in line or "NotImplemented" in line or "parallelize" in line]
     return (lines[-1] if lines else log.strip().splitlines()[-1])[:120].replace("|", "/")
 
 
 def contenders(ranks: int, peer: bool) -> list[list[Contender]]:
-    """Those that are timed against one another, on that many ranks; hf_zero first."""
+    """Return groups of contenders that are timed against each other on that many ranks; hf_zero is first in each."""
     packages = ["hf_zero", *(["deepspeed"] if peer else []), "dtensor"]
     cells = {2: [("llama", 2, 2, 0), ("gpt2", 2, 2, 0)], 4: [("llama", 4, 4, 0), ("llama", 4, 2, 1)]}
     return [[Contender(package, *cell) for package in packages] for cell in cells[ranks]]
 
 
 def measure(group: list[Contender], arguments: argparse.Namespace, size: dict[str, int]) -> None:
-    """Times the contenders of one cell in rotating order."""
+    """Time the contenders of one group in rotating order."""
     try:
         for one in group:
             print(f"building {one.name}", file=sys.stderr)
@@ -106,7 +106,7 @@ def measure(group: list[Contender], arguments: argparse.Namespace, size: dict[st
 
 
 def time_rows(groups: list[list[Contender]]) -> list[list[str]]:
-    """Cells of the table of times."""
+    """Return the cells of the table of times."""
     rows = []
     for group in groups:
         ours = group[0].seconds
@@ -120,18 +120,18 @@ def time_rows(groups: list[list[Contender]]) -> list[list[str]]:
     return rows
 
 
-# ------------------------------------------------------------------------------------------------ bytes against the formulae
+# ------------------------------------------------------------------------------------------------ bytes against the formulas
 
 
 def parameters(size: dict[str, int], tp: int) -> int:
-    """Elements on one rank of a Llama whose matrices are all split and whose norms are whole."""
+    """Return the elements on one rank of a Llama whose matrices are all split and whose norms are whole."""
     width, inner = size["width"], size["width"] * 8 // 3 // 32 * 32
     matrices = 2 * size["vocab"] * width + size["layers"] * (3 * width * width + 3 * width * inner)
     return matrices // tp + (2 * size["layers"] + 1) * width
 
 
 def model_bytes(size: dict[str, int], tp: int) -> int:
-    """Bytes a rank sends over the model axis in a bf16 step: sums around attention and MLP, the embedding, the head; logits; the norm."""
+    """Return the bytes a rank sends over the model axis in a bf16 step: sums around attention and MLP, embedding, head; logits; norm."""
     tokens = size["batch"] * size["length"]
     activation, logits = 2 * tokens * size["width"], 2 * tokens * size["vocab"] // tp
     sums = 4 * size["layers"] + 2
@@ -139,24 +139,26 @@ def model_bytes(size: dict[str, int], tp: int) -> int:
 
 
 def data_bytes(size: dict[str, int], tp: int, stage: int, copies: int) -> int:
-    """Bytes a rank sends over the data axis in a bf16 step: stage 0 sums in fp32."""
+    """Return the bytes that a rank sends over the data axis in a bf16 step; stage 0 sums in fp32."""
     return (8 if stage == 0 else 4) * parameters(size, tp) * (copies - 1) // copies
 
 
 def state_bytes(numel: int, stage: int, copies: int) -> int:
-    """Bytes of parameters, masters and moments."""
+    """Return the bytes of parameters, masters and moments on a rank."""
     return {0: 14 * numel, 3: 14 * numel // copies}.get(stage, 2 * numel + 12 * numel // copies)
 
 
 def peak_bound(numel: int, stage: int, copies: int) -> int:
-    """State and all gradients at once: fp32 sums (of the shard, from stage 1), 16-bit ones on the way, at stage 3 gathered parameters."""
+    """Return the bytes of state and all gradients: fp32 sums (of the shard, from stage 1), sent 16-bit ones, and gathered stage 3
+    parameters.
+    """
     sums, moving = 4 * numel // (copies if stage else 1), 2 * numel if stage else 0
     gathered = 2 * numel if stage == 3 and copies > 1 else 0
     return state_bytes(numel, stage, copies) + sums + moving + gathered
 
 
 def account_rows(size: dict[str, int]) -> list[list[str]]:
-    """Cells of the table of bytes; every one but the peak must be what the formula says."""
+    """Return the cells of the table of bytes; every number except the peak must equal its formula."""
     rows = []
     for world in (2, 4):
         ranks = RankProcesses("account", WORKER, [{"package": "account"}, "llama", size], world)
@@ -171,7 +173,7 @@ def account_rows(size: dict[str, int]) -> list[list[str]]:
 
 
 def account_row(found: dict[str, int], size: dict[str, int], world: int, tp: int, stage: int) -> list[str]:
-    """One row: measured / formula."""
+    """Return one row: measured / formula."""
     numel, copies = parameters(size, tp), world // tp
     if found["numel"] != numel:
         raise AssertionError(f"{found['numel']} elements on a rank, the formula says {numel}")
@@ -196,7 +198,7 @@ def shape_text(size: dict[str, int]) -> str:
 
 
 def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
-    """Measures step times."""
+    """Measure step times; return the table."""
     groups = contenders(arguments.ranks, bool(arguments.peer_python))
     for group in groups:
         measure(group, arguments, size)
@@ -214,7 +216,7 @@ def times(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
 
 
 def accounts() -> ResultTable:
-    """Measures bytes."""
+    """Measure bytes; return the table."""
     size = ACCOUNT_SIZES
     text = (
         f"Llama shape, {shape_text(size)}, bf16 with fp32 masters and Adam; MiB of one rank, measured / by formula. n: elements on a rank "

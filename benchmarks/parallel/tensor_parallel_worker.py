@@ -1,8 +1,8 @@
 """One rank of one contender of the tensor-parallel benchmark. Started by ``tensor_parallel.py``, also with the Python of a peer's venv.
 
-Reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the seconds
-per step and the last loss. With the package ``account``, ``{"tp": T, "stage": S}`` returns what a step of hf_zero sends and what this
-rank holds.
+It reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the
+seconds per step and the last loss. With the package ``account``, ``{"tp": T, "stage": S}`` returns the bytes that a step of hf_zero sends
+and that this rank holds.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from benchmarks.common.training import ADAMW, Step, build_model, engine_loop, ma
 
 
 def config_of(tp: int, stage: int, batch: int, bf16: bool) -> dict[str, Any]:
-    """One configuration for ``hf_zero`` and ``deepspeed``."""
+    """Return one configuration for ``hf_zero`` and ``deepspeed``."""
     return {
         "train_micro_batch_size_per_gpu": batch,
         "gradient_clipping": 0.0,
@@ -36,7 +36,7 @@ def config_of(tp: int, stage: int, batch: int, bf16: bool) -> dict[str, Any]:
 
 
 def engine_of(package: str, model: nn.Module, config: dict[str, Any]) -> Any:
-    """The engine of ``hf_zero`` or ``deepspeed`` over a model that ``tp_model_init`` has split, as Trainer does it."""
+    """Return an engine of ``hf_zero`` or ``deepspeed`` over a model that ``tp_model_init`` has split, like Trainer."""
     module = __import__(package)
     dtype = torch.bfloat16 if config["bf16"]["enabled"] else torch.float32
     if package == "hf_zero":
@@ -49,7 +49,9 @@ def engine_of(package: str, model: nn.Module, config: dict[str, Any]) -> Any:
 
 
 def dtensor(model: nn.Module, shape: str, tp: int, stage: int) -> Step:
-    """torch's ``parallelize_module`` with our plan for a Llama; over data-parallel ranks DDP's sums (stage 0) or FSDP2."""
+    """Return the step of torch's ``parallelize_module`` with hf_zero's plan for a Llama; with DDP's sums (stage 0) or FSDP2 over
+    replicas.
+    """
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -88,14 +90,14 @@ def dtensor(model: nn.Module, shape: str, tp: int, stage: int) -> Step:
 
 
 def account(tp: int, stage: int, shape: str, size: dict[str, int]) -> dict[str, int]:
-    """What the second step of hf_zero in bf16 sends over each axis, and what this rank holds after it and at its peak."""
+    """Return the bytes that the second step of hf_zero in bf16 sends over each axis, and that this rank holds after it and at its peak."""
     from hf_zero.comm.collectives import Collectives
     from tests.support.memory import live_bytes
 
     elsewhere = live_bytes()
     engine = engine_of("hf_zero", build_model(shape, size).train(), config_of(tp, stage, size["batch"], bf16=True))
     step = engine_loop(engine)
-    step(make_batch(0, dist.get_rank() // tp, size))  # allocates moments and learns the order of blocks
+    step(make_batch(0, dist.get_rank() // tp, size))  # creates the moments and learns the order of blocks
     batch = make_batch(1, dist.get_rank() // tp, size)
     axis = engine.collectives.topology.model
     networks = [one for one in gc.get_objects() if isinstance(one, Collectives)]
@@ -118,7 +120,7 @@ def account(tp: int, stage: int, shape: str, size: dict[str, int]) -> dict[str, 
 
 
 def serve(contender: dict[str, Any], shape: str, size: dict[str, int], answers: Any) -> None:
-    """Builds the contender, then runs steps on request until standard input ends."""
+    """Build the contender, then run steps on request until standard input ends."""
     tp, stage = contender["tp"], contender["stage"]
     model = build_model(shape, size).train()
     if contender["package"] == "dtensor":

@@ -1,9 +1,9 @@
-"""The architectures of ``docs/tensor-parallel.md`` split by DeepSpeed's AutoTP and by transformers' own ``tp_plan``, judged as ours are.
+"""The architectures of ``docs/tensor-parallel.md`` split by DeepSpeed's AutoTP and transformers' own ``tp_plan``, judged like hf_zero.
 
     python -m benchmarks.parallel.tp_peers --peer-python /path/to/venv-with-deepspeed/bin/python      # both; writes the page
     python -m benchmarks.parallel.tp_peers --peer-python ... --only LlamaForCausalLM GPT2LMHeadModel       # prints these
 
-Two gloo ranks; one process group per peer goes through all architectures, and is started again where one leaves it unusable.
+Two gloo ranks. One process group per peer runs all architectures; it is started again if one leaves it unusable.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ WORKER = Path(__file__).with_name("tp_peers_worker.py")
 RESULTS = OURS.with_name("tp_peers.json")
 START, STOP = "<!-- peers: made by python -m benchmarks.parallel.tp_peers -->", "<!-- end of peers -->"
 RIGHT, WRONG, CANNOT = "right", "wrong", "cannot"
-SECONDS = 60.0  # for one architecture
-AT_ONCE = 50  # architectures before fresh processes: transformers makes a mesh for each, whose threads stay
+SECONDS = 60.0  # time limit of one architecture
+AT_ONCE = 50  # architectures per process: transformers makes a mesh for each, whose threads stay
 TITLES = {"deepspeed": "DeepSpeed {deepspeed} AutoTP", "transformers": 'transformers {transformers} `tp_plan="auto"`'}
 
 
 def verdict(row: dict[str, Any]) -> str:
-    """Right where loss, logits and every gradient are those of one rank; wrong where it trains on something else."""
+    """Return "right" if loss, logits and every gradient equal those of one rank; "wrong" if it trains with others; else "cannot"."""
     if row.get("error"):
         return CANNOT
     return RIGHT if row["loss"] < LOSS and row["logits"] < 10 * LOSS and row["grad"] < GRAD else WRONG
 
 
 def measure(peer: str, python: str, names: list[str]) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
-    """A row per architecture, and the versions of what ran."""
+    """Return a row per architecture, and the versions of the peer's libraries."""
     rows: dict[str, dict[str, Any]] = {}
     ranks: RankProcesses | None = None
     versions: dict[str, str] = {}
@@ -64,13 +64,13 @@ def measure(peer: str, python: str, names: list[str]) -> tuple[dict[str, dict[st
 
 
 def ours() -> dict[str, str]:
-    """Our own verdicts, from what ``python -m tests.tensor_parallel.breadth`` has measured last."""
+    """Return hf_zero's verdicts, from the last measurement of ``python -m tests.tensor_parallel.breadth``."""
     found = json.loads(OURS.read_text(encoding="utf-8"))
     return {row["name"]: verdict(row) for row in found if not row["error"].startswith("does not train on one rank")}
 
 
 def section(measured: dict[str, Any]) -> str:
-    """The generated part of the page."""
+    """Return the generated part of the page."""
     mine = ours()
     peers = {peer: {name: verdict(row) for name, row in found["rows"].items()} for peer, found in measured.items()}
     names = [name for name in mine if all(name in found for found in peers.values())]
@@ -99,7 +99,7 @@ def section(measured: dict[str, Any]) -> str:
 
 
 def write(text: str) -> None:
-    """Puts the section into the page."""
+    """Write the section into the page."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page.split(START)[0] + text + page.split(STOP)[1], encoding="utf-8")
 

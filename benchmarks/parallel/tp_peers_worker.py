@@ -1,6 +1,6 @@
 """One of two ranks of a peer that splits tiny models. Started by ``tp_peers.py`` with the Python of the peer's venv.
 
-Reads ``{"name": NAME}`` per line and answers how far the peer's loss, logits and gradients are from those of the whole model.
+It reads ``{"name": NAME}`` per line and answers with the differences of the peer's loss, logits and gradients from the whole model's.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from benchmarks.common.processes import open_answers
 from tests import zoo
 from tests.tensor_parallel.breadth import perturb, relative, run
 
-SECONDS = 15.0  # until a collective that a rank does not join is given up
+SECONDS = 15.0  # time after which a collective that a rank does not join fails
 
 Batch = dict[str, torch.Tensor]
 
 
 class CannotError(Exception):
-    """The peer does not split this architecture; the text says why."""
+    """Error raised where a peer cannot split this architecture; its text is the reason."""
 
 
 def deepspeed_run(model: nn.Module, batch: Batch) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """DeepSpeed's AutoTP as Trainer uses it: ``tp_model_init``, then an engine."""
+    """Run DeepSpeed's AutoTP like Trainer does: ``tp_model_init``, then an engine; return model, loss and logits."""
     import deepspeed
 
     model = deepspeed.tp_model_init(model=model, tp_size=dist.get_world_size(), dtype=torch.float32)
@@ -45,7 +45,7 @@ def deepspeed_run(model: nn.Module, batch: Batch) -> tuple[nn.Module, torch.Tens
 
 
 def transformers_run(model: nn.Module, batch: Batch) -> tuple[nn.Module, torch.Tensor, torch.Tensor]:
-    """transformers' own plan: the model is saved and loaded with ``tp_plan="auto"``."""
+    """Run transformers' own plan: the model is saved and loaded with ``tp_plan="auto"``; return model, loss and logits."""
     with tempfile.TemporaryDirectory() as own:
         folders: list[Any] = [own]
         dist.broadcast_object_list(folders)
@@ -64,13 +64,13 @@ PEERS: dict[str, Callable[[nn.Module, Batch], tuple[nn.Module, torch.Tensor, tor
 
 
 def whole_gradient(param: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient, put together if it is a DTensor."""
+    """Return a parameter's gradient, gathered if it is a DTensor; None without one."""
     grad = param.grad
     return grad.full_tensor() if grad is not None and hasattr(grad, "full_tensor") else grad
 
 
 def part_of(local: torch.Tensor, whole: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """The part of ``values``, laid out as ``whole``, that belongs to ``local``: found by which rows of ``whole`` it holds.
+    """Return the part of ``values``, laid out like ``whole``, that belongs to ``local``, found by the rows of ``whole`` that it holds.
 
     Raises:
         CannotError: ``local`` is no selection along one dimension.
@@ -90,7 +90,7 @@ def part_of(local: torch.Tensor, whole: torch.Tensor, values: torch.Tensor) -> t
 
 
 def compare(name: str, peer: str) -> dict[str, Any]:
-    """Largest relative differences of one architecture."""
+    """Return the largest relative differences of one architecture."""
     whole, split = zoo.build(name), zoo.build(name)
     perturb(whole)
     perturb(split)
@@ -119,10 +119,10 @@ def compare(name: str, peer: str) -> dict[str, Any]:
 
 
 def answer(name: str, peer: str) -> dict[str, Any]:
-    """``compare``, or what was wrong; ``broken`` when the ranks are no longer in step."""
+    """Return the result of ``compare``, or its error; ``broken`` when the ranks are no longer in step."""
     try:
         return compare(name, peer)
-    except Exception as error:  # of any kind: it becomes a cell of the table
+    except Exception as error:  # any error becomes a cell of the table
         lines = str(error).strip().splitlines()
         text = f"{type(error).__name__}: {lines[0] if lines else ''}"
         return {"error": text[:160], "broken": "gloo" in str(error).lower() or "timed out" in str(error).lower()}

@@ -2,10 +2,10 @@
 
     python -m benchmarks.plan.plan_accuracy [--json benchmarks/results/plan_accuracy.json]
 
-On the pretend accelerator (tests/pretend), whose allocator counts bytes, a plan of a device with torch's reference kernels is compared
-with the most that is allocated in the second optimizer step. On CPUs the bytes that a rank sends in an optimizer step are compared with
-those that the collectives count, and what it holds of parameters, masters and moments. Prints one row per combination and the worst;
-nothing is timed. Of pipelines the peak of the stage that holds most is compared; what each of their ranks holds and sends is in tests/plan.
+On the pretend accelerator (tests/pretend), whose allocator counts bytes, the plan of a device with torch's reference kernels is compared
+with the peak of allocations in the second optimizer step. On CPUs the planned bytes are compared with the bytes that the collectives
+count in an optimizer step, and with the bytes of parameters, masters and moments. It prints one row per combination and the worst; no
+time is measured. For pipelines the peak of the stage that needs most is compared; tests/plan compares every rank.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from benchmarks.common.tables import ResultTable
 from tests.support import planned
 
 WORLD = 2
-_AT_ONCE = 9  # combinations that share the start of their processes
+_AT_ONCE = 9  # combinations that run in the same processes
 SMALL = {"vocab_size": 503, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = {**SMALL, "hidden_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 256}
 MODELS: dict[str, dict[str, Any]] = {
@@ -39,7 +39,9 @@ FOREACH = {"type": "AdamW", "params": {"lr": 1e-3, "foreach": True}}  # the pret
 
 
 def combinations() -> list[dict[str, Any]]:
-    """Six models x stages x recomputation, offload of the optimizer or of all, experts or layers over both ranks; micro-batches in turn."""
+    """Return six models x stages x recomputation, offload of optimizer or everything, experts or layers over both ranks; varying
+    micro-batches.
+    """
     found = []
     dense = [model for model in MODELS if model != "mixtral"]
     for number, (model, stage) in enumerate(itertools.product(dense, (0, 1, 2, 3))):
@@ -68,18 +70,18 @@ def _case(model: str, stage: int, samples: int, checkpointing: bool, offload: di
 
 
 def _is_apart(config: dict[str, Any]) -> bool:
-    """Whether ranks of CPUs hold other things: nothing is offloaded there; of a pipeline the table has one rank."""
+    """Return whether the CPU run differs from the plan: nothing is offloaded there, and for a pipeline the table has only one rank."""
     return "pipeline" in config or any(key.startswith("offload") for key in config["zero_optimization"])
 
 
 def rows_of(cases: list[dict[str, Any]]) -> list[tuple[str, int, int]]:
-    """Name, planned and measured peak of each combination."""
+    """Return name, planned and measured peak of each combination."""
     told, real = planned.planned_peaks(cases, WORLD), planned.real_peaks(cases, WORLD)
     return [(name_of(case), plan, peak) for case, plan, peak in zip(cases, told, real, strict=True)]
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """A combination in a few words."""
+    """Return a short name of a combination."""
     zero = case["config"]["zero_optimization"]
     offload = "".join(f", {name} on the host" for name in ("optimizer", "param") if f"offload_{name}" in zero)
     recomputes = ", recomputes" if case["wish"]["checkpointing"] else ""
@@ -89,7 +91,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 
 def differing_of(cases: list[dict[str, Any]]) -> list[str]:
-    """Names of those whose bytes sent, or held of parameters, masters and moments, on CPUs are not the planned ones."""
+    """Return the names of combinations whose bytes on CPUs, sent or held as parameters, masters and moments, differ from the plan."""
     found = []
     for case, held in zip(cases, planned.run_real(cases, WORLD), strict=True):
         told = planned.plan(**case, world=WORLD)
@@ -101,13 +103,13 @@ def differing_of(cases: list[dict[str, Any]]) -> list[str]:
 
 @dataclass
 class Found:
-    """What the combinations so far have shown.
+    """Results of the combinations so far.
 
     Attributes:
-        peaks: Name, planned and measured peak.
-        compared: How many were run on CPUs too.
-        differing: Names of those that differ there.
-        wanted: Combinations in all.
+        peaks: Name, planned and measured peak of each.
+        compared: Number of combinations that were also run on CPUs.
+        differing: Names of those whose bytes differ there.
+        wanted: Total number of combinations.
     """
 
     wanted: int
@@ -116,7 +118,7 @@ class Found:
     differing: list[str] = field(default_factory=list)
 
     def table(self) -> ResultTable:
-        """As a table."""
+        """Return the results as a table."""
         worst = max(self.peaks, key=lambda row: abs(row[1] / row[2] - 1))
         differing = f"; these differ: {', '.join(self.differing)}" if self.differing else ""
         return ResultTable(
@@ -132,7 +134,7 @@ class Found:
 
 
 def main() -> None:
-    """Runs the combinations, a few at a time, and prints the table; what is done is kept when the run is broken off."""
+    """Run the combinations, a few at a time, and print the table; finished ones are kept if the run is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="keep the table there, after every few combinations")
     parser.add_argument("--only", type=int, help="the first so many combinations")
@@ -153,7 +155,7 @@ def main() -> None:
 
 
 def stored(file: Path, wanted: int) -> Found:
-    """What a file of an earlier run has shown."""
+    """Return the results in a file of an earlier run."""
     content = json.loads(file.read_text())
     equal, compared = map(int, re.findall(r"(\d+) of (\d+) equal to the byte", content["text"])[0])
     if equal != compared:
@@ -163,7 +165,7 @@ def stored(file: Path, wanted: int) -> Found:
 
 
 def batched(cases: list[dict[str, Any]], count: int) -> Iterator[list[dict[str, Any]]]:
-    """``count`` at a time."""
+    """Yield ``count`` cases at a time."""
     for start in range(0, len(cases), count):
         yield cases[start : start + count]
 

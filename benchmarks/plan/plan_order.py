@@ -2,8 +2,8 @@
 
     python -m benchmarks.plan.plan_order --json benchmarks/results/plan_order.json
 
-Rates of the machine are measured first, as `--measure` does. Every round trains each configuration in turn, so that a slow minute hits
-all alike; the fastest round of each counts. Printed is the rank correlation (Spearman's).
+The rates of the machine are measured first, as with `--measure`. Every round trains each configuration in turn, so that a slow minute
+affects all of them; the fastest round of each counts. The rank correlation (Spearman's) is printed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ that were measured on this machine just before; **measured** is the fastest of {
 
 
 def configurations() -> list[dict[str, Any]]:
-    """Four stages x (one large micro-step, the same recomputed, many small ones)."""
+    """Return four stages x (one large micro-step, the same recomputed, many small ones)."""
     each = GLOBAL_BATCH // WORLD
     return [
         {"stage": stage, "micro_batch": size, "recomputes": recomputes}
@@ -38,7 +38,7 @@ def configurations() -> list[dict[str, Any]]:
 
 
 def config_of(case: dict[str, Any]) -> dict[str, Any]:
-    """Its DeepSpeed configuration."""
+    """Return the DeepSpeed configuration of a case."""
     return {
         "train_batch_size": GLOBAL_BATCH,
         "train_micro_batch_size_per_gpu": case["micro_batch"],
@@ -49,7 +49,7 @@ def config_of(case: dict[str, Any]) -> dict[str, Any]:
 
 
 def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
-    """Seconds per step of each, by the roofline."""
+    """Return the seconds per step of each case, predicted by the roofline."""
     from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.costs import costs_of
@@ -70,7 +70,7 @@ def predicted(cases: Sequence[dict[str, Any]]) -> list[float]:
 
 
 def measured(cases: Sequence[dict[str, Any]], rounds: int, steps: int) -> list[list[float]]:
-    """Seconds per step of each, one entry per round: the slowest rank's."""
+    """Return the measured seconds per step of each case, the slowest rank's, one entry per round."""
     ranks = RankProcesses("hf_zero", WORKER, [], WORLD)
     seconds: list[list[float]] = [[] for _ in cases]
     try:
@@ -86,19 +86,19 @@ def measured(cases: Sequence[dict[str, Any]], rounds: int, steps: int) -> list[l
 
 
 def rank_correlation(one: Sequence[float], two: Sequence[float]) -> float:
-    """Spearman's: the correlation of places."""
+    """Return Spearman's rank correlation of two sequences."""
     places = [[float(sorted(values).index(value)) for value in values] for values in (one, two)]
     return statistics.correlation(*places)
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """A configuration in a few words."""
+    """Return a short name of a configuration."""
     steps = GLOBAL_BATCH // WORLD // case["micro_batch"]
     return f"stage {case['stage']}, {steps} x micro batch {case['micro_batch']}" + ", recomputed" * case["recomputes"]
 
 
 def main() -> None:
-    """Measures and prints the table."""
+    """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2, help="steps of a configuration in a round, after one that is not timed")

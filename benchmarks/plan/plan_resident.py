@@ -1,13 +1,13 @@
-"""Plans of CPU ranks beside the resident memory of processes that train.
+"""Plans of CPU ranks beside the resident memory of training processes.
 
     python -m benchmarks.plan.plan_resident [--json benchmarks/results/plan_resident.json] [--rest]
 
-Each rank is a process that imports everything, trains one layer of the model, and is then asked for two optimizer steps of the
-combination: the most that it has resident in the second one, less what it had before, is compared with the plan of ``--device cpu``.
+Each rank is a process that imports everything and trains one layer of the model. Then it trains two optimizer steps of the combination.
+Its peak of resident memory in the second step, minus its memory before, is compared with the plan of ``--device cpu``.
 
-Resident is more than what is in use: the C library's heap keeps holes between tensors in which no other finds room. How much of the heap
-is in use the library tells (``mallinfo2``), every millisecond; the rest is what is resident beyond that. It is another number in each run
-of the same thing, so no plan can know it: it is measured, and booked as ``other`` beside what was planned.
+Resident memory is more than the memory in use: the C library's heap has holes between tensors that fit no other tensor. The library
+reports the heap in use (``mallinfo2``), sampled every millisecond; the rest of the resident memory is holes. Their size differs between
+runs of the same case, so no plan can predict it. It is measured, and listed as ``other`` beside the planned memory.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LLAMA = {**TOKENS, "vocab_size": 8192, "hidden_size": 512, "num_hidden_layers": 
 GPT2 = {**TOKENS, "vocab_size": 8192, "n_embd": 512, "n_layer": 8, "n_head": 8, "n_positions": LENGTH}
 MIXTRAL = {**LLAMA, "num_hidden_layers": 4, "num_key_value_heads": 4, "intermediate_size": 512, "num_local_experts": 4}
 SETTINGS: dict[str, dict[str, Any]] = {"llama": LLAMA, "qwen2": {**LLAMA, "num_key_value_heads": 4}, "gpt2": GPT2, "mixtral": MIXTRAL}
-SHALLOW = {"num_hidden_layers": 1, "n_layer": 1}  # warms up: libraries of matrix products keep room by the sizes they have seen
+SHALLOW = {"num_hidden_layers": 1, "n_layer": 1}  # for the warm-up: matrix libraries keep workspaces for the sizes they have seen
 ADAM = {"type": "AdamW", "params": {"lr": 1e-3}}
 TEXT = """Resident memory of a rank at the peak of the second optimizer step, less that after imports and a small training, MiB; {world}
 gloo ranks, {length} tokens a sample. **Planned** by `hf-zero plan --device cpu`. **In use**: heap in use, as the C library reports.
@@ -41,7 +41,7 @@ plan and rest are at most {worst:+.1f} % off the resident memory ({name}), the p
 
 
 def combinations() -> list[dict[str, Any]]:
-    """Models x stages, in turn with and without recomputation, in bf16 and fp32, of 1 to 4 samples; offload; experts over both ranks."""
+    """Return models x stages, with and without recomputation in turn, bf16 and fp32, 1 to 4 samples; offload; experts over both ranks."""
     found = []
     for number, (model, stage) in enumerate(itertools.product(("llama", "gpt2", "qwen2"), (0, 1, 2, 3))):
         bf16 = {"bf16": {"enabled": True}} if number % 3 == 1 else {}
@@ -61,7 +61,7 @@ def _case(model: str, stage: int, samples: int, recomputes: bool, **sections: An
 
 
 def name_of(case: dict[str, Any]) -> str:
-    """A combination in a few words."""
+    """Return a short name of a combination."""
     config, zero = case["config"], case["config"]["zero_optimization"]
     offload = "".join(f", {name} offloaded" for name in ("optimizer", "param") if f"offload_{name}" in zero)
     kind, again = "bf16" if "bf16" in config else "fp32", ", recomputes" if case["wish"]["checkpointing"] else ""
@@ -71,7 +71,7 @@ def name_of(case: dict[str, Any]) -> str:
 
 @contextmanager
 def processes() -> Iterator[RankProcesses]:
-    """Ranks that end with the context."""
+    """Yield ranks that end with the context."""
     ranks = RankProcesses("hf_zero", WORKER, [], WORLD)
     try:
         yield ranks
@@ -80,14 +80,14 @@ def processes() -> Iterator[RankProcesses]:
 
 
 def measured(case: dict[str, Any]) -> list[dict[str, int]]:
-    """Bytes that each rank has more, resident and in use, at their peaks in the second step than before; in new processes."""
+    """Return the bytes by which each rank's resident memory and heap in use grow at their peaks in the second step; in new processes."""
     settings = {**case["settings"], **{name: value for name, value in SHALLOW.items() if name in case["settings"]}}
     with processes() as ranks:
         return ranks.ask(case=case, warm_up={**case, "settings": settings})
 
 
 def row_of(case: dict[str, Any]) -> list[str]:
-    """One row of the table."""
+    """Return one row of the table."""
     plan = planned.plan(**case, world=WORLD).peaks["host"].nbytes
     rank = max(measured(case), key=lambda found: abs(plan - found["used"]) / found["resident"])
     used, resident = rank["used"], rank["resident"]
@@ -97,7 +97,7 @@ def row_of(case: dict[str, Any]) -> list[str]:
 
 
 def table_of(rows: list[list[str]], wanted: int) -> ResultTable:
-    """The rows as a table that names the worst."""
+    """Return the rows as a table that names the worst."""
     worst, worst_used = (max(rows, key=lambda row, at=at: abs(_percent(row[at]))) for at in (6, 5))  # type: ignore[misc]
     rests = [100 * float(row[3]) / float(row[1]) for row in rows]
     numbers = {"world": WORLD, "length": LENGTH, "count": len(rows), "wanted": wanted, "least": min(rests), "most": max(rests)}
@@ -113,7 +113,7 @@ def _percent(cell: str) -> float:
 
 
 def main() -> None:
-    """Runs the combinations and prints the table; what is done is kept when the run is broken off."""
+    """Run the combinations and print the table; finished ones are kept if the run is interrupted."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, help="keep the table there, after every combination")
     parser.add_argument("--only", type=int, help="at most so many combinations")

@@ -1,4 +1,4 @@
-"""One rank of ``plan_resident.py``: trains two optimizer steps of what it is asked for, and tells how much memory it had."""
+"""One rank of ``plan_resident.py``: train two optimizer steps of a requested case, and report the memory of the process."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from benchmarks.common.processes import serve_ranks
 from tests.support.memory import Peak, in_use_bytes, resident_bytes, return_freed
 from tests.support.planned import engine_of
 
-_FORGET_THE_PEAK = "5"  # what the kernel takes in clear_refs for: VmHWM begins anew (proc(5))
+_FORGET_THE_PEAK = "5"  # value for clear_refs that resets VmHWM (proc(5))
 
 
 def peaks_of(case: dict[str, Any]) -> tuple[int, int]:
-    """The most memory, in bytes, that this process has resident in the second step, and the most of its heap that is in use then."""
+    """Return the peaks in the second step, in bytes: of this process's resident memory, and of its heap in use."""
     samples, length = case["samples"], case.pop("length")
     built, engine = engine_of(**case, device=torch.device("cpu"))
     used = Peak(in_use_bytes)
@@ -35,7 +35,7 @@ def peaks_of(case: dict[str, Any]) -> tuple[int, int]:
 
 
 def added(request: dict[str, Any]) -> dict[str, Any]:
-    """What the case of a request adds to the memory of this process, which has trained what warms it up."""
+    """Return by how much the case of a request grows the memory of this process, which has trained a warm-up."""
     peaks_of(request["warm_up"])
     return_freed()
     before = resident_bytes("VmRSS"), in_use_bytes()

@@ -4,7 +4,7 @@
     python -m benchmarks.plan.plan_tables 70b    a 70-B model on 2 nodes of 8
     python -m benchmarks.plan.plan_tables 30b    Qwen3-30B-A3B on 2 nodes of 8
 
-Prints Markdown. `make` does not run it: it takes a minute or two for each of them.
+It prints Markdown. `make` does not run it, because each takes a minute or two.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ COMMON = ["--checkpoint-activations", "--sequence", "4096", "--micro-batch", "1"
 
 
 def configurations(model: str) -> dict[str, tuple[dict[str, object], dict[str, object], list[str]]]:
-    """What is planned of a model."""
+    """Return the configurations to plan for a model."""
     return OF_EXPERTS if "num_experts" in MODELS[model] else CONFIGURATIONS
 
 
 def planned(model: str, ranks: int, name: str) -> dict[str, object]:
-    """What the command prints."""
+    """Return the JSON output of the command."""
     zero, sections, flags = configurations(model)[name]
     config = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 3, **zero}, **sections}
     values = dict(MODELS[model])
@@ -81,7 +81,7 @@ def planned(model: str, ranks: int, name: str) -> dict[str, object]:
 
 
 def row(model: str, ranks: int, name: str) -> str:
-    """One row of the table."""
+    """Return one row of the table."""
     found = planned(model, ranks, name)
     peaks, sent = found["peak_bytes_per_rank"], found["sent_bytes_per_step"]
     assert isinstance(peaks, dict)
@@ -92,7 +92,7 @@ def row(model: str, ranks: int, name: str) -> str:
 
 
 def tables(model: str) -> None:
-    """Prints the table of one model."""
+    """Print the table of one model."""
     sizes = " | ".join(f"{size} GB" for size in MEMORY)
     print(f"| ranks | configuration | device | host | sent in the node | sent to others | {sizes} |")
     print("|---|---|---|---|---|---|---|---|---|")

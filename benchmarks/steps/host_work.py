@@ -1,14 +1,14 @@
-"""Host work of a step: hf_zero's stages and FSDP2 on blocks so small that nothing else takes time, in a pretended world of 8.
+"""Host work of a step: hf_zero's stages and FSDP2 on blocks so small that the device work is negligible, in a pretended world of 8 ranks.
 
     python -m benchmarks.steps.host_work                                    # 24, 96 and 384 blocks, bf16
     python -m benchmarks.steps.host_work --dtype fp32 --clip 1.0
     python -m benchmarks.steps.host_work --json benchmarks/results/host_work.json
-    python -m benchmarks.steps.host_work --blocks 6 12 --rounds 1 --steps 1 --warmup 1     # does it run?
+    python -m benchmarks.steps.host_work --blocks 6 12 --rounds 1 --steps 1 --warmup 1     # quick check
 
-On a GPU the host only launches work; where it needs longer than the device, the device waits. Each contender is one process, one rank
-of torch's ``fake`` process group, which moves nothing. Every round measures each of them in turn, in seconds of processor time, so that
-other programs of the machine count little; ratios are medians of the rounds'. ``bare`` is the model, its backward and the optimizer
-without any of it: what nobody can go below.
+On a GPU the host only launches work; if it needs longer than the device, the device waits. Each contender is one process, one rank of
+torch's ``fake`` process group, which sends nothing. Every round measures each of them in turn, in seconds of processor time, so that
+other programs of the machine have little effect; ratios are medians of the rounds' ratios. ``bare`` is the model, its backward and the
+optimizer without ZeRO: the lower bound.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORKER = Path(__file__).with_name("host_work_worker.py")
 BARE = "bare"
 PEERS = ("fsdp2", "fsdp2-reshard")
 CONTENDERS = (BARE, "hf_zero-0", "hf_zero-1", "hf_zero-2", "hf_zero-3", "fsdp2", "hf_zero-3-reshard", "fsdp2-reshard")
-TARGET = 0.35  # of what FSDP2 adds to the bare step
+TARGET = 0.35  # target: added time relative to FSDP2's
 TEXT = """Milliseconds of processor time per step of one rank in a pretended world of {world}: torch's `fake` process group moves
 nothing, so the work of the host remains. Blocks like a transformer's (12 parameters each) of width {width}, {tokens} tokens,
 {dtype}{masters}, `torch.optim.AdamW(fused=True)`, {clipping}, one thread; medians of {rounds} interleaved rounds of {steps} steps.
@@ -38,7 +38,7 @@ nothing, so the work of the host remains. Blocks like a transformer's (12 parame
 
 
 def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dict[str, list[float]]:
-    """Seconds per step of every contender for one size, one entry per round."""
+    """Return the seconds per step of every contender for one size, one entry per round."""
     settings = {key: getattr(arguments, key) for key in ("width", "tokens", "world", "dtype", "clip")} | {"blocks": blocks}
     contenders: list[RankProcesses] = []
     try:
@@ -61,7 +61,7 @@ def measure(blocks: int, arguments: argparse.Namespace, console: Console) -> dic
 
 
 def table(times: dict[int, dict[str, list[float]]], arguments: argparse.Namespace) -> ResultTable:
-    """A row per contender."""
+    """Return a table with a row per contender."""
     fewest, most = min(times), max(times)
     bare = statistics.median(times[most][BARE]) if BARE in times[most] else math.nan
     rows = []
@@ -87,7 +87,7 @@ def table(times: dict[int, dict[str, list[float]]], arguments: argparse.Namespac
 
 
 def _ratio(name: str, seconds: dict[str, list[float]], above_bare: bool) -> str:
-    """The median over rounds of a contender's time to that of the peer that gathers as often, with the smallest and largest."""
+    """Return the median over rounds of a contender's time relative to the peer that gathers as often, with smallest and largest."""
     peer = PEERS[name.endswith("-reshard")]
     if peer not in seconds or not name.startswith("hf_zero") or (above_bare and BARE not in seconds):
         return ""

@@ -1,7 +1,7 @@
 """One contender of the host-work benchmark, a process of its own. Started by ``host_work.py``.
 
-The process is one rank of a pretended world: torch's ``fake`` process group accepts every collective and moves nothing, so that
-what a step takes is the work of this host, and nobody is waited for. Numbers are meaningless (nothing is summed); times are not.
+The process is one rank of a pretended world: torch's ``fake`` process group accepts every collective and sends nothing, so the time of a
+step is the work of this host, without waiting. Values are meaningless (nothing is summed); times are valid.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812 - as everybody writes it
+from torch.nn import functional as F  # noqa: N812 - the usual name
 
 from benchmarks.common.processes import open_answers
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
         self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to the same."""
+        """Return hidden states of the same shape, (batch, tokens, width)."""
         shape = (*x.shape[:2], self.heads, -1)
         query, key, value = (part.reshape(shape).transpose(1, 2) for part in self.qkv(self.norm_1(x)).chunk(3, dim=-1))
         x = x + self.out(F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2))
@@ -43,7 +43,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Blocks between two projections; the forward gives the loss."""
+    """Blocks between two projections; the forward returns the loss."""
 
     def __init__(self, blocks: int, width: int) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class Model(nn.Module):
         self.layers = nn.ModuleList(Block(width) for _ in range(blocks))
 
     def forward(self, x: Tensor) -> Tensor:
-        """(batch, tokens, width) to a scalar."""
+        """Return the loss, a scalar, of ``x`` (batch, tokens, width)."""
         x = self.first(x)
         for layer in self.layers:
             x = layer(x)
@@ -63,7 +63,7 @@ class Model(nn.Module):
 
 
 def plain_loop(model: nn.Module, clip: float) -> Step:
-    """The bare PyTorch loop, and FSDP2's."""
+    """Return the bare PyTorch step, also for FSDP2."""
     optimizer = torch.optim.AdamW(model.parameters(), **ADAMW)
 
     def step(x: Tensor) -> None:
@@ -77,7 +77,7 @@ def plain_loop(model: nn.Module, clip: float) -> Step:
 
 
 def fsdp2(model: Model, bf16: bool, clip: float, reshard: bool) -> Step:
-    """``fully_shard`` per block and around all, as its documentation shows it."""
+    """Return the step of ``fully_shard`` per block and around all, as in its documentation."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -89,7 +89,7 @@ def fsdp2(model: Model, bf16: bool, clip: float, reshard: bool) -> Step:
 
 
 def engine_loop(model: Model, stage: int, bf16: bool, clip: float, reshard: bool) -> Step:
-    """Stage ``stage`` of this package; with ``reshard`` every block is gathered again in backward, as FSDP2 does by default."""
+    """Return the step of ZeRO stage ``stage``; with ``reshard`` every block is gathered again in backward, like FSDP2 by default."""
     import hf_zero
 
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -112,7 +112,7 @@ def engine_loop(model: Model, stage: int, bf16: bool, clip: float, reshard: bool
 
 
 def build_step(contender: str, model: Model, bf16: bool, clip: float) -> Step:
-    """The training step of ``bare``, ``fsdp2[-reshard]`` or ``hf_zero-N[-reshard]``."""
+    """Return the training step of ``bare``, ``fsdp2[-reshard]`` or ``hf_zero-N[-reshard]``."""
     name, _, option = contender.partition("-")
     reshard = contender.endswith("-reshard")
     if name == "bare":
@@ -142,7 +142,7 @@ def main() -> None:
     answers.write(json.dumps({"ready": True}) + "\n")
     for line in sys.stdin:
         count = json.loads(line)["steps"]
-        start = time.process_time()  # of this process' processors: what other processes take of them is not counted
+        start = time.process_time()  # processor time of this process, which other processes do not affect
         for _ in range(count):
             step(x)
         answers.write(json.dumps({"seconds": (time.process_time() - start) / count}) + "\n")

@@ -9,7 +9,7 @@
     python -m benchmarks.steps.mingpt_lightning --table --json benchmarks/results/mingpt_lightning.json --plot docs/mingpt_lightning.png
 
 ``--table`` trains a common model in every way, and then doubles the number of layers until training runs out of memory:
-``--memory_gib`` per rank (of the GPU where there is one, else of the process). Without a GPU ``--gpus`` counts processes.
+``--memory_gib`` per rank (of the GPU if there is one, else of the process). Without a GPU, ``--gpus`` is the number of processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.common import figures
 from benchmarks.common.processes import REPOSITORY
 from benchmarks.common.tables import ResultTable
 
-RESULT = "RESULT "  # what a run's line of numbers begins with
+RESULT = "RESULT "  # prefix of a run's line of numbers
 WAYS = {
     "DDP": ["--strategy", "ddp"],
     "ZeRO stage 3": ["--strategy", "zero3"],
@@ -52,7 +52,7 @@ Lightning's Trainer on {gpus} {devices}, precision {precision}, {limit_train_bat
 
 
 class CausalAttention(nn.Module):
-    """Multi-head attention that looks back only."""
+    """Causal multi-head attention."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class CausalAttention(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and around a residual."""
+    """Attention and a feed-forward layer, each after a norm and inside a residual."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class MinGPT(nn.Module):
 
     @staticmethod
     def _checkpoint(block: nn.Module, hidden: Tensor) -> Tensor:
-        import deepspeed  # answered by hf_zero
+        import deepspeed  # provided by hf_zero
 
         return deepspeed.checkpointing.checkpoint(block, hidden)
 
@@ -111,7 +111,7 @@ class MinGPT(nn.Module):
 
 
 def train(flags: argparse.Namespace) -> int:
-    """Trains one way; rank 0 prints a line of numbers."""
+    """Train in one way; rank 0 prints a line of numbers."""
     import lightning
 
     on_gpu = torch.cuda.is_available()
@@ -136,7 +136,7 @@ def train(flags: argparse.Namespace) -> int:
 
 
 def limit_memory(gib: float, on_gpu: bool) -> None:
-    """Makes allocations beyond ``gib`` per rank fail; 0 is no limit."""
+    """Make allocations beyond ``gib`` per rank fail; 0 is no limit."""
     if not gib:
         return
     if on_gpu:
@@ -147,7 +147,7 @@ def limit_memory(gib: float, on_gpu: bool) -> None:
 
 
 def precision_of(flags: argparse.Namespace) -> str:
-    """Lightning's word; fp16 needs a GPU, so a CPU takes bf16."""
+    """Return Lightning's name of the precision; fp16 needs a GPU, so a CPU uses bf16."""
     if flags.precision == "16":
         return "16-mixed" if torch.cuda.is_available() else "bf16-mixed"
     return {"bf16": "bf16-mixed", "32": "32-true"}[flags.precision]
@@ -165,7 +165,7 @@ def make_module(flags: argparse.Namespace) -> Any:
     import lightning
 
     class Module(lightning.LightningModule):
-        """Built in ``configure_model``, where stage 3 shards each parameter as it is made."""
+        """Module built in ``configure_model``, where stage 3 shards each parameter as it is created."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -198,7 +198,7 @@ def make_module(flags: argparse.Namespace) -> Any:
 
 
 def report(trainer: Any, module: Any, flags: argparse.Namespace) -> None:
-    """Gathers what the ranks measured."""
+    """Gather the measurements of all ranks, and print them."""
     numbers = {
         "epoch_seconds": sum(module.epoch_seconds) / len(module.epoch_seconds),
         "host_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -216,7 +216,7 @@ def report(trainer: Any, module: Any, flags: argparse.Namespace) -> None:
 
 
 def parameters_of(flags: argparse.Namespace) -> int:
-    """Parameters of the whole model, counted without making it."""
+    """Return the number of parameters of the whole model, counted without building it."""
     with torch.device("meta"):
         return sum(parameter.numel() for parameter in MinGPT(flags).parameters())
 
@@ -225,10 +225,10 @@ def parameters_of(flags: argparse.Namespace) -> int:
 
 
 def measure(flags: argparse.Namespace, way: list[str], layers: int, batches: int, epochs: int) -> dict[str, Any] | None:
-    """One run in processes of its own; None when it ran out of memory.
+    """Run once in new processes; return the numbers, or None when it ran out of memory.
 
     Raises:
-        RuntimeError: It failed for another reason.
+        RuntimeError: The run failed for another reason.
     """
     sizes = {"n_layer": layers, "n_head": flags.n_head, "n_embd": flags.n_embd, "gpus": flags.gpus, "precision": flags.precision}
     sizes |= {
@@ -253,7 +253,7 @@ def measure(flags: argparse.Namespace, way: list[str], layers: int, batches: int
 
 
 def run(command: list[str], env: dict[str, str], seconds: int) -> tuple[int | None, str]:
-    """The exit code, None at the time limit, and what the ranks printed. A rank that could not allocate may leave others waiting."""
+    """Return the exit code (None at the time limit) and the ranks' output; a rank that fails to allocate may leave the others waiting."""
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(command, env=env, cwd=REPOSITORY, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
         try:
@@ -273,7 +273,7 @@ def out_of_memory(text: str) -> bool:
 
 
 def table(flags: argparse.Namespace) -> ResultTable:
-    """All ways at one size, then the largest model of each."""
+    """Measure all ways at one size, then the largest model of each; return the table."""
     rows = []
     for name, way in WAYS.items():
         common = measure(flags, way, flags.n_layer, flags.limit_train_batches, flags.max_epochs)

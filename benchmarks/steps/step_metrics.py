@@ -1,10 +1,10 @@
-"""What `hf_zero.step_metrics` costs: steps with and without it, and the time inside its own calls as a share of a step.
+"""Cost of `hf_zero.step_metrics`: steps with and without it, and the time inside its own calls as a fraction of a step.
 
     python -m benchmarks.steps.step_metrics [--json benchmarks/results/step_metrics.json]
 
-Two gloo ranks train GPT-2 at stage 3. Engines with and without take steps in turn, so that a slow minute of the machine hits both; the
-ratio is that of the medians, and its noise is printed beside it: that of one engine without against another. What is asked for is less
-than that noise, so the calls are timed too: how often each is made in a step, times what it takes alone.
+Two gloo ranks train GPT-2 at stage 3. Engines with and without the metrics take steps in turn, so that a slow minute of the machine affects
+both. The ratio is the ratio of the medians; its noise, the ratio of one engine without metrics to another, is printed beside it. The
+target is smaller than that noise, so the calls are timed too: the number of calls per step times the seconds of each alone.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from benchmarks.common.tables import ResultTable
 
 SIZE = {"vocab_size": 8192, "n_embd": 256, "n_layer": 6, "n_head": 4, "n_positions": 256, "bos_token_id": 0, "eos_token_id": 0}
 EVERY = 10
-LIMIT = 0.002  # of a step
+LIMIT = 0.002  # largest allowed fraction of a step
 
 
 def _engine(own: dict[str, Any], batch: int) -> Any:
@@ -52,7 +52,7 @@ def _seconds(engine: Any, batch: torch.Tensor) -> float:
 
 
 def _calls(engine: Any, batch: torch.Tensor) -> dict[str, int]:
-    """How often a step enters a wait, a phase, and the forward that tokens are counted in."""
+    """Return how often a step enters a wait, a phase, and the forward in which tokens are counted."""
     from hf_zero.profiling.step_metrics import StepMetrics
     from hf_zero.profiling.waits import WaitTimes
 
@@ -87,7 +87,7 @@ def _counted(counts: dict[str, int], name: str, function: Callable[..., Any]) ->
 
 
 def _each(engine: Any, batch: torch.Tensor) -> dict[str, float]:
-    """Seconds of one call of each, with what it does around."""
+    """Return the seconds of one call of each kind, including its context manager."""
     from hf_zero.observe import waiting
 
     metrics = _metrics(engine)
@@ -114,7 +114,7 @@ def _each(engine: Any, batch: torch.Tensor) -> dict[str, float]:
 
 
 def _time(call: Callable[[], Any], count: int = 5000) -> float:
-    """Seconds of a call: the best of some rounds."""
+    """Return the seconds of a call: the best of some rounds."""
     rounds = []
     for _ in range(7):
         begin = time.perf_counter()
@@ -146,7 +146,7 @@ def _rank(rank: int, folder: str, options: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures and prints."""
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--batch", type=int, default=2)

@@ -3,11 +3,11 @@
     python -m benchmarks.steps.step_time                                         # GPT-2, 24 M parameters, 2 gloo ranks, 1 thread each
     python -m benchmarks.steps.step_time --shape llama --peer-python /path/to/venv-with-deepspeed/bin/python
     python -m benchmarks.steps.step_time --one-rank                              # engine overhead against the bare PyTorch loop
-    python -m benchmarks.steps.step_time --before /path/to/another/checkout      # what a change did
-    python -m benchmarks.steps.step_time --rounds 2 --steps 1 --layers 2         # does it run?
+    python -m benchmarks.steps.step_time --before /path/to/another/checkout      # effect of a change
+    python -m benchmarks.steps.step_time --rounds 2 --steps 1 --layers 2         # quick check
 
-Every contender is built once and keeps its processes; a round times each of them in turn, so that a slow minute of the
-machine hits all alike. Ratios are medians of the rounds' ratios to the baseline. All use ``torch.optim.AdamW(fused=True)``.
+Every contender is built once and keeps its processes; a round times each of them in turn, so that a slow minute of the machine affects
+all of them. Ratios are medians of the rounds' ratios to the baseline. All use ``torch.optim.AdamW(fused=True)``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TARGETS = {2: {"hf_zero-1": 1.00, "hf_zero-2": 1.00, "hf_zero-3": 1.08}, 1: {"hf
 
 @dataclass
 class Contender:
-    """The processes of one contender and what they measured: seconds per step, one entry per round."""
+    """The processes of one contender and their measurements: seconds per step, one entry per round."""
 
     name: str
     ranks: RankProcesses
@@ -43,7 +43,7 @@ class Contender:
     peak_bytes: int = 0
 
     def run(self, steps: int) -> float:
-        """Run ``steps`` steps on every rank; returns the slowest rank's seconds per step."""
+        """Run ``steps`` steps on every rank; return the slowest rank's seconds per step."""
         answers = self.ranks.ask(steps=steps)
         self.loss = statistics.fmean(answer["loss"] for answer in answers)
         self.peak_bytes = max(answer["peak_bytes"] for answer in answers)
@@ -59,7 +59,7 @@ def start(name: str, python: str, shape: str, size: dict[str, int], world: int, 
 
 
 def measure(contenders: list[Contender], rounds: int, steps: int, warmup: int, console: Console) -> None:
-    """Time every contender once per round; the order rotates, so that none always follows the same one."""
+    """Time every contender once per round; the order rotates, so that no contender always follows the same one."""
     for contender in contenders:
         contender.run(warmup)
     for index in range(rounds):

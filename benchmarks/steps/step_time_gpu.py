@@ -6,7 +6,7 @@
 
 One rank per GPU. Contenders run one after the other in processes of their own, because their states do not fit side by side. All train
 in bf16 with fp32 masters, clip the norm at 1 and step with ``torch.optim.AdamW(fused=True)``: DDP keeps fp32 parameters and casts
-(autocast), FSDP2 takes ``MixedPrecisionPolicy``.
+(autocast), FSDP2 uses ``MixedPrecisionPolicy``.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from benchmarks.common.tables import ResultTable, machine
 
 LLAMA = {"layers": 22, "width": 2048, "heads": 32, "vocab": 32000, "length": 2048, "batch": 4}
 TOY = {"layers": 2, "width": 64, "heads": 4, "vocab": 512, "length": 16, "batch": 2}
-# The first is what the others are compared with; the order is that of what tells most, for a run that is cut short.
+# The first is the baseline; the most important come first, for a run that is cut short.
 CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
     "DDP": ("ddp", {}),
     "hf_zero-3": ("hf_zero", {"stage": 3}),
@@ -38,7 +38,7 @@ CONTENDERS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 def devices(device: str) -> tuple[int, str]:
-    """Number of ranks, and the name of what each has."""
+    """Return the number of ranks, and the name of the device of each."""
     import torch
 
     if device == "cuda":
@@ -47,16 +47,16 @@ def devices(device: str) -> tuple[int, str]:
 
 
 def row_of(name: str, answer: dict[str, Any], base: float, work: float, tokens: int, world: int, peak: float) -> list[str]:
-    """Cells of one contender.
+    """Return the cells of one contender.
 
     Args:
-        name: Its name.
-        answer: What rank 0 measured.
+        name: Name of the contender.
+        answer: Measurements of rank 0.
         base: Seconds per step of the first contender, 0 without it.
         work: FLOPs of one rank's step.
-        tokens: Of one rank's step.
+        tokens: Tokens of one rank's step.
         world: Number of ranks.
-        peak: FLOP/s of a device, 0 if not known.
+        peak: FLOP/s of a device, 0 if unknown.
     """
     seconds = answer["seconds"]
     ratio = f"{seconds / base:.3f}" if base else ""
@@ -73,7 +73,7 @@ def row_of(name: str, answer: dict[str, Any], base: float, work: float, tokens: 
 
 
 def count(shape: str, size: dict[str, int]) -> int:
-    """Parameters that are multiplied, of a model that is not allocated."""
+    """Return the number of parameters in matrix products, of a model that is not allocated."""
     import torch
 
     from benchmarks.common.training import build_model
@@ -83,7 +83,7 @@ def count(shape: str, size: dict[str, int]) -> int:
 
 
 def measure(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
-    """Runs all contenders; the file is written after each."""
+    """Run all contenders; write the file after each."""
     world, device = devices(arguments.device)
     peak, tokens = flops.peak_of(device), size["batch"] * size["length"]
     parameters = count("llama", size)
@@ -111,7 +111,7 @@ def measure(arguments: argparse.Namespace, size: dict[str, int]) -> ResultTable:
 def table_of(
     arguments: argparse.Namespace, size: dict[str, int], rows: list[list[str]], world: int, peak: float, parameters: int
 ) -> ResultTable:
-    """The result so far."""
+    """Return the table of the results so far."""
     said = f"{flops.HOW}, of {peak / 1e12:.0f} TFLOP/s per GPU (bf16, dense)." if peak else "MFU: this device's peak is not known."
     return ResultTable(
         title=f"Step time on {world} x {machine()['device']}",

@@ -1,7 +1,7 @@
 """One rank of one contender of the step-time benchmark. Started by ``step_time.py``, also with the Python of a peer's venv.
 
-Reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns
-the seconds per step, the last loss and the process's peak memory. Needs only torch, transformers and the contender's package.
+It reads one JSON object per line from standard input and answers one per line: ``{"steps": K}`` runs K training steps and returns the
+seconds per step, the last loss and the process's peak memory. Needs only torch, transformers and the contender's package.
 """
 
 from __future__ import annotations

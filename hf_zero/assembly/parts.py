@@ -186,6 +186,7 @@ class PartsBuilder:
             scheduler=scheduler,
             give_back=self.networks.give_back,
             long_waits=self._long_waits,
+            spikes=policies.norm_spikes(config) if optimizer is not None else None,
             preemption=Preemption(policies.preemption_settings(config)),
             explain=_all_of(OutOfMemory(self.resolved, held, self.topology.device).explain, explain_types),
         )

@@ -18,6 +18,7 @@ from hf_zero.core.schedule.hops import GradientPolicy
 from hf_zero.core.stages import StagePolicy
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
+from hf_zero.core.step.spikes import NormSpikes
 from hf_zero.core.step.step import StepSettings
 
 _DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
@@ -156,6 +157,12 @@ def step_settings(config: ZeroConfig, precision: PrecisionPolicy, stage: StagePo
     """Return the settings of a step: its clipping norm, and the cases that it refuses or skips."""
     wants_all = not config.zero_optimization.ignore_unused_parameters
     return StepSettings(max_norm, stage, precision.skips_overflow, wants_all)
+
+
+def norm_spikes(config: ZeroConfig) -> NormSpikes | None:
+    """Return the comparison of gradient norms with those before; None where it is off."""
+    own = config.hf_zero
+    return NormSpikes(own.spike_factor, own.spike_action == "skip") if own.spike_factor else None
 
 
 def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:

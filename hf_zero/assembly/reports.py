@@ -20,6 +20,7 @@ from hf_zero.expert_parallel.load import ExpertLoad
 from hf_zero.metrics import build_sinks
 from hf_zero.observe import global_rank
 from hf_zero.profiling.recordings import RecordedStep
+from hf_zero.profiling.slow_ranks import SlowRanks
 from hf_zero.profiling.step_metrics import StepMetrics
 from hf_zero.profiling.step_profile import ProfilingClock
 
@@ -73,7 +74,8 @@ def _measures(
         found.append(ExpertLoad(layers, together, own.expert_load, own.expert_load_each).measure)
     if own.step_metrics:
         sharers = model.world if model is not None else 1
-        metrics = StepMetrics(module, device, own, sharers, networks.collectives.blocks_host, on_disk)
+        slow_ranks = SlowRanks(networks.everyone)
+        metrics = StepMetrics(module, device, own, sharers, networks.collectives.blocks_host, slow_ranks, on_disk)
         clock.watchers.append(metrics.phase)
         runtime.keep(metrics)
         found.append(metrics.measure)

@@ -213,6 +213,7 @@ class EngineCheckpoints:
                 "micro_steps": engine.accumulation.micro_steps,
             },
             averages=[kept for kept in engine.averages.kept.values() if isinstance(kept, AveragedWeights)],
+            spikes=engine.spikes,
         )
 
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:

@@ -295,6 +295,8 @@ class _Plan:
             restore_rank_states(self._optimizer.optimizer, self.catalog, self.reader, state.holders.rank, state.holders.world)
             if self.index.scaler:  # a conversion may have none
                 state.scaler.load_state_dict(self._decoder.decode(self.index.scaler))
+            if self.index.spikes is not None and state.spikes is not None:
+                state.spikes.load_state_dict(self._decoder.decode(self.index.spikes))
         elif not request.masters_from_fp32:
             _round_masters(state.units)
         if self._scheduler is not None and state.scheduler is not None:

@@ -181,6 +181,7 @@ class _Values:
             self.fields = {
                 "scheduler": encode(state.scheduler.state_dict(), "lr_scheduler") if state.scheduler is not None else None,
                 "scaler": encode(state.scaler.state_dict(), "loss_scaler"),
+                "spikes": encode(state.spikes.state_dict(), "spikes") if state.spikes is not None else None,
                 "extra_state": {
                     name: encode(module.get_extra_state(), f"extra state of module {name!r}")
                     for name, module in state.modules_with_extra_state()

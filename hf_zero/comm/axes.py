@@ -1,4 +1,4 @@
-"""Name the axes of ranks beside data parallelism: pipeline stages, experts, and the groups of a script's ``mpu`` object."""
+"""Create the axes of ranks beside data parallelism: pipeline stages, experts, and the groups of a script's ``mpu`` object."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from hf_zero.comm.topology import Topology, all_ranks, axis_over, join_topologie
 def divide_stages(stages: int, tensor: int = 1) -> Topology:
     """Return the axes of all ranks where ``stages`` x ``tensor`` of them hold one model together; collective.
 
-    The stage is the outermost axis, the tensor-parallel one the innermost, as in DeepSpeed's ``PipeModelDataParallelTopology`` and
-    transformers' ``DistributedConfig``: rank = (stage x data + place on the data-parallel axis) x tensor + place among those that hold a
-    layer.
+    The stage is the outermost axis, the tensor-parallel axis the innermost, as in DeepSpeed's ``PipeModelDataParallelTopology`` and
+    transformers' ``DistributedConfig``: rank = (stage x data + position on the data-parallel axis) x tensor + position among the ranks that
+    hold a layer.
 
     Args:
         stages: Number of stages of the pipeline, at least 2.
@@ -47,8 +47,8 @@ def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
     ranks.
 
     Args:
-        topology: Axes, including that of a pipeline.
-        stages: Sorted stages; this rank is in one of them, or alone with its replicas.
+        topology: Axes, including the axis of a pipeline.
+        stages: Sorted stages, this rank's stage among them; or else the result is this rank with its replicas alone.
     """
     pipe, replicas = topology.pipe, topology.replicate
     assert pipe is not None
@@ -64,9 +64,9 @@ def stages_together(topology: Topology, stages: Sequence[int]) -> Topology:
 def divide_experts(topology: Topology, size: int, key: str = "expert_parallel.autoep_size") -> Topology:
     """Return ``topology`` with its two axes of experts: ``size`` adjacent ranks hold all experts together; collective.
 
-    Where several ranks hold each layer together, all of these are among the ``size``: they hold different experts, so that the ranks with
-    the same experts are on one data-parallel axis. Where there are shard groups, all experts are in each of them; in a pipeline, all
-    experts of a stage's layers are among its ranks.
+    Where several ranks hold each layer together, all of them are among the ``size`` ranks: they hold different experts, so that the ranks
+    with the same experts are on one data-parallel axis. With shard groups, each group has all experts; in a pipeline, the ranks of each
+    stage have all experts of its layers.
 
     Args:
         topology: The axis that parameters are sharded over.

@@ -17,9 +17,9 @@ from hf_zero.comm.process_groups import MOST_CONNECTED, all_gather_single, is_pr
 from hf_zero.comm.recorded import RecordedCollectives
 from hf_zero.comm.roll_call import sign_in
 from hf_zero.comm.topology import Topology
-from hf_zero.system.planning import told_by
+from hf_zero.system.planning import planned_value
 
-# torch 2.13 renamed it; both names are the same function.
+# torch 2.13 renamed this function; both names are the same.
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
@@ -80,13 +80,13 @@ class NativeCollectives(Collectives):
 
 
 class _Pretended(Collectives):
-    """Collectives of a plan: tensors of the right sizes travel to no rank, and this rank answers for all ranks."""
+    """Collectives of a memory plan: they send nothing, and results are as if all ranks had this rank's values."""
 
     pretended = True
 
     def broadcast_object(self, value: Any, source: int, unit: str) -> Any:
         observe.note("broadcast_object", unit)
-        return value if self.world == 1 else told_by(self.rank == source, value, unit)
+        return value if self.world == 1 else planned_value(self.rank == source, value, unit)
 
     def gather_objects(self, value: Any, unit: str) -> list[Any]:
         observe.note("gather_objects", unit)
@@ -102,7 +102,7 @@ class _PretendedNative(_Pretended, NativeCollectives):
 
 class _PretendedGloo(_Pretended, GlooCollectives):
     def _hand_on(self, task: Callable[[], None]) -> Forwarded:
-        task()  # here, because a plan counts the work of one thread
+        task()  # in this thread, because a plan counts the work of one thread
         done: Future[None] = Future()
         done.set_result(None)
         return Forwarded(done)
@@ -113,8 +113,8 @@ class _PretendedAllToAll(AllToAllCollectives, _PretendedGloo):
 
 
 def build_collectives(topology: Topology) -> Collectives:
-    """Return direct exchange if gloo serves the device, with all-to-alls for many ranks; otherwise the native collectives. In a plan the
-    same kind answers for ranks that do not exist.
+    """Return direct exchange if gloo serves the device, with all-to-alls for many ranks; otherwise the native collectives. In a memory
+    plan, return collectives of the same kind for ranks that do not exist.
     """
     pretended = is_pretended(topology.group)
     if serving_backend(topology.group, topology.device) != "gloo":
@@ -125,8 +125,8 @@ def build_collectives(topology: Topology) -> Collectives:
 
 
 def open_collectives(topology: Topology) -> Collectives:
-    """Return ``build_collectives(topology)``, recorded if this process has a comms log; with the network of all data-parallel ranks if
-    there are replicas.
+    """Return ``build_collectives(topology)``, recorded if this process has a comms log, and with the collectives of all data-parallel ranks
+    if there are replicas.
     """
     sign_in()
     inner, log = build_collectives(topology), current_log()

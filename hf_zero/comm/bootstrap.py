@@ -23,7 +23,7 @@ _RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
 def default_backend() -> str:
-    """Return the backend that torch.distributed recommends for this rank's device (nccl, xccl, ...); gloo on a CPU, or if there is none."""
+    """Return the back end that torch.distributed recommends for this rank's device (nccl, xccl, ...); gloo on a CPU or without any."""
     device = default_device()
     try:
         return "gloo" if device.type == "cpu" else dist.get_default_backend_for_device(device)
@@ -32,7 +32,7 @@ def default_backend() -> str:
 
 
 def default_timeout() -> timedelta:
-    """Return the timeout of collectives: DeepSpeed's 10 minutes, unless ``DEEPSPEED_TIMEOUT`` names another number of minutes.
+    """Return the timeout of collectives: 10 minutes as in DeepSpeed, or the minutes in the variable ``DEEPSPEED_TIMEOUT``.
 
     Raises:
         ConfigError: The variable is not a number.
@@ -60,22 +60,22 @@ def init_distributed(
 ) -> None:
     """Create the default torch.distributed group if there is none.
 
-    This rank's device is made the current one, also where a script has made the group: torch.distributed sends objects from the current
-    device, which is the first one on all ranks by default. A device that the script has chosen itself stays.
+    Make this rank's device the current one, also where a script has made the group: torch.distributed sends objects from the current
+    device, which by default is the first device on all ranks. A device that the script has chosen itself stays current.
 
     The arguments are those of DeepSpeed's function of the same name. Ranks come from RANK, WORLD_SIZE, ... or, under mpirun and srun,
     from the variables that these set (``hf_zero.launch.placement``). Without a launcher's environment the process becomes a group of one,
     with no port opened.
 
     Args:
-        dist_backend: Name of a torch.distributed backend; None takes the device's own.
+        dist_backend: Name of a torch.distributed back end; None takes the default of the device.
         auto_mpi_discovery: Look at the variables of mpirun and srun when RANK is not set.
         distributed_port: Port of rank 0 when the environment names no MASTER_PORT.
         verbose: Log one line on rank 0.
         timeout: Longest time a collective may take.
         init_method: Passed to torch.distributed.
         dist_init_required: False with no group is an error; None and True create one.
-        config: Accepted; nothing is read from it.
+        config: Ignored, for compatibility.
         rank: Rank; overrides the environment.
         world_size: Number of ranks; overrides the environment.
 
@@ -117,14 +117,14 @@ def init_distributed(
 
 
 def pretend_distributed(rank: int, ranks: int, device: torch.device) -> None:
-    """Make this process ``rank`` of a default group whose other ranks do not exist, for a plan.
+    """Make this process ``rank`` of a default group whose other ranks do not exist, for a memory plan.
 
     Args:
         rank: Rank of this process.
         ranks: Number of ranks in the group.
         device: Device of the collectives, beside the CPU.
     """
-    from torch.testing._internal.distributed import fake_pg  # registers the back end for devices it knows
+    from torch.testing._internal.distributed import fake_pg  # registers torch's fake back end for the devices it knows
 
     kinds = dict.fromkeys(("cpu", device.type))
     dist.Backend.register_backend(FAKE, fake_pg._create_fake_pg, extended_api=True, devices=list(kinds))

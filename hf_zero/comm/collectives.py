@@ -1,4 +1,4 @@
-"""Define the collectives that the engine uses, independent of the back end, and the record of a collective in flight."""
+"""The interface of the collectives that the engine uses, independent of the back end, and the record of a collective in flight."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_zero.comm.roll_call import call_roll
 from hf_zero.comm.topology import Topology
 from hf_zero.errors import CollectiveError
 
-TAGS = 1 << 16  # back ends number their own messages below
+TAGS = 1 << 16  # back ends use smaller tags for their own messages
 _VOTE = TAGS + 1  # tag of votes
 
 
@@ -25,8 +25,8 @@ _VOTE = TAGS + 1  # tag of votes
 class Pending:
     """A collective in flight: its works, its label, functions to call when it ends, and the buffers that must live until then.
 
-    The issuer waits exactly once; ``wait`` is idempotent and frees ``keep``. ``finish`` runs then and may give ``result``;
-    ``before_finish`` is for the issuer. ``group`` carries the collective; a report of a long wait names it.
+    The caller that issued it waits exactly once; ``wait`` is idempotent and frees ``keep``. Then ``finish`` runs and may return
+    ``result``; ``before_finish`` is for that caller. ``group`` is the process group, named in a report of a long wait.
     """
 
     label: str
@@ -65,7 +65,7 @@ class Pending:
         self.works, self.finish, self.keep = [], None, ()
 
     def then(self, work: Callable[[torch.Tensor | None], torch.Tensor | None]) -> Pending:
-        """Call ``work`` on the result when the collective has ended; what ``work`` returns is the new result. Return this object."""
+        """Call ``work`` on the result when the collective has ended, and make its return value the new result. Return this object."""
         finish = self.finish
         self.finish = lambda: work(finish() if finish is not None else None)
         return self
@@ -83,11 +83,11 @@ class Pending:
 
 
 _KINDS = {"all_gather": "gathers", "exchange_parts": "exchanges"}
-_kind_of: dict[str, str] = {}  # by label; there are as many as units
+_kind_of: dict[str, str] = {}  # label -> kind of wait; as many entries as units
 
 
 def _waits_for(label: str) -> str:
-    """Return the kind of wait for the collective of this label."""
+    """Return the kind of wait, for the clock of phases, of the collective with this label."""
     kind = _kind_of.get(label)
     if kind is None:
         kind = _kind_of[label] = _KINDS.get(label.removeprefix("hf_zero::").partition(" ")[0], "reductions")
@@ -98,7 +98,7 @@ def _collective_error(label: str, error: BaseException) -> CollectiveError:
     recent, said = observe.recent_events(), " ".join(str(error).split()).rstrip(".")
     who = call_roll() or "a peer died, hangs, or runs a different sequence of steps"
     return CollectiveError(
-        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network said: {said}. "
+        f"rank {observe.global_rank()} on {platform.node()} failed in {label}: {who}. The network reported: {said}. "
         f"Recent phases on this rank: {recent}. Look at the other ranks' logs for the first error"
     )
 
@@ -109,9 +109,7 @@ def is_narrow(tensor: torch.Tensor) -> bool:
 
 
 def as_sent(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` in the form in which a network can copy it: dtypes of one byte, which gloo does not know, as bytes; shares its
-    memory.
-    """
+    """Return ``tensor`` in a form that a network can copy: one-byte floating-point dtypes, which gloo does not know, viewed as bytes."""
     return tensor.view(torch.uint8) if is_narrow(tensor) else tensor
 
 
@@ -121,9 +119,9 @@ class Collectives(ABC):
     Attributes:
         topology: The axis of all calls.
         sent_bytes: Number of bytes that this rank has sent so far.
-        blocks_host: Whether a wait blocks this process, not only a device stream.
-        joint: The network of all data-parallel ranks, if the axis has only some of them.
-        pretended: Whether the other ranks do not exist (in a plan); they count as ranks with the same values as this one.
+        blocks_host: A wait blocks this process, not only a device stream.
+        joint: The collectives of all data-parallel ranks, if the axis has only some of them.
+        pretended: The other ranks do not exist (in a memory plan); they count as ranks with the same values as this one.
     """
 
     blocks_host = False
@@ -146,13 +144,13 @@ class Collectives(ABC):
 
     @property
     def data(self) -> Collectives:
-        """Return the network of all data-parallel ranks, for votes and for values that all ranks must have; this network if it has all of
-        them.
+        """Return the collectives of all data-parallel ranks, for votes and for values that all ranks must have; this object if it covers
+        all of them.
         """
         return self.joint or self
 
-    def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends find their own ways
-        """Set the number of adjacent ranks of the axis in each node to ``per_node``; 0 if it is unknown. The same on all ranks."""
+    def lie_in_nodes(self, per_node: int) -> None:  # noqa: B027 - most back ends choose their own routes
+        """Set the number of adjacent ranks of the axis in each node to ``per_node``, the same on all ranks; 0 if it is unknown."""
 
     @abstractmethod
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
@@ -160,13 +158,13 @@ class Collectives(ABC):
 
     @abstractmethod
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:
-        """Sum this rank's part of every rank's ``full``; the sum is the ``result`` of the returned object.
+        """Sum this rank's part of ``full`` over all ranks; the sum is the ``result`` of the returned object.
 
-        The order of summation is the same on every call; ``full`` must not change until the end.
+        The order of summation is the same on every call; ``full`` must not change before the wait ends.
 
         Args:
             full: This rank's values, (world * n,).
-            dtype: Dtype of the result, (n,), and of the additions if hf_zero computes them.
+            dtype: Dtype of the result, (n,), and of the additions if hf_zero itself computes them.
             unit: Name for labels.
         """
 
@@ -185,7 +183,7 @@ class Collectives(ABC):
         """
 
     def all_reduce_in_order(self, tensor: torch.Tensor, unit: str) -> Pending:
-        """Sum ``tensor`` (n,) over ranks in place; in rank order if hf_zero computes the sum."""
+        """Sum ``tensor`` (n,) over ranks in place; in rank order if hf_zero itself computes the sum."""
         return self.all_reduce(tensor, unit)
 
     def all_reduce(self, tensor: torch.Tensor, unit: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Pending:
@@ -225,17 +223,17 @@ class Collectives(ABC):
         return values
 
     def any_rank(self, flag: bool, unit: str) -> bool:
-        """Return whether ``flag`` is True on any rank; the same answer everywhere. Waits for every rank, but not for a device if the host
-        can vote.
+        """Return whether ``flag`` is True on any rank; the same answer on every rank. Waits for every rank, but not for a device if the
+        host can vote.
         """
         return self.any_of([flag], unit)[0]
 
     def any_of(self, flags: Sequence[bool], unit: str) -> list[bool]:
-        """Return the result of ``any_rank`` for each of ``flags``, by one message."""
+        """Return whether any rank's flag is True, for each of ``flags``, by one message; see ``any_rank``."""
         return [bool(vote) for vote in self.largest_of([float(flag) for flag in flags], unit)]
 
     def largest_of(self, values: Sequence[float], unit: str) -> list[float]:
-        """Return for each of ``values`` (to 24 bits) the maximum over ranks; the same answer everywhere. Waits like ``any_rank``."""
+        """Return for each of ``values`` (to 24 bits) the maximum over ranks, the same on every rank. Waits like ``any_rank``."""
         if self.world == 1:
             return list(values)
         group = self.topology.group
@@ -248,12 +246,12 @@ class Collectives(ABC):
             return self._read(votes, values)
 
     def _read(self, votes: torch.Tensor, own: Sequence[float]) -> list[float]:
-        """Return the elements of ``votes``, to which this rank has contributed ``own``."""
+        """Return the elements of ``votes`` as numbers; this rank has contributed ``own``."""
         return list(votes.tolist())
 
     def _disseminate(self, votes: torch.Tensor, label: str) -> None:
-        """Compute the maximum of ``votes`` over ranks: in round k each rank sends the maximum so far to the rank 2^k further on. gloo's
-        own ring would take twice as many sequential messages as there are ranks; this takes their binary logarithm.
+        """Compute the maximum of ``votes`` over ranks: in round k each rank sends its maximum so far to the rank 2^k positions further on.
+        gloo's own ring needs twice as many sequential messages as there are ranks; this needs their binary logarithm.
         """
         group, distance = self.topology.group, 1
         while distance < self.world:
@@ -270,10 +268,10 @@ class Collectives(ABC):
             distance *= 2
 
     def connect(self) -> None:
-        """Return when every rank is connected; collective.
+        """Connect this rank with every other rank, and wait until all are connected; collective.
 
-        gloo connects its ranks when the group is made, each in its own time: a rank that used the group for nothing and destroyed it
-        would cut the others off before theirs are complete. nccl would connect in the first backward.
+        gloo connects its ranks when the group is made, at different times on each: a rank that destroyed the group without using it would
+        cut off ranks that are still connecting. nccl would connect in the first backward.
         """
         if self.world > 1:
             dist.barrier(self.topology.group)

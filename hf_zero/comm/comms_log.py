@@ -15,8 +15,8 @@ from hf_zero.system.sizes import size_text
 if TYPE_CHECKING:
     from hf_zero.config.schema.tools import CommsLogger
 
-# Every operation that is recorded, with its other names, and the share of its bytes that crosses a rank's link in the best algorithm: (n -
-# 1) / n times this. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), to which DeepSpeed's own page refers.
+# Every recorded operation, with its other names, and the share of its bytes that crosses a rank's link in the best algorithm, as a factor
+# of (n - 1) / n. Bandwidth is counted as in nccl-tests (doc/PERFORMANCE.md), to which DeepSpeed's own page refers.
 _SPELLINGS: dict[str, tuple[str, ...]] = {
     "all_gather": ("all_gather_into_tensor", "all_gather_base", "all_gather_coalesced", "allgather_fn"),
     "reduce_scatter": ("reduce_scatter_tensor", "reduce_scatter_base", "reduce_scatter_fn"),
@@ -27,15 +27,15 @@ _SPELLINGS: dict[str, tuple[str, ...]] = {
     "gather_objects": ("all_gather_object",),
 }
 _ROUNDS = {"all_gather": 1, "reduce_scatter": 1, "all_to_all": 1, "all_reduce": 2}
-# Operations that a configuration may name and the engine never issues.
+# Operations that a configuration may name although the engine never issues them.
 _NEVER_ISSUED = ("send", "recv", "isend", "irecv", "gather", "scatter", "reduce", "barrier", "monitored_barrier")
 
 
 def operations_named(names: Iterable[str]) -> frozenset[str]:
-    """Return the operations that ``comms_logger.prof_ops`` names.
+    """Return the operations that the names in ``comms_logger.prof_ops`` mean.
 
     Raises:
-        ConfigError: A name is not that of a collective.
+        ConfigError: A name is no collective.
     """
     known = {spelling: name for name, others in _SPELLINGS.items() for spelling in (name, *others)}
     names = list(names)
@@ -52,7 +52,7 @@ class CommsLogSettings:
     Attributes:
         operations: Names of the collectives to record; None is all.
         verbose: Log every call on rank 0.
-        debug: Tell calls apart by the unit they were made for and the phase (forward, backward, step) they were made in.
+        debug: Distinguish calls by the unit they were made for and the phase (forward, backward, step) they were made in.
     """
 
     operations: frozenset[str] | None = None
@@ -64,7 +64,7 @@ class CommsLogSettings:
         """Return the settings of the configuration's section.
 
         Raises:
-            ConfigError: It names an operation that is not a collective.
+            ConfigError: The section names an operation that is no collective.
         """
         operations = None if section.prof_all else operations_named(section.prof_ops)
         return CommsLogSettings(operations, section.verbose, section.debug)
@@ -82,7 +82,7 @@ class Kind:
 
 @dataclass
 class Tally:
-    """Counts of calls of one kind: number, seconds from issue to end, and the part of these seconds in which this rank waited for them."""
+    """Counts of calls of one kind: number, seconds from issue to end, and the part of these seconds that this rank spent waiting."""
 
     count: int = 0
     seconds: float = 0.0
@@ -91,7 +91,7 @@ class Tally:
 
 @dataclass
 class Call:
-    """One collective in flight: its kind, its clock, and the moments of issue, end, and begin and end of the wait for it."""
+    """One collective in flight: its kind, its clock, and the times of issue, end, and begin and end of the wait for it."""
 
     kind: Kind
     unit: str
@@ -104,13 +104,13 @@ class Call:
 
 @dataclass(frozen=True)
 class CommsRow:
-    """One row of the table.
+    """One row of the table of the comms log.
 
     Attributes:
         kind: The kind of calls.
-        tally: Its numbers on this rank.
-        fastest: Rank with the least seconds: the last to arrive, for which the others waited. None if ranks were not compared.
-        least: That rank's seconds.
+        tally: Counts of these calls on this rank.
+        fastest: Rank with the fewest seconds: the last to arrive, for which the others waited. None if ranks were not compared.
+        least: Seconds of that rank.
     """
 
     kind: Kind
@@ -130,8 +130,8 @@ class CommsRow:
 
     @property
     def bus_bandwidth(self) -> float:
-        """Return the bytes per second over the busiest link, a figure that does not depend on the number of ranks and compares with the
-        hardware's rating.
+        """Return the bytes per second over the busiest link, a figure that does not depend on the number of ranks and can be compared
+        with the hardware's rating.
         """
         rounds = _ROUNDS.get(self.kind.operation)
         share = 1.0 if rounds is None else rounds * (self.kind.ranks - 1) / self.kind.ranks
@@ -140,15 +140,15 @@ class CommsRow:
 
 @dataclass
 class CommsLog:
-    """Counts the collectives of this process.
+    """Counter of the collectives of this process.
 
-    [Note: latency under overlap] A collective that runs beside other work ends unseen: on a host back end it counts as ended when this
-    rank has waited for it, so its latency is an upper bound and its bandwidth a lower one; ``waited`` is what it really cost. On a
-    device the end is an event of its own.
+    [Note: latency under overlap] The end of a collective that runs beside other work is not visible. On a host back end it counts as
+    ended when this rank has waited for it, so its latency is an upper bound and its bandwidth a lower bound; ``waited`` is the time it
+    really cost. On a device the end is an event of its own.
 
     Attributes:
         settings: The operations to record.
-        tallies: By kind.
+        tallies: Counts by kind.
     """
 
     settings: CommsLogSettings
@@ -156,7 +156,7 @@ class CommsLog:
     _open: deque[Call] = field(default_factory=deque)
 
     def begin(self, operation: str, unit: str, nbytes: int, ranks: int, watch: Watch) -> Call | None:
-        """Record that a collective is about to be issued; return None if it is not to be recorded."""
+        """Start the record of a collective that is about to be issued, and return it; None if it is not to be recorded."""
         if self.settings.operations is not None and operation not in self.settings.operations:
             return None
         caller = ""
@@ -194,17 +194,17 @@ class CommsLog:
             )
 
     def counted(self) -> dict[Kind, Tally]:
-        """Return all tallies; waits for collectives that are still under way on the device."""
+        """Return all tallies; wait for collectives that are still running on the device."""
         while self._open:
             self._count(self._open.popleft())
         return self.tallies
 
     def seconds_by_kind(self) -> dict[tuple[str, int, int, str], float]:
-        """Return the seconds of every kind, in the form in which ranks exchange them."""
+        """Return the seconds of every kind, with keys that ranks can exchange."""
         return {astuple(kind): tally.seconds for kind, tally in self.counted().items()}
 
     def rows(self, by_rank: Sequence[Mapping[tuple[str, int, int, str], float]] | None = None) -> list[CommsRow]:
-        """Return one row per kind, sorted by operation and falling size.
+        """Return one row per kind, sorted by operation and decreasing size.
 
         Args:
             by_rank: ``seconds_by_kind`` of every rank, to name the last to arrive.
@@ -227,15 +227,15 @@ class CommsLog:
 
 
 def _size_text(nbytes: int) -> str:
-    """Return the size of a message for people: ``12.5 MiB``; objects, whose size is unknown, have none."""
+    """Return the size of a message as text, such as ``12.5 MiB``; an empty text for objects, whose size is unknown."""
     return size_text(nbytes, ".4g") if nbytes else "-"
 
 
-_current: CommsLog | None = None  # the log of this process, as deepspeed.comm has one
+_current: CommsLog | None = None  # the log of this process; deepspeed.comm has one, too
 
 
 def start_log(settings: CommsLogSettings) -> CommsLog:
-    """Record the collectives of engines made from now on; earlier counts are kept."""
+    """Record the collectives of engines created from now on; earlier counts are kept. Return the log."""
     global _current
     if _current is None:
         _current = CommsLog(settings)
@@ -244,7 +244,7 @@ def start_log(settings: CommsLogSettings) -> CommsLog:
 
 
 def stop_log() -> None:
-    """Drop the log; engines made from now on are not recorded."""
+    """Drop the log; engines created from now on are not recorded."""
     global _current
     _current = None
 

@@ -1,11 +1,11 @@
-"""Find whether the other ranks join a collective call that a script may have meant for one rank alone, without an endless wait.
+"""Find out whether the other ranks join a collective call that a script may have meant for one rank alone, without an endless wait.
 
-[Note: calls of one rank] At stage 3 a model is loaded by all ranks together. A script that has finished training may load one on rank 0
-alone, while the other ranks wait at its next barrier: then neither side continues. A rank cannot detect this from its own state. So ranks
-that reach the call count themselves in the store, and one that has waited for a moment asks where the others are, as a long wait does
-([Note: long waits]). If another rank waits in a collective of a group of both that this rank has not issued, it waits for this rank; the
-two would wait for each other, so the call belongs to this rank alone. The same holds if another rank has ended. A rank that is computing
-meanwhile may still come, and is asked again.
+[Note: calls of one rank] At stage 3 all ranks load a model together. A script that has finished training may load one on rank 0 alone,
+while the other ranks wait at its next barrier: then neither side continues. A rank cannot detect this from its own state. So ranks that
+reach the call count themselves in the store, and a rank that has waited for a moment asks where the others are, like a report of a long
+wait ([Note: long waits]). If another rank waits in a collective that this rank has not issued, in a group of both, that rank waits for this
+one; each would wait for the other, so the call belongs to this rank alone. The same holds if another rank has ended. A rank that is
+computing may still come, and is asked again.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ import torch.distributed as dist
 from hf_zero.comm import hang_watch
 from hf_zero.comm.standing import Standing, look
 
-_PATIENCE = 1.0  # seconds before other ranks are asked: ranks seldom come at the same time
+_PATIENCE = 1.0  # seconds before other ranks are asked: ranks seldom arrive at the same time
 _OFTEN = 0.02
-_ROUND = 6.0  # seconds until the next ranks are asked; the threads that answer look every five
+_ROUND = 6.0  # seconds until the next ranks are asked; the answering threads look every five seconds
 _ASKED = 8  # number of ranks asked in one round
 
-_joint = 0  # number of calls to which all ranks have come
+_joint = 0  # number of calls that all ranks have joined
 _of: dist.Store | None = None
 
 
 def comes_alone() -> bool:
-    """Wait until all ranks have called this function, or until it is certain that some do not; collective, or this rank's own.
+    """Wait until all ranks have called this function, or until it is certain that some will not; collective, or called by one rank alone.
 
     Returns:
-        Whether this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
+        True if this rank is alone; False if there are no other ranks, or if they cannot be asked because there is no engine yet.
     """
     global _joint, _of
     base = hang_watch.joint_store()
@@ -40,7 +40,7 @@ def comes_alone() -> bool:
         _joint, _of = 0, base
     store, world, key = dist.PrefixStore(hang_watch.KEY, base), dist.get_world_size(), f"joint/{_joint}"
     store.add(key, 1)
-    if hang_watch.current() is None:  # this rank alone has destroyed its engine: others count on it, and cannot ask where it is
+    if hang_watch.current() is None:  # only this rank has destroyed its engine; others wait for it and cannot ask it
         _joint += 1
         return False
     start, rounds = time.monotonic(), 0
@@ -58,7 +58,7 @@ def comes_alone() -> bool:
 
 
 def _those_of_round(number: int) -> list[int]:
-    """Return the ranks of a round, counted from the rank after this one."""
+    """Return the ranks to ask in round ``number``, starting with the rank after this one."""
     world, own = dist.get_world_size(), dist.get_rank()
     others = [(own + 1 + step) % world for step in range(world - 1)]
     first = number * _ASKED % len(others)
@@ -66,7 +66,7 @@ def _those_of_round(number: int) -> list[int]:
 
 
 def _is_elsewhere(store: dist.Store, rank: int, question: int) -> bool:
-    """Return whether a rank is known not to come before this one continues."""
+    """Return whether it is certain that ``rank`` will not call before this rank continues."""
     if not store.check([key := f"standing/{rank}"]):
         return False
     number, _, text = bytes(store.get(key)).decode().partition(" ")

@@ -8,7 +8,7 @@ import torch
 
 
 def default_device() -> torch.device:
-    """Return the accelerator that the script has made the current one, otherwise that of this local rank; the CPU if there is none."""
+    """Return the accelerator that the script has made current, otherwise the one of this local rank; the CPU without accelerators."""
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     if accelerator is None or os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes"):
         return torch.device("cpu")

@@ -1,6 +1,6 @@
-"""Carry collectives over gloo: send each peer its part and sum in rank order.
+"""Collectives over gloo: send each peer its part, and sum in rank order.
 
-For many ranks, parts travel by one all-to-all instead. A relay thread passes messages of other nodes on to the ranks of this node while
+For many ranks, parts are sent by one all-to-all instead. A relay thread forwards messages of other nodes to the ranks of this node while
 this rank computes.
 """
 
@@ -40,7 +40,7 @@ class Forwarded:
 
 
 class Relay:
-    """Runs tasks in the order of submission, in a thread that ends with this object."""
+    """Runner of tasks in the order of submission, in a thread that ends with this object."""
 
     def __init__(self) -> None:
         self._tasks: SimpleQueue[_Task | None] = SimpleQueue()
@@ -49,7 +49,7 @@ class Relay:
         weakref.finalize(self, self._tasks.put, None)
 
     def start(self, task: Callable[[], None]) -> Forwarded:
-        """Run ``task`` after all earlier ones."""
+        """Submit ``task``, to run after all earlier ones; return its handle."""
         future: Future[None] = Future()
         self._tasks.put((task, future))
         return Forwarded(future)
@@ -60,29 +60,29 @@ def _run(tasks: SimpleQueue[_Task | None]) -> None:
         task, future = given
         try:
             task()
-        except BaseException as error:  # raised by the thread that waits
+        except BaseException as error:  # the waiting thread raises it
             future.set_exception(error)
         else:
             future.set_result(None)
-        del given, task, future  # with the tensors that they reference
+        del given, task, future  # frees the tensors that they reference
 
 
-_RELAYED = TAGS + 2  # tag of messages of another node that come by way of a rank of this node
+_RELAYED = TAGS + 2  # tag of messages of another node that a rank of this node forwards
 
 
 class GlooCollectives(Collectives):
     """Direct exchange over gloo: each rank sends its peers their parts, and sums in rank order.
 
-    [Note: direct exchange on gloo] gloo's own ring all-gather and reduce-scatter take 2 to 3 times as long as the same
-    bytes sent directly to each peer (measured on 2 ranks), and the ring's order of summation depends on the rank.
-    Sending directly and summing locally in rank order is faster and deterministic. 16-bit parts are summed in the dtype of
-    ``out``, so a bf16 message is added up in fp32. Device tensors are staged through the host.
+    [Note: direct exchange on gloo] gloo's own ring all-gather and reduce-scatter take 2 to 3 times as long as the same bytes sent directly
+    to each peer (measured on 2 ranks), and the ring's order of summation depends on the rank. Sending directly and summing locally in rank
+    order is faster and deterministic. 16-bit parts are summed in ``dtype``, so a bf16 message can be summed in fp32. Device
+    tensors are copied through the host.
 
     [Note: gathers over nodes] Sent directly, a shard crosses to another node once for each rank there. Where the nodes are known, a rank
-    sends its shard to one rank of each other node, the one with its own place there, and hands on to the ranks of its node what comes from
-    these; so each shard comes to a node once, and as many messages are sent as before. Handing on is a thread's work (``relay.py``), which
-    waits for nothing but what the main threads of other nodes have sent: a rank that waits for a gather later than others keeps nobody
-    waiting. Reductions are sent directly: summed in the nodes first, they would be other numbers.
+    sends its shard to one rank of each other node, the rank at its own position there. That rank forwards the shard to the ranks of its
+    node, so each shard enters a node once, and the number of messages stays the same. A thread forwards (``Relay``), and it waits only for
+    messages that the main threads of other nodes send, so a rank that waits late for a gather delays no other rank. Reductions are sent
+    directly, because sums inside nodes first would round differently.
     """
 
     blocks_host = True
@@ -116,7 +116,7 @@ class GlooCollectives(Collectives):
         )
 
     def _gather_over_nodes(self, label: str, parts: torch.Tensor) -> list[Any]:
-        """Send every rank's row of ``parts`` (world, n) to all ranks, each row once over the links between two nodes."""
+        """Send every rank's row of ``parts`` (world, n) to all ranks; each row crosses the links between two nodes once."""
         (here, place), nodes = divmod(self.rank, self._per_node), self.world // self._per_node
         away = [(here + step) % nodes for step in range(1, nodes)]
         mates = [here * self._per_node + (place + step) % self._per_node for step in range(1, self._per_node)]
@@ -145,7 +145,7 @@ class GlooCollectives(Collectives):
         return [self._hand_on(forward), *works]
 
     def _hand_on(self, task: Callable[[], None]) -> Forwarded:
-        """Run ``task``, which passes shards of other nodes on to the ranks of this node, beside the computation."""
+        """Run ``task``, which forwards shards of other nodes to the ranks of this node, beside the computation."""
         self._relay = self._relay or Relay()
         return self._relay.start(task)
 
@@ -160,7 +160,7 @@ class GlooCollectives(Collectives):
         for peer in self._peers():
             parts[peer] = host_memory.passing(numel, host.dtype, host.device)
         works = self._exchange(label, lambda peer: host[peer * numel : (peer + 1) * numel], lambda peer: parts[peer])
-        scratch = 1 if self.rank == 0 else 0  # the sum may overwrite what was received from that rank, never what ``full`` holds
+        scratch = 1 if self.rank == 0 else 0  # the sum may overwrite the part received from that rank, never memory of ``full``
         return Pending(
             label, works, lambda: sum_in_order(parts, dtype, scratch).to(full.device), group=self.topology.group, keep=(full, host, *parts)
         )
@@ -194,7 +194,7 @@ class GlooCollectives(Collectives):
         own = parts[self.rank]
         others = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world)]
         works = self._exchange(label, lambda peer: parts[peer], lambda peer: others[peer])
-        # The second half starts when this rank waits, which other ranks may do at another point of their sequence.
+        # The second half starts when this rank waits; other ranks may wait at another point of their sequence.
         self._halves = tag = self._halves % TAGS + 1
 
         def finish() -> None:
@@ -257,7 +257,7 @@ class GlooCollectives(Collectives):
 
 
 def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int | None = None) -> torch.Tensor:
-    """Return parts[0] + parts[1] + ... , left to right, in ``dtype``; may use the memory of ``parts[scratch]``, one of the first two."""
+    """Return parts[0] + parts[1] + ... , left to right, in ``dtype``; may reuse the memory of ``parts[scratch]`` (0 or 1)."""
     if parts[0].dtype == dtype:
         total = torch.add(parts[0], parts[1], out=parts[scratch] if scratch is not None else None)
     else:
@@ -268,12 +268,12 @@ def sum_in_order(parts: Sequence[torch.Tensor], dtype: torch.dtype, scratch: int
 
 
 class AllToAllCollectives(GlooCollectives):
-    """Direct exchange whose reductions send their parts in one call of gloo.
+    """Direct exchange whose reductions send all parts in one all-to-all of gloo.
 
-    [Note: many ranks on gloo] A reduction is as many messages either way, and as many bytes. But a send and a receive of our own for each
-    peer take time of the host, on 32 ranks twice what one all-to-all takes for small units (``benchmarks/collectives/gloo_ranks.py``).
-    Parts are summed here in rank order as before, so no bit depends on the number at which the one takes over from the other. gloo's own
-    reduce-scatter sums in another order, 16-bit parts in 16 bit, and takes longer than both; so does its all-gather.
+    [Note: many ranks on gloo] A reduction is the same number of messages and bytes either way. But a send and a receive per peer take time
+    of the host: for small units on 32 ranks, twice the time of one all-to-all (``benchmarks/collectives/gloo_ranks.py``). Parts are summed
+    here in the same rank order, so the result does not depend on which class is used. gloo's own reduce-scatter sums in another order, sums
+    16-bit parts in 16 bits, and takes longer than both; its all-gather takes longer, too.
     """
 
     def reduce_scatter(self, full: torch.Tensor, dtype: torch.dtype, unit: str) -> Pending:

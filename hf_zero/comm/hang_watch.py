@@ -1,12 +1,12 @@
-"""Report a long wait of a rank: for which collective, for which ranks, and where they are; a thread beside the training asks them.
+"""Report a long wait of a rank: the collective, the ranks it waits for, and where they are; a thread beside the training asks them.
 
 [Note: long waits] If a rank does not reach a collective, the other ranks report nothing until the timeout of its group. One daemon thread
 per rank checks every few seconds where the other threads of its process are (``standing.py``); the training thread does no extra work. If
 a thread has waited in one collective for ``hf_zero.hang_report_s``, the daemon asks the other ranks through the store in which the ranks
-met. It uses a connection of its own, because a client of a store serves one call at a time. The daemons of the other ranks look for such
+met. It uses a connection of its own, because a client of a store serves one call at a time. The daemons of the other ranks poll for such
 questions equally often, and answer with the standing of their ranks. A rank has arrived if it has issued at least as many operations in
-the collective's group as the waiting one; the report names the other ranks. The store keeps only a counter and one line per rank. This
-thread never ends a run: the timeout does that.
+the collective's group as the waiting rank; the report names the other ranks. The store keeps only a counter and one line per rank. The
+daemon never ends a run: the timeout does that.
 """
 
 from __future__ import annotations
@@ -31,23 +31,23 @@ from hf_zero.observe import logger
 
 KEY = "hf_zero_hang"
 ENDED = "ended"
-"""Message that a rank which ends leaves in place of its standing."""
-_OFTEN = 5.0  # most seconds between two looks in a small world
-_RANKS_PER_SECOND = 500  # ranks that may look into the store of rank 0 per second
-_ANSWERS = 0.2  # seconds between two looks for answers
-_AGAIN = 5  # the next report of a wait comes after this multiple of the time
+"""Message that a rank leaves in place of its standing when it ends."""
+_OFTEN = 5.0  # longest interval in seconds between two polls in a small world
+_RANKS_PER_SECOND = 500  # polls of the store of rank 0 per second, at most
+_ANSWERS = 0.2  # seconds between two polls for answers
+_AGAIN = 5  # the next report of the same wait comes at this multiple of its time
 _STORE_SECONDS = 10.0
-_MOST_CONNECTIONS = 400  # largest world in which each rank has a second connection
-_NAMED = 8  # most ranks whose places are in a report
+_MOST_CONNECTIONS = 400  # largest world in which each rank opens a second connection
+_NAMED = 8  # maximum number of ranks in a report with their places
 
-_current: HangWatch | None = None  # of this process
+_current: HangWatch | None = None  # the thread of this process
 
 
 class LongWaits:
-    """Enables reports of this rank's long waits as long as this object lives, or until ``stop``; local.
+    """Request for reports of this rank's long waits, in force while this object lives or until ``stop``; local.
 
     Args:
-        seconds: Duration after which a wait is reported; 0 for never. The shortest duration of all objects counts.
+        seconds: Duration after which a wait is reported; 0 for never. The shortest duration of all requests holds.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -67,7 +67,7 @@ class LongWaits:
             _current.start()
 
     def stop(self) -> None:
-        """End the reports, and the thread if no other object needs it."""
+        """End this request, and the thread if no other request needs it."""
         if _current is not None and _current.owners.pop(self, None) is not None and not _current.owners:
             _current.end()
 
@@ -89,11 +89,11 @@ def joint_store() -> dist.Store | None:
 
 
 def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
-    """Return the same store for another thread; None if the store allows no second connection or cannot be reached.
+    """Return the same store over a connection for another thread; None if the store allows none or cannot be reached.
 
     [Note: connections of the store] The process that keeps the store holds a connection per rank, and 1024 open files are a common limit.
-    In a large world the thread takes the main thread's, which serves one call at a time: a wait inside the making of a group, which itself
-    asks the store, is then not told.
+    In a large world the thread shares the main thread's connection, which serves one call at a time. A wait inside the creation of a group,
+    which itself asks the store, is then not reported.
     """
     if world > _MOST_CONNECTIONS:
         return dist.PrefixStore(KEY, store)
@@ -107,7 +107,7 @@ def _own_connection(store: dist.Store, world: int) -> dist.Store | None:
 
 
 def _require_listener(store: Any) -> None:
-    """Raise a RuntimeError if no process listens for a store over the network: torch's own call would print a trace before it fails."""
+    """Raise a RuntimeError if no process listens at a network store; torch's own call would print a trace before it fails."""
     while isinstance(store, dist.PrefixStore):
         store = store.underlying_store
     if isinstance(store, dist.TCPStore):
@@ -123,11 +123,11 @@ class _Question:
 
     Attributes:
         number: Number of the question.
-        seconds: How long the wait has taken.
+        seconds: Duration of the wait so far.
         standing: Standing of the rank that asks.
-        missing: Ranks whose answers have not come.
+        missing: Ranks that have not answered yet.
         deadline: Time at which the report is made without them.
-        answers: Answers by rank.
+        answers: Standings of the ranks that have answered.
     """
 
     number: int
@@ -139,7 +139,7 @@ class _Question:
 
 
 class HangWatch(threading.Thread):
-    """Looks for long waits of this rank, and answers other ranks.
+    """Thread that looks for long waits of this rank, and answers other ranks.
 
     Args:
         store: Store in which the default group's ranks met; the thread ends with this group.
@@ -148,8 +148,8 @@ class HangWatch(threading.Thread):
         world: Number of ranks.
 
     Attributes:
-        store: The argument ``store``.
-        owners: Seconds after which waits are reported, by the object that requests the reports.
+        store: See the argument.
+        owners: Durations after which waits are reported, by the object that requests the reports.
     """
 
     def __init__(self, store: dist.Store, own: dist.Store, rank: int, world: int) -> None:
@@ -158,7 +158,7 @@ class HangWatch(threading.Thread):
         self.owners: weakref.WeakKeyDictionary[LongWaits, float] = weakref.WeakKeyDictionary()
         self._own, self._rank, self._world = own, rank, world
         self._over = threading.Event()
-        self._answered = 0  # questions of other ranks
+        self._answered = 0  # number of questions of other ranks that this rank has answered
         self._moment: Any = None
         self._since = self._due = 0.0
         self._question: _Question | None = None
@@ -169,10 +169,10 @@ class HangWatch(threading.Thread):
         return self.store is store and self.is_alive() and not self._over.is_set()
 
     def end(self, process: bool = False) -> None:
-        """End the thread and wait for it for a moment only, because the store may not answer.
+        """End the thread; wait for it only for a moment, because the store may not answer.
 
         Args:
-            process: Whether the process ends too; the thread leaves this answer for later questions.
+            process: The process ends, too; the thread leaves that as its answer to later questions.
         """
         self._last_answer = process
         self._over.set()
@@ -180,7 +180,7 @@ class HangWatch(threading.Thread):
             self.join(1.0)
 
     def run(self) -> None:
-        """Look periodically, until no object requests it, the default group is destroyed, or the store does not answer."""
+        """Poll until no object requests it, the default group is destroyed, or the store does not answer."""
         while not self._over.wait(_ANSWERS if self._question is not None else self._pause()):
             if not self.owners or self._is_gone():
                 return
@@ -193,7 +193,7 @@ class HangWatch(threading.Thread):
                     raise
                 logger.debug("long waits are no longer reported: the TCP store of the process group does not answer: %s", error)
                 if self._question is not None or self._seconds_waited() >= self._limit():
-                    self._say_alone()
+                    self._report_without_store()
                 return
         if self._last_answer and not self._is_gone():
             with suppress(RuntimeError):
@@ -201,7 +201,7 @@ class HangWatch(threading.Thread):
                 self._own.set(f"standing/{self._rank}", f"0 {ENDED}")
 
     def _is_gone(self) -> bool:
-        """Return whether the default group has been destroyed, perhaps at this moment."""
+        """Return whether the default group has been destroyed, perhaps just now."""
         try:
             return default_store() is not self.store
         except (LookupError, ValueError):
@@ -262,7 +262,7 @@ class HangWatch(threading.Thread):
             self._question = None
             logger.warning("%s", report(self._rank, question.seconds, question.standing, question.answers, question.missing))
 
-    def _say_alone(self) -> None:
+    def _report_without_store(self) -> None:
         standing = self._question.standing if self._question is not None else look(device=True)
         if standing.operation:
             text = _own_part(self._rank, self._seconds_waited(), standing)
@@ -270,21 +270,21 @@ class HangWatch(threading.Thread):
 
 
 def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Standing], silent: list[int]) -> str:
-    """Return the line of a rank that waits.
+    """Return the line that reports the wait of ``rank``.
 
     Args:
-        rank: That rank.
-        seconds: How long it has waited.
-        standing: Standing of the rank: the collective it waits for.
+        rank: The rank that waits.
+        seconds: Duration of its wait.
+        standing: Its standing, with the collective it waits for.
         answers: Standings of the other ranks, by rank.
         silent: Ranks that have not answered.
     """
     behind = {other: its for other, its in sorted(answers.items()) if its.behind(standing)}
-    # In a vote a rank may wait for one that itself waits for another, in the same vote.
+    # In a vote a rank may wait for a rank that itself waits for another one, in the same vote.
     late = {other: its for other, its in behind.items() if its.operation != standing.operation} or ({} if silent else behind)
-    told = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
+    elsewhere = {other: its for other, its in sorted(answers.items()) if other not in behind and its.operation != standing.operation}
     if not (standing.group or late or silent or standing.operation == OF_THE_SCRIPT):  # the creation of a group is not counted
-        late, told = told, {}
+        late, elsewhere = elsewhere, {}
     parts = [_own_part(rank, seconds, standing)]
     if late:
         parts.append(f"Not come: {_places(late)}")
@@ -298,8 +298,8 @@ def report(rank: int, seconds: float, standing: Standing, answers: dict[int, Sta
             "All ranks have reached this collective, so the ranks run different sequences of steps, or the network between "
             "them is slow or broken"
         )
-    if told and not late:
-        parts.append(f"Elsewhere: {_places(told)}")
+    if elsewhere and not late:
+        parts.append(f"Elsewhere: {_places(elsewhere)}")
     return ". ".join(parts)
 
 
@@ -314,12 +314,12 @@ def _wait(standing: Standing) -> str:
 
 
 def _places(standings: dict[int, Standing]) -> str:
-    """Return ``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
-    named = [f"rank {rank} on {its.host} {_doing(its)}" for rank, its in list(standings.items())[:_NAMED]]
+    """Return text such as ``rank 2 on node-1 is at data.py:12 in read, 31 s after hf_zero::spread; rank 3 ...``."""
+    named = [f"rank {rank} on {its.host} {_activity(its)}" for rank, its in list(standings.items())[:_NAMED]]
     return "; ".join(named + [f"and {len(standings) - _NAMED} more ranks"] * (len(standings) > _NAMED))
 
 
-def _doing(standing: Standing) -> str:
+def _activity(standing: Standing) -> str:
     if standing.operation:
         return f"waits for {_wait(standing)}"
     after = f", {standing.age:.0f} s after {standing.last}" if standing.last else ""

@@ -13,9 +13,9 @@ from hf_zero.comm.process_groups import serving_backend
 
 
 class Link:
-    """Sends and receives between the ranks of an axis, in the order of the calls for each pair of them.
+    """Sends and receives between the ranks of an axis; each pair of ranks matches its calls in order.
 
-    Sent tensors stay alive until ``settle``. If a host back end serves a device, it sends copies on the host.
+    Sent tensors stay alive until ``settle``. If a host back end serves a device, copies on the host are sent.
 
     Attributes:
         axis: The axis of the ranks.
@@ -53,7 +53,7 @@ class Link:
         return found
 
     def settle(self, label: str) -> None:
-        """Wait until all sent tensors have left."""
+        """Wait until all sends have completed."""
         while self._under_way:
             work, _ = self._under_way.pop()
             self.axis.launch(f"send {label}", work.wait)

@@ -1,4 +1,4 @@
-"""Describe the nodes of the ranks, as their launchers report them, and the two networks (hops) of a reduction inside and over nodes."""
+"""The nodes of the ranks, as their launchers report them, and the two groups (hops) of a reduction inside and over nodes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Nodes:
     """Number of ranks of each node; the same on all ranks. Ranks of a node are adjacent, as launchers number them.
 
     Attributes:
-        sizes: The different numbers of ranks of a node, sorted; empty if the launcher has not told a rank its own.
+        sizes: The distinct numbers of ranks per node, sorted; empty if some rank's launcher has not reported its number.
     """
 
     sizes: tuple[int, ...] = ()
@@ -35,10 +35,10 @@ class Nodes:
         return len(self.sizes) > 1
 
     def ranks_in_each(self, lines: Iterable[Sequence[int]]) -> int:
-        """Return how many of a line's ranks each node has.
+        """Return the number of a line's ranks in each node.
 
         Args:
-            lines: Ranks of the default group, in the order of one axis; all of its lines.
+            lines: All lines of one axis: ranks of the default group, in the order of the axis.
 
         Returns:
             The number, if it is the same for all lines and nodes and these ranks are adjacent in their line; otherwise 0.
@@ -57,19 +57,19 @@ class Nodes:
         """Return the sorted group sizes that divide ``ranks`` so that each group is inside a node or consists of complete nodes.
 
         Args:
-            ranks: Number of the ranks that are divided.
+            ranks: Number of ranks to divide.
             together: Number of adjacent ranks that count as one, such as those of a tensor-parallel model; a factor of ``ranks``.
         """
         places = ranks // together
         return [size for size in range(1, places + 1) if places % size == 0 and (size == places or self.fits(size * together))]
 
     def require_fit(self, size: int, ranks: int, what: str, together: int = 1) -> None:
-        """Raise if groups of adjacent ranks would lie partly in one node and partly in another.
+        """Raise if groups of adjacent ranks would extend over parts of several nodes.
 
         Args:
             size: Number of ranks of a group, in units of ``together`` ranks.
-            ranks: Number of the ranks that are divided.
-            what: Name of the groups, for the message. Each may also consist of several complete nodes if nodes are even.
+            ranks: Number of ranks to divide.
+            what: Name of the groups, for the message.
             together: See ``fitting``.
 
         Raises:
@@ -82,7 +82,7 @@ class Nodes:
             raise ConfigError(f"{what}: {adjacent} adjacent ranks do not fit {self}; {fits} ranks would")
 
     def fits(self, size: int) -> bool:
-        """Return whether groups of ``size`` adjacent ranks are each inside a node, or consist of complete nodes."""
+        """Return whether each group of ``size`` adjacent ranks is inside a node, or consists of complete nodes."""
         common = math.gcd(*self.sizes)  # 0 if the nodes are unknown; then every size fits
         return common % size == 0 or (not self.uneven and size % common == 0)
 
@@ -90,7 +90,7 @@ class Nodes:
 def nodes_of(networks: Sequence[Collectives]) -> Nodes:
     """Return the nodes of all ranks of ``networks``, axes that cross each other, as their launchers report them; collective.
 
-    It takes one small vote for each network if all nodes have the same number of ranks. Nothing is kept by rank.
+    If all nodes have the same number of ranks, this takes one small vote per network. No table of ranks is kept.
     """
     own = ranks_of_node()
     votes = [float(own), float(-own)]
@@ -107,18 +107,19 @@ def nodes_of(networks: Sequence[Collectives]) -> Nodes:
 
 
 def ranks_of_node() -> int:
-    """Return the number of ranks on this machine as the launcher reports it; 0 if it does not."""
+    """Return the number of ranks on this machine as its launcher reports it; 0 if it reports none."""
     text = os.environ.get("LOCAL_WORLD_SIZE", "")
     return int(text) if text.isdigit() else 0
 
 
 @dataclass(frozen=True)
 class TwoHops:
-    """The networks of a reduction that goes over the nodes after it has gone over the ranks of each.
+    """The collectives of a reduction in two hops: over the ranks of each node, then over the nodes.
 
-    [Note: swizzled parts] Rank ``l`` of node ``m`` owns part ``m * ranks + l`` of a vector. The first hop, inside the node, brings it the
-    node's sums of all parts that the ranks with its place ``l`` own, one for each node, in the order of nodes; the second, among these
-    ranks, the sum of its own one. So of each part one sum leaves a node (Wang et al., arXiv 2306.10209, section 3.3).
+    [Note: swizzled parts] Rank ``l`` of node ``m`` owns part ``m * ranks + l`` of a vector. The first hop, inside the node, gives the rank
+    its node's sums of all parts owned by ranks at position ``l``, one part per node, in the order of nodes. The second hop, among the
+    ranks at position ``l``, gives it the sum of its own part. So one sum of each part leaves a node (Wang et al., arXiv 2306.10209,
+    section 3.3).
 
     Attributes:
         inside: The ranks of this node.

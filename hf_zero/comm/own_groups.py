@@ -1,4 +1,4 @@
-"""Make process groups that only the engine uses, so that a script's own operations never come between the engine's collectives."""
+"""Make process groups that only the engine uses, so that a script's operations never come between the engine's collectives."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from hf_zero.comm.topology import Topology
 
 Purpose = Literal["gathers", "reductions"]
 
-# [Note: the engine's own groups] nccl wants the collectives of one communicator in one order on all ranks. A script's collectives inside
-# a forward (SyncBatchNorm, losses over all ranks) stand in the order of the script, gathers in that of the rounds, which may be ahead:
-# on one group the ranks would have to be ahead alike. Gathers and reductions have an order in common ([Note: one order]) and a group
-# each, because a group carries one collective at a time. Groups are made once per group of the script's and kept: an engine that is
-# made after another takes the same.
+# [Note: the engine's own groups] nccl needs the collectives of one communicator in the same order on all ranks. A script's collectives
+# inside a forward (SyncBatchNorm, losses over all ranks) come in the order of the script; gathers come in the order of the unshard pass,
+# which may be ahead by a different distance on each rank. So the engine does not share the script's group. Gathers and reductions have a
+# common order ([Note: one order]) but a group each, because a group carries one collective at a time. Groups are made once per group of the
+# script and kept: a later engine takes the same ones.
 _made: dict[tuple[dist.ProcessGroup, Purpose], Topology] = {}
 _users: dict[dist.ProcessGroup, int] = {}
 
 
 def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
-    """Return the ranks of ``topology`` in a process group of the engine's own; created at the first call, by all ranks together.
+    """Return the ranks of ``topology`` in a process group of the engine's own; created at the first call, collective then.
 
-    Votes and objects travel over the group for gathers.
+    Votes and objects are sent over the group for gathers.
     """
     joint = own_topology(topology.joint, purpose) if topology.joint is not None and purpose == "gathers" else topology.joint
     if topology.world == 1:
@@ -43,7 +43,7 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
 
 
 def borrow(topology: Topology) -> None:
-    """Count one more user of a group of the engine's own; ``give_back`` counts one less."""
+    """Add one user of a group of the engine's own; ``give_back`` removes one."""
     _users[topology.group] = _users.get(topology.group, 0) + 1
 
 
@@ -58,5 +58,5 @@ def give_back(topology: Topology) -> None:
         del _made[key]
     if exists(topology.group):
         if topology.device.type != "cpu":
-            torch.accelerator.synchronize(topology.device)  # running work on the device would be cut off
+            torch.accelerator.synchronize(topology.device)  # destroying the group would abort work that runs on the device
         dist.destroy_process_group(topology.group)

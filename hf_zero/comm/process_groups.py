@@ -1,4 +1,4 @@
-"""Create every further process group, with the timeout of the group that it divides, and look up properties of a group."""
+"""Create all process groups except the default one, with the timeout of the group they divide, and look up properties of a group."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_zero.comm.device import default_device
 from hf_zero.errors import StateError
 from hf_zero.system.planning import planning
 
-# torch 2.13 renamed it; both names are the same function.
+# torch 2.13 renamed this function; both names are the same.
 all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
-MOST_CONNECTED = 16  # largest group in which gloo may connect each rank with each
+MOST_CONNECTED = 16  # largest group in which gloo may connect every pair of ranks
 FAKE = "fake"
-"""torch's back end without peers, on which a plan runs: on a CPU it takes the place of gloo."""
+"""torch's fake back end, on which a memory plan runs: on a CPU it replaces gloo."""
 
-Lines = Sequence[Sequence[int]]  # groups of ranks of the default group, which do not overlap
+Lines = Sequence[Sequence[int]]  # disjoint groups of ranks of the default group
 
 
 def exists(group: dist.ProcessGroup) -> bool:
@@ -33,14 +33,14 @@ def exists(group: dist.ProcessGroup) -> bool:
 
 # -- creation ---------------------------------------------------------------------------------------------------------
 
-# Pairs of groups by the group that was divided and the division: two engines share them.
+# Pairs of groups by the divided group and the key of the division, so that two engines share them.
 _divided: dict[tuple[dist.ProcessGroup, Any], tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
 def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> list[list[int]]:
-    """Return the different ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
+    """Return the distinct ``own`` of all ranks of ``group`` (default: all ranks), in the order of their first ranks; collective.
 
-    Ranks at equal distances are sent as three numbers: a line itself is as long as the world is large, and each rank would get them all.
+    Ranks at equal distances are sent as three numbers: a whole line grows with the world, and each rank would receive all of them.
     """
     if is_pretended(group):
         return _lines_like(own, dist.get_process_group_ranks(group))
@@ -49,16 +49,16 @@ def lines_of_all(own: Sequence[int], group: dist.ProcessGroup | None = None) -> 
     group = group or dist.distributed_c10d._get_default_group()
     device = host_device(group, default_device())
     mine = torch.tensor([own[0], own[-1] + 1, step] if regular else [-1, 0, 0], device=device)
-    told = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
-    all_gather_single(told, mine, group=group)
-    numbers = dict.fromkeys(zip(*[iter(told.tolist())] * 3, strict=True))  # each line once
+    gathered = torch.empty(3 * dist.get_world_size(group), dtype=mine.dtype, device=device)
+    all_gather_single(gathered, mine, group=group)
+    numbers = dict.fromkeys(zip(*[iter(gathered.tolist())] * 3, strict=True))  # each line once
     return [list(range(*line)) for line in numbers] if (-1, 0, 0) not in numbers else _irregular_lines(own, group)
 
 
 def _irregular_lines(own: Sequence[int], group: dist.ProcessGroup | None) -> list[list[int]]:
-    told: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(told, list(own), group=group)
-    return [list(line) for line in dict.fromkeys(tuple(line) for line in told)]
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, list(own), group=group)
+    return [list(line) for line in dict.fromkeys(tuple(line) for line in gathered)]
 
 
 def _lines_like(own: Sequence[int], ranks: Sequence[int]) -> list[list[int]]:
@@ -78,12 +78,12 @@ def divide_twice(
     """Return this rank's groups of two divisions of ``group``, made once; every rank of the default group makes all of them.
 
     Args:
-        group: The group that is divided.
+        group: The group to divide.
         key: Distinguishes this pair of divisions from others of ``group``.
         first: The lines of the first division.
-        second: The lines of the second one.
+        second: The lines of the second division.
         device: Device of this rank.
-        backend: Name of the second division's back end; None takes the one that fits.
+        backend: Name of the second division's back end; None takes the same as for the first.
     """
     for known in [key for key in _divided if not exists(key[0])]:
         del _divided[known]  # entries of a default group that was destroyed
@@ -94,16 +94,16 @@ def divide_twice(
 
 
 def _divide(group: dist.ProcessGroup, lines: Lines, device: torch.device, backend: str | None = None) -> dist.ProcessGroup:
-    """Create a process group of each line, with ``group``'s back end and timeout, and return this rank's."""
+    """Create a process group of each line, with ``group``'s back end and timeout; return this rank's group."""
     return _make(lines, timeout_of(group, device), backend or backend_with_host(group, device))
 
 
 def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.ProcessGroup:
-    """Return this rank's group of ``lines``; every rank that is in one of them must call this with the same lines.
+    """Return this rank's group of ``lines``; every rank in one of the lines must call this with the same lines.
 
     [Note: groups of others] torch requires ``new_group`` to be called for groups without this rank too. Such a call only counts, because
-    groups are named by their number; but on nccl with a device it takes part in a split of the communicator for each, as many as the
-    world has lines. Here each rank makes its own, under the number that it has in the order of ``lines``.
+    groups are named by their number. But on nccl with a device each call takes part in a split of the communicator, once per line of the
+    world. So each rank creates only its own group, under the number that the group has in the order of ``lines``.
     """
     counted, made = dist.distributed_c10d._world, None
     for line in lines:
@@ -117,17 +117,18 @@ def _make(lines: Lines, timeout: timedelta | None, backend: str) -> dist.Process
 
 
 def _new_group(ranks: Sequence[int], timeout: timedelta | None, backend: str, alone: bool = False) -> dist.ProcessGroup:
-    """Return a new process group of ``ranks``; with ``alone`` no other rank takes part."""
+    """Return a new process group of ``ranks``; with ``alone`` only these ranks take part."""
     with _connected_on_use() if len(ranks) > MOST_CONNECTED else contextlib.nullcontext():
         return dist.new_group(list(ranks), timeout=timeout, backend=backend, use_local_synchronization=alone)
 
 
 @contextlib.contextmanager
 def _connected_on_use() -> Iterator[None]:
-    """Let groups of gloo that are created inside connect two ranks at their first message.
+    """Make gloo groups that are created in the context connect two ranks at their first message.
 
-    [Note: connections of gloo] gloo connects each rank with each when a group is made: on 4096 ranks as many sockets in every process,
-    where 1024 open files are a common limit. Votes and rings need a few. Nothing but a variable says so; the user's stays.
+    [Note: connections of gloo] gloo connects every pair of ranks when a group is made: on 4096 ranks as many sockets in every process,
+    where 1024 open files are a common limit. Votes and rings need only a few. An environment variable is the only switch; the user's value
+    wins.
     """
     name = "TORCH_GLOO_LAZY_INIT"
     if name in os.environ:
@@ -157,17 +158,17 @@ def copy_group(group: dist.ProcessGroup, device: torch.device, backend: str, cro
     return _make(lines_of_all(own), timeout, backend)  # every rank has to take part in the creation of every group
 
 
-# Meshes by the default group and their shape: a script that creates another Accelerator gets the same groups again.
+# Meshes by default group and shape: a script that creates another Accelerator gets the same groups again.
 _meshes: dict[tuple[dist.ProcessGroup, Any], DeviceMesh] = {}
 
 
 def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, Sequence[str]]) -> DeviceMesh:
-    """Return all ranks as torch's mesh of named dimensions, for libraries that need one; created once per shape, collective.
+    """Return all ranks as torch's mesh with named dimensions, for libraries that need one; created once per shape, collective.
 
     Args:
         sizes: Size by name, outermost first; their product is the number of ranks.
-        device_type: "cpu", "cuda", ...
-        joint: Further names, each of several dimensions together.
+        device_type: "cpu", "cuda" or another device type.
+        joint: Further names, each for several dimensions together.
     """
     for known in [key for key in _meshes if not exists(key[0])]:
         del _meshes[known]
@@ -185,7 +186,7 @@ def device_mesh(sizes: Mapping[str, int], device_type: str, joint: Mapping[str, 
 
 
 def default_store() -> dist.Store | None:
-    """Return the store in which the ranks of the default group met; None without such a group, or if its back end needs none (mpi)."""
+    """Return the store in which the ranks of the default group met; None without a default group, or if its back end needs none (mpi)."""
     return dist.distributed_c10d._get_default_store() if dist.is_initialized() else None
 
 
@@ -198,7 +199,7 @@ def timeout_of(group: dist.ProcessGroup, device: torch.device) -> timedelta | No
 
 
 def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the name of the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
+    """Return the back end that carries tensors of ``device``; a group may have one per device type (``cpu:gloo,cuda:nccl``)."""
     served = _served(group)
     if is_pretended(group):
         return "gloo" if device.type == "cpu" else FAKE
@@ -207,8 +208,8 @@ def serving_backend(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
-    """Return the back end for another group like ``group`` that also carries host tensors over gloo: votes and objects then wait for no
-    device.
+    """Return the back end for another group like ``group`` that also carries host tensors over gloo, so that votes and objects wait
+    for no device.
     """
     if FAKE in _served(group).values():
         return str(dist.get_backend_config(group))
@@ -217,12 +218,12 @@ def backend_with_host(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def is_pretended(group: dist.ProcessGroup | None) -> bool:
-    """Return whether the other ranks of ``group`` (default: all ranks) are those of a plan, which do not exist."""
+    """Return whether ``group`` (default: all ranks) belongs to a memory plan, whose other ranks do not exist."""
     return planning() and FAKE in _served(group or dist.distributed_c10d._get_default_group()).values()
 
 
 def host_device(group: dist.ProcessGroup, device: torch.device) -> torch.device:
-    """Return the device of small messages: the host if the group carries host tensors, which then wait for no device; otherwise
+    """Return the device for small messages: the host if the group carries host tensors, which wait for no device; otherwise
     ``device``.
     """
     return torch.device("cpu") if "cpu" in _served(group) else device

@@ -1,6 +1,6 @@
-"""Run collectives whose messages are codes of blocks: all-gathers of 8 bits per element, reduce-scatters of 4.
+"""Collectives whose messages are codes of blocks: all-gathers of 8 bits per element, reduce-scatters of 4.
 
-Wang et al., "ZeRO++", arXiv:2306.10209 (qwZ and qgZ). The codes are ``native/quantize.py``'s ([Note: the code of a block]); a back end
+Wang et al., "ZeRO++", arXiv:2306.10209 (qwZ and qgZ). ``native/quantize.py`` makes the codes ([Note: the code of a block]); a back end
 carries them as bytes. One rank sends nothing, so nothing is coded there.
 """
 
@@ -17,9 +17,9 @@ GRADIENT_BITS = 4
 
 
 def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
-    """Gather codes of 8 bits like ``Collectives.all_gather``; this rank's own part of ``full`` is also replaced by the value of its code.
+    """Gather codes of 8 bits like ``Collectives.all_gather``; also replace this rank's own part of ``full`` by the values of its code.
 
-    So all ranks hold the same bits.
+    So all ranks have the same bits.
     """
     world = collectives.world
     if world == 1:
@@ -45,7 +45,7 @@ def values_of(messages: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
 
 
 def coded(shard: torch.Tensor) -> torch.Tensor:
-    """Return the values that an all-gather of codes makes of ``shard`` (n,), a new tensor; local."""
+    """Return ``shard`` (n,) after coding and decoding, as an all-gather of codes would deliver it, as a new tensor; local."""
     return values_of(message_of(shard).unsqueeze(0), torch.empty_like(shard))
 
 
@@ -55,9 +55,9 @@ def reduce_scatter_codes(
     """Reduce codes of 4 bits like ``Collectives.reduce_scatter``, by an all-to-all; summed in fp32 in rank order, on every back end.
 
     Args:
-        collectives: Network of two or more ranks.
+        collectives: Collectives over two or more ranks.
         full: This rank's values in equal parts, (each * world * n,); rank ``r`` gets parts ``r``, ``r + world``, ...
-        dtype: Type of the result, (each * n,): fp32, bf16 or fp16.
+        dtype: Dtype of the result, (each * n,): fp32, bf16 or fp16.
         unit: Name for labels.
         error: Error of this rank's earlier codes, (each * world, message_bytes(n, 8)).
         each: Number of parts that a rank gets, see [Note: swizzled parts].

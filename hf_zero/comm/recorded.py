@@ -14,21 +14,21 @@ from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
 
 
 class _Stamp:
-    """Work in front of a collective's works; it records when a caller begins to wait for them."""
+    """Object in front of a collective's works; its ``wait`` records when a caller begins to wait for them."""
 
     def __init__(self, call: Call) -> None:
         self._call = call
 
     def wait(self) -> None:
-        """Record the moment."""
+        """Record the present time as the begin of the wait."""
         self._call.waits = self._call.watch.now()
 
 
 class RecordedCollectives(Collectives):
-    """Forwards every call to ``inner`` and records kind, bytes and times of the calls that go over the network.
+    """Wrapper that forwards every call to ``inner`` and records kind, bytes and times of the calls that use the network.
 
     Attributes:
-        inner: The back end.
+        inner: The wrapped collectives.
         log: The comms log.
     """
 

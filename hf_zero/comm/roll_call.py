@@ -14,15 +14,15 @@ import torch.distributed as dist
 from hf_zero.comm.process_groups import FAKE, default_store
 
 SECONDS_TO_ANSWER = 5.0
-_MORE = 3.0  # seconds for the store to answer
-_NAMED = 8  # most ranks that are named
+_MORE = 3.0  # additional seconds for the store to answer
+_NAMED = 8  # maximum number of ranks that are named
 _KEY = "hf_zero_roll_call"
 _signed_in: dist.Store | None = None
 _verdict: tuple[dist.Store, str] | None = None
 
 
 def sign_in() -> None:
-    """Write this rank's host into the default group's store, for ranks that outlive it; no collective, once per default group."""
+    """Write this rank's host into the default group's store, for ranks that outlive it; local, once per default group."""
     global _signed_in
     store = default_store()
     if store is None or store is _signed_in or dist.get_world_size() == 1:
@@ -33,14 +33,14 @@ def sign_in() -> None:
 
 
 def call_roll() -> str:
-    """Return which ranks do not answer, and on which hosts, in words; "" if no rank can be asked.
+    """Return as text which ranks do not answer, and on which hosts; an empty text if no rank can be asked.
 
     [Note: roll call] The error of a back end names no rank: at best an address, or that a timeout expired. The connections of a dead rank
     close, or the timeout expires, so the other ranks fail within a short time of each other and call this function. They count themselves
-    in the store; the first one waits for the rest, looks up the missing ranks and their hosts, and writes the verdict, for which the
-    others wait: there are as many messages as ranks. A rank that is computing meanwhile answers at its next collective, perhaps too late.
-    The store may have gone with its host, or not be reachable from here, and its calls have no time limit; so a thread makes them, and is
-    abandoned if it does not return. This runs once per default group: after the first failure nothing can be relied on.
+    in the store. The first one waits for the others, looks up the missing ranks and their hosts, and writes the verdict, for which the
+    others wait: there are as many messages as ranks. A rank that is still computing answers at its next collective, perhaps too late. The
+    store may have died with its host, or be unreachable from here, and its calls have no time limit; so a thread makes them, and is
+    abandoned if it does not return. This runs once per default group: after the first failure the state of the ranks is unknown.
     """
     global _verdict
     store = default_store()
@@ -84,7 +84,7 @@ _ALL = "all ranks answer, so they run different sequences of steps, or the netwo
 
 
 def _places(store: dist.Store, ranks: list[int]) -> str:
-    """Return ``ranks 2 and 3 on node-2, rank 5 on node-3``."""
+    """Return text such as ``ranks 2 and 3 on node-2, rank 5 on node-3``."""
     hosts: dict[str, list[int]] = {}
     for rank in ranks[:_NAMED]:
         key = f"{_KEY}/host/{rank}"

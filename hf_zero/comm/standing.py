@@ -1,4 +1,4 @@
-"""Observe this rank from another thread: in which collective it waits, at which line it is, how far its groups have come."""
+"""Observe this rank from another thread: the collective it waits in, the line it runs, the operations its groups have issued."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hf_zero.system import stacks
 
 _TORCH = os.path.join("torch", "distributed", "distributed_c10d.py")
 _OWN = os.path.join("hf_zero", "comm", "collectives.py")
-_OWN_NAMES = ("wait", "launch")  # of ``Pending`` and ``Collectives``, which have a label
+_OWN_NAMES = ("wait", "launch")  # methods of ``Pending`` and ``Collectives``, which have a label
 OF_THE_SCRIPT = "a wait of the script's"
-_WAITING_CALLS = (".wait(", "wait_tensor(")  # methods of a script's own works
+_WAITING_CALLS = (".wait(", "wait_tensor(")  # calls with which a script waits for its own works
 _BLOCKS = ("hf_zero::pre_forward", "hf_zero::pre_backward")
 
 
@@ -33,10 +33,10 @@ class Standing:
         operation: The collective that the rank waits for: a label of the engine or the name of torch's function; "" when it waits for none.
         group: Name of the process group of the operation, in torch; "" if unknown.
         place: The rank's Python line.
-        phase: Phase of the engine; "" outside of all.
+        phase: Phase of the engine; "" outside of all phases.
         block: The block whose forward or backward began last; "" for none.
         last: The label that was recorded last; "" for none.
-        age: Seconds since then.
+        age: Seconds since that record.
         issued: Number of operations that it has issued, by name of the process group.
         host: Its host's name.
     """
@@ -52,7 +52,7 @@ class Standing:
     host: str = ""
 
     def as_text(self) -> str:
-        """Return the standing as text for other ranks."""
+        """Return the standing as text, to send to other ranks."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -69,8 +69,8 @@ class Standing:
 
 
 def moment() -> tuple[Any, ...] | None:
-    """Return a value that changes whenever this rank continues; None when no thread of it waits for a collective, or possibly for its
-    device.
+    """Return a value that changes whenever this rank continues; None when no thread of it waits for a collective or, possibly, for
+    its device.
     """
     waits = _waiting_thread()
     frame = waits[0] if waits is not None else _blocked_by_device()
@@ -81,7 +81,7 @@ def look(device: bool = False) -> Standing:
     """Return the present standing of this rank.
 
     Args:
-        device: Whether to check the device too, because the host has not moved for so long that it may wait for it.
+        device: Check the device, too, because the host has stood still for so long that it may wait for the device.
     """
     found = _waiting_thread()
     if found is not None:
@@ -132,7 +132,7 @@ def _waiting_thread() -> tuple[FrameType, str, Any] | None:
 
 
 def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
-    """Return the operation and its group (None if unknown) in which a thread waits; None if the thread is in no operation."""
+    """Return the operation in which a thread waits and its group (None if unknown); None if the thread waits in no operation."""
     callers = list(stacks.outwards(frame))
     own = next((one for one in callers if one.f_code.co_filename.endswith(_OWN) and one.f_code.co_name in _OWN_NAMES), None)
     in_torch = [one for one in callers if one.f_code.co_filename.endswith(_TORCH)]
@@ -150,7 +150,7 @@ def _operation(frame: FrameType, main: bool) -> tuple[str, Any] | None:
 
 
 def _group_of(frames: list[FrameType]) -> Any:
-    """Return the group passed to functions of torch.distributed, the default group if that is None; None if no function is found."""
+    """Return the group that a frame passes to a function of torch.distributed, the default group for None; None without such a frame."""
     given = [values["group"] for values in map(stacks.values_of, frames) if "group" in values]
     named = next((group for group in given if isinstance(group, dist.ProcessGroup)), None)
     if named is None and given and dist.is_initialized():
@@ -169,7 +169,7 @@ def _device_is_busy() -> bool:
     """Return whether work of this process on its device is still running."""
     try:
         return not torch.accelerator.current_stream(default_device()).query()
-    except RuntimeError:  # of a device that has failed; the main thread will raise its error
+    except RuntimeError:  # the device has failed; the main thread will raise its error
         return False
 
 

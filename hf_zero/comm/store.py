@@ -1,4 +1,4 @@
-"""Open the stores in which ranks meet: the launcher's, or one that listens only at the address of rank 0."""
+"""Open the store in which ranks meet: the launcher's store, or one that listens only at the address of rank 0."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hf_zero.errors import CollectiveError
 
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_made = 0  # number of groups of this process: a second group must not find the addresses of the first
-# Stores of rank 0, by address and port, kept as long as the process lives: a rank that is ahead opens the next group where the last one
-# met, and would lose its messages there if that store were freed with the last group.
+_made = 0  # number of default groups so far: a second one must not find the addresses of the first
+# Stores of rank 0, by address and port, kept for the life of the process: a rank that is ahead opens the next group where the last one met,
+# and its messages there would be lost if that store were freed with the last group.
 _listening: dict[tuple[str, int], dist.Store] = {}
 
 
@@ -53,11 +53,11 @@ def store_at_address(timeout: timedelta, environ: Mapping[str, str] | None = Non
 def store_of_launcher(timeout: timedelta) -> dist.Store | None:
     """Return the part of torchrun's store that belongs to this attempt; None if torchrun has made no store.
 
-    [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may be that of the attempt
-    before: a rank then finds the address of one that is dead, and the attempt fails (accelerate's launcher always, torchrun at
-    times). Attempts are counted alike on one machine only; on several ones PyTorch's own way stays. The groups
-    of one process are counted too: after ``destroy_process_group`` (``accelerator.end_training`` does it) the next group would find
-    the addresses of the last.
+    [Note: stores of restarted runs] The ranks of a restarted run meet in the store of the launcher, which may still be the store of the
+    attempt before: a rank then finds the address of a dead rank, and the attempt fails (always with accelerate's launcher, sometimes with
+    torchrun). Attempts are counted alike on one machine only; over several machines PyTorch's own method is used. The default groups of
+    one process are counted too: after ``destroy_process_group`` (``accelerator.end_training`` calls it) the next group would find the
+    addresses of the last.
     """
     global _made
     variables = os.environ
@@ -70,7 +70,7 @@ def store_of_launcher(timeout: timedelta) -> dist.Store | None:
 
 
 def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None:
-    """Return a listening socket; None if this host has no such address (rank 0 behind a translated one) or the port is taken."""
+    """Return a listening socket; None if this host does not have the address (rank 0 behind a translated one) or the port is taken."""
     opened = socket.socket(family, socket.SOCK_STREAM)
     try:
         opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -84,7 +84,7 @@ def _listen(family: socket.AddressFamily, address: str, port: int) -> int | None
 
 @contextmanager
 def meeting(timeout: timedelta) -> Iterator[None]:
-    """Return a context in which the ranks meet; an error there becomes one line, with this rank and the address.
+    """Wrap the meeting of the ranks in a context that turns an error into one line with this rank and the address.
 
     Args:
         timeout: Longest time to wait for the other ranks.

@@ -1,4 +1,4 @@
-"""Describe the world of an engine as named axes: the axis that ZeRO shards over, its replicas, model parallelism, sequence parallelism."""
+"""Describe the ranks of an engine as named axes: the axis that ZeRO shards over, its replicas, model parallelism, sequence parallelism."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ Axis = Literal["model", "sequence"]
 class Topology:
     """The axis that an engine shards over, and the further axes through this rank by name.
 
-    [Note: order of axes] From the outside in: ``replicate``, the axis itself, ``sequence`` (inside it), ``model``. Ranks that are adjacent
-    are near each other, so the axis that communicates most often is innermost.
+    [Note: order of axes] From the outermost to the innermost: ``replicate``, the axis itself, ``sequence`` (inside it), ``model``. Adjacent
+    ranks are near each other, so the axis that communicates most often is innermost.
 
     Attributes:
         group: Process group of the axis.
@@ -31,19 +31,19 @@ class Topology:
         world: Number of ranks on the axis.
         device: Device that parameters and collectives use on this rank.
         replica: Index of this rank's replica among the ranks, or groups of ranks, that train on samples of their own.
-        model: The ranks that hold one model together (tensor parallelism, pipelines), across the axis; None if each rank has all of it.
+        model: The ranks that hold one model together (tensor parallelism, pipelines), across the axis; None if each rank holds all of it.
         sequence: The ranks that hold slices of the same sequences; None where sequences are whole.
         replicate: The ranks that hold the same shards, one of each shard group; None where the axis is all data-parallel ranks.
-        joint: All data-parallel ranks, which the axis is a part of; None where it is all of them.
-        expert: The ranks that hold all experts of a layer between them (expert parallelism): some of the axis, each with those that hold
-            layers together with it; None where each has all.
-        expert_data: The ranks of the axis that hold the same experts; None if each rank has all, and on that axis itself.
+        joint: All data-parallel ranks, if the axis is only a part of them; else None.
+        expert: The ranks that hold all experts of a layer together (expert parallelism): some ranks of the axis, each with the ranks that
+            hold layers together with it; None where each rank holds all experts.
+        expert_data: The ranks of the axis that hold the same experts; None if each rank holds all, and on that axis itself.
         script_group: The script's group of the same ranks, where ``group`` is one of the engine's own.
-        pipe: The stages of a pipeline: the ranks of the model axis that have this one's place in their stage; None without a pipeline.
-        tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each holds them all.
-        parts: In a pipeline with experts, the ranks that hold all parts of one model between them: those of ``expert`` in every stage.
-        same_slice: The ranks that hold this one's slice of other sequences, one of each group of ``sequence``, for scripts; None where
-            sequences are whole, and where a script's groups are not of all ranks.
+        pipe: The ranks of a pipeline: one per stage, at this rank's position in the stage; None without a pipeline.
+        tensor: In a pipeline, the ranks that hold each layer of this stage together; None where each rank holds whole layers.
+        parts: In a pipeline with experts, the ranks that hold all parts of one model together: those of ``expert`` in every stage.
+        same_slice: The ranks that hold the same slice of other sequences, one of each group of ``sequence``, for scripts; None where
+            sequences are whole, and where a script's groups do not cover all ranks.
     """
 
     group: dist.ProcessGroup
@@ -84,7 +84,9 @@ class Topology:
 
     @property
     def expert_places(self) -> int:
-        """Return the number of neighbours on the data-parallel axis that hold all experts of a layer; 1 if each has all."""
+        """Return the number of adjacent positions on the data-parallel axis that hold all experts of a layer together; 1 if each has
+        all.
+        """
         if self.expert is None:
             return 1
         layers = self.layers.model
@@ -92,9 +94,7 @@ class Topology:
 
     @property
     def all_parts(self) -> Topology | None:
-        """Return the ranks that hold one model with its experts between them, if they are more than the model axis;
-        None without experts.
-        """
+        """Return the ranks that together hold one model with its experts, if they are more than the model axis; None without experts."""
         return self.parts or self.expert
 
     @property
@@ -109,7 +109,7 @@ class Topology:
 
     @property
     def sample_group(self) -> dist.ProcessGroup | None:
-        """Return the group of the ``replicas`` ranks that train on samples of their own, this one among them; None if no such group was
+        """Return the group of the ``replicas`` ranks that train on samples of their own, this rank included; None if no such group was
         made.
         """
         return self.data.public_group if self.sequence is None else self.same_slice
@@ -134,12 +134,12 @@ def build_topology(
     Args:
         group: Group of the ranks to divide into axes.
         device: Device of this rank; None is ``default_device()``.
-        model_parallel: This many adjacent ranks hold one model together; the ranks with the same place among them form the
+        model_parallel: Number of adjacent ranks that hold one model together; the ranks at the same position among them form the
             data-parallel axis.
-        replicate: Shard groups among the data-parallel ranks; see ``divide_replicas``.
+        replicate: Number of shard groups among the data-parallel ranks; see ``divide_replicas``.
 
     Raises:
-        ConfigError: ``model_parallel`` does not divide the number of ranks, or ``replicate`` that of the data-parallel ones.
+        ConfigError: ``model_parallel`` does not divide the number of ranks, or ``replicate`` the number of data-parallel ranks.
     """
     if replicate > 1:
         return divide_replicas(build_topology(group, device, model_parallel), replicate)
@@ -156,9 +156,9 @@ def build_topology(
 
 
 def topology_around(model: Sequence[int]) -> Topology:
-    """Return the axes of all ranks if ``model``, a set of ranks with this one, holds one model together; collective.
+    """Return the axes of all ranks where the ranks ``model``, this one included, hold one model together; collective.
 
-    The ranks with the same place in their groups form the data-parallel axis.
+    The ranks at the same position in their groups form the data-parallel axis.
 
     Args:
         model: Ranks of the default group.
@@ -183,12 +183,12 @@ def join_topologies(data: dist.ProcessGroup, model: dist.ProcessGroup, device: t
 
 
 def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_size") -> Topology:
-    """Return the data-parallel axis of ``topology`` as ``count`` shard groups of adjacent ranks, each of which holds everything;
+    """Return the data-parallel axis of ``topology`` divided into ``count`` shard groups of adjacent ranks, each with a whole set of shards;
     collective.
 
     Args:
-        topology: Axes of which the data-parallel one is not divided yet.
-        count: Number of shard groups; 1 leaves ``topology`` as it is.
+        topology: Axes whose data-parallel axis is not divided yet.
+        count: Number of shard groups; 1 returns ``topology`` unchanged.
         key: Name of the setting that requests it, for messages.
 
     Raises:
@@ -213,13 +213,13 @@ def divide_replicas(topology: Topology, count: int, key: str = "dp_replicate_siz
 
 
 def lines_of(topology: Topology) -> list[list[int]]:
-    """Return the ranks of the data-parallel axis through this rank, and of the parallel ones; collective if there are such."""
+    """Return the ranks of all lines of the data-parallel axis, this rank's included; collective if there is more than one line."""
     ranks = list(topology.ranks)
     return [ranks] if len(ranks) == dist.get_world_size() else lines_of_all(ranks)
 
 
 def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topology:
-    """Return the axes of all ranks if ``size`` adjacent ones share their samples; collective the first time.
+    """Return the axes of all ranks where ``size`` adjacent ranks share their samples; collective the first time.
 
     Args:
         size: Number of ranks of a group, at least 2.
@@ -232,8 +232,8 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
     group, ranks = all_ranks(), list(range(dist.get_world_size()))
     require_divisor(size, len(ranks), key, "rank(s)", least=2)
     lines = _adjacent(ranks, size)
-    # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, uses a group's ranks as
-    # global ones if the group's back end is named "gloo"; under this other name it takes another path, which is correct.
+    # [Note: cpu:gloo] The differentiable all_gather of torch.distributed.nn, with which scripts join losses, takes a group's ranks for
+    # global ranks if the group's back end is named "gloo"; under this other name it takes another path, which is correct.
     backend = "cpu:gloo" if len(lines) > 1 and str(dist.get_backend()) == "gloo" else None
     same_slice, sequence = divide_twice(group, ("sequence", size), _across(lines), lines, default_device(), backend)
     topology = replace(axis_over(group), sequence=axis_over(sequence), same_slice=same_slice, replica=dist.get_rank() // size)
@@ -241,16 +241,16 @@ def sequence_topology(size: int, key: str = "sequence_parallel_size") -> Topolog
 
 
 def context_topology(base: Topology, context: int, sequence: int = 1) -> tuple[Topology, Topology, Topology | None]:
-    """Return ``base`` with the axis of the ranks that share sequences through context parallelism, and the parts of that axis; collective.
+    """Return ``base`` with an axis of the ranks that share sequences through context parallelism, and the parts of that axis; collective.
 
     Args:
-        base: Axes of which the data-parallel one is not divided yet, maybe with a model axis.
-        context: Ranks among which keys and values are gathered.
-        sequence: Adjacent ranks inside each of those places, which trade heads (sequence parallelism).
+        base: Axes whose data-parallel axis is not divided yet, maybe with a model axis.
+        context: Number of ranks among which keys and values are gathered.
+        sequence: Number of adjacent ranks inside each of these positions that exchange heads (sequence parallelism).
 
     Returns:
-        ``base`` with the ``context * sequence`` adjacent ranks of its axis as ``sequence``; the ``context`` ranks with this one's place
-        among those that trade heads; and these, or None for 1.
+        ``base`` with the ``context * sequence`` adjacent ranks of its axis as ``sequence``; the ``context`` ranks at this rank's position
+        among the ranks that exchange heads; and the ranks that exchange heads, or None if ``sequence`` is 1.
 
     Raises:
         ConfigError: ``context * sequence`` does not divide the ranks of the axis.
@@ -313,7 +313,7 @@ def group_timeout(topology: Topology) -> timedelta:
 
 
 def all_ranks() -> dist.ProcessGroup:
-    """Return the default group.
+    """Return the default process group.
 
     Raises:
         ConfigError: There is no default group.
@@ -325,7 +325,7 @@ def all_ranks() -> dist.ProcessGroup:
 
 
 def _across(lines: list[list[int]]) -> list[list[int]]:
-    """Return the ranks with the same position in lines of one size."""
+    """Return, for each position, the ranks at that position in lines of one size."""
     return [list(ranks) for ranks in zip(*lines, strict=True)]
 
 
@@ -354,8 +354,8 @@ def newest_is(axis: Axis, topology: Topology) -> Topology:
 
 
 def newest_with(axis: Axis) -> Topology | None:
-    """Return the newest topology that has ``axis``, for libraries without access to an engine; None if its groups are gone or there is
-    none.
+    """Return the newest topology that has ``axis``, for libraries without access to an engine; None if its groups are destroyed or there
+    is none.
     """
     found = _newest_with.get(axis)
     further = found.axis(axis) if found is not None else None

@@ -10,19 +10,19 @@ import torch
 
 
 class Watch(ABC):
-    """Clock of the place where a collective runs."""
+    """Clock of the device, or host, on which a collective runs."""
 
     @abstractmethod
     def now(self) -> Any:
-        """Return this moment."""
+        """Return a moment: the host's time, or an event recorded in the device's queue now."""
 
     @abstractmethod
     def end_of(self, works: list[Any]) -> Any:
-        """Return the moment at which ``works`` end; None if it is known only after waiting for them."""
+        """Return the moment at which ``works`` end; None if it is known only after a wait for them."""
 
     @abstractmethod
     def reached(self, moment: Any) -> bool:
-        """Return whether the moment has passed."""
+        """Return whether ``moment`` has passed, without waiting for it."""
 
     @abstractmethod
     def seconds(self, begin: Any, end: Any) -> float:
@@ -30,7 +30,7 @@ class Watch(ABC):
 
 
 class HostWatch(Watch):
-    """The process' own clock; works of a host back end do not report their end, so the end is when the wait is over."""
+    """The process's own clock; works of a host back end do not report their end, so the end of the wait counts as theirs."""
 
     def now(self) -> float:
         return time.perf_counter()
@@ -59,11 +59,11 @@ class DeviceWatch(Watch):
 
     def now(self) -> Any:
         event = self._module.Event(enable_timing=True)
-        event.record(self._module.current_stream(self._device))  # the current device may be another one
+        event.record(self._module.current_stream(self._device))  # the current device may be another
         return event
 
     def end_of(self, works: list[Any]) -> Any:
-        # A separate stream waits for the collective and for nothing else; the compute stream continues.
+        # A separate stream waits only for the collective; the compute stream continues.
         with self._module.stream(self._side):
             for work in works:
                 if work is not None:

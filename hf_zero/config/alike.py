@@ -1,4 +1,4 @@
-"""The part of a configuration that all ranks must have alike, as text to compare."""
+"""The part of a configuration that must be equal on all ranks, as text to compare."""
 
 from __future__ import annotations
 
@@ -21,27 +21,29 @@ _TELLING = frozenset(
 
 
 def settings_of(resolved: Mapping[str, Any]) -> dict[str, str]:
-    """Return the value of every key that is not its default, by dotted path in order; without secrets and keys in which ranks may differ.
+    """Return the keys that differ from their default, with their values as text, sorted by dotted path.
+
+    Secrets and keys in which ranks may differ are left out.
 
     Args:
-        resolved: Nested values with canonical names, as ``ResolvedConfig.resolved``.
+        resolved: Nested values with canonical names, like ``ResolvedConfig.resolved``.
     """
     return {path: text for path, text in sorted(_set(resolved, ZeroConfig, "")) if not is_ranks_own(path)}
 
 
 def default_text(path: str) -> str:
-    """Return the text for a key that ``settings_of`` leaves out: its default."""
+    """Return the default, as text, of a key that ``settings_of`` leaves out."""
     key = all_keys().get(path)
     return _text(key.default) if key is not None else "not there"
 
 
 def is_ranks_own(path: str) -> bool:
-    """Return whether ranks may have different values of a key: places on a machine, and reports about a run."""
+    """Return whether ranks may have different values of a key: paths on a machine, and reports about a run."""
     return path.partition(".")[0] in _TELLING or path in _TELLING or path.rpartition(".")[2].endswith(_PLACES)
 
 
 def _set(block: Mapping[str, Any], section: type[Section] | None, path: str) -> Iterator[tuple[str, str]]:
-    """Yield path and text of the keys set below ``path``; ``section`` is None where keys are the user's own."""
+    """Yield path and text of the keys set below ``path``; ``section`` is None where the user chooses the keys."""
     for name, value in block.items():
         here = f"{path}.{name}" if path else str(name)
         field = section.model_fields.get(name) if section is not None else None
@@ -55,7 +57,7 @@ def _set(block: Mapping[str, Any], section: type[Section] | None, path: str) -> 
 
 
 def _text(value: Any) -> str:
-    """Return a value as text that is the same on every rank; for an object its class."""
+    """Return a value as text that is equal on every rank; for an object its class name."""
     if isinstance(value, Mapping):
         return f"{{{', '.join(sorted(f'{key}: {_text(item)}' for key, item in value.items()))}}}"
     if isinstance(value, (list, tuple)):

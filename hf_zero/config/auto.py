@@ -11,12 +11,12 @@ _ZERO = "zero_optimization"
 
 @dataclass(frozen=True)
 class AutoRule:
-    """Rule that fills one "auto".
+    """Rule that fills a key set to "auto".
 
     Attributes:
-        sources: Names in the mapping of sources; all must be there.
-        fill: Computes the value from them, in that order.
-        must_match: A value written in the file must equal the source's; else both are reported as a mismatch.
+        sources: Names of the source values; all are needed.
+        fill: Function that computes the value from them, in that order.
+        must_match: A value in the file must equal the source's; otherwise both are reported as a mismatch.
     """
 
     sources: tuple[str, ...]
@@ -29,7 +29,7 @@ class AutoRule:
         return None if any(value is None for value in given) else self.fill(*given)
 
     def label(self) -> str:
-        """Return names of the sources, for people."""
+        """Return the names of the sources as text for messages."""
         return " + ".join(self.sources) or "constant"
 
 
@@ -57,7 +57,7 @@ AUTO_RULES: dict[str, AutoRule] = {
     f"{_ZERO}.offload_param.device": AutoRule(("offload_param_device",)),
     f"{_ZERO}.offload_param.nvme_path": AutoRule(("offload_param_nvme_path",)),
 }
-"""Dotted key -> rule. `train_batch_size` has none: it follows from the batch identity."""
+"""Dotted key -> rule. `train_batch_size` has no rule: it follows from the batch identity."""
 
 SOURCE_NAMES: frozenset[str] = frozenset(name for rule in AUTO_RULES.values() for name in rule.sources) | {"world_size"}
 """Every name that `resolve(sources=...)` understands."""

@@ -26,12 +26,12 @@ class Batch:
 
 
 def solve(total: int | None, micro: int | None, accumulation: int | None, world_size: int, problems: Problems) -> Batch:
-    """Derive what is missing and check the identity.
+    """Derive the missing batch sizes and check the identity.
 
     Args:
-        total, micro, accumulation: What the config says; None where it says nothing. Accumulation defaults to 1, then micro to 1.
+        total, micro, accumulation: The values of the configuration; None if not given. Accumulation defaults to 1, then micro to 1.
         world_size: Number of data-parallel ranks.
-        problems: Receives an error with the three numbers when they do not fit.
+        problems: Collector that gets an error with the three numbers if they contradict each other.
     """
     if total is not None and micro is not None and accumulation is None:
         accumulation = max(1, total // (micro * world_size))
@@ -51,19 +51,19 @@ def solve(total: int | None, micro: int | None, accumulation: int | None, world_
 
 
 def count_replicas_once(config: dict[str, Any], replicas: int, mistaken: Collection[int]) -> dict[str, Any]:
-    """Return ``config`` with a ``train_batch_size`` over ``replicas`` ranks, where it was given over another number of ranks.
+    """Return ``config`` with ``train_batch_size`` counted over ``replicas`` ranks, where it was counted over another number of ranks.
 
-    accelerate multiplies with the number of processes, or with the data-parallel sizes of its ParallelismConfig, which are 1 where a
-    script has left them out; ranks that hold one model or one sequence together share their samples.
+    accelerate multiplies by the number of processes, or by the data-parallel sizes of its ParallelismConfig, which are 1 where a script
+    has left them out. But ranks that hold one model or one sequence together share their samples.
 
     Args:
-        config: As the user gave it.
-        replicas: Ranks, or groups of ranks, that train on samples of their own.
-        mistaken: Numbers that may have been taken in its place.
+        config: The configuration as the user gave it.
+        replicas: Number of ranks, or groups of ranks, that train on samples of their own.
+        mistaken: Numbers that may have been used in its place.
     """
     total, micro, steps = (config.get(key) for key in (TOTAL, MICRO, ACCUMULATION))
     if not (isinstance(total, int) and isinstance(micro, int) and isinstance(steps, int)):
-        return config  # two of the three say what the third is
+        return config  # with two of the three values the third is derived
     one = micro * steps
     wrong = total != one * replicas and total in [one * number for number in mistaken]
     return {**config, TOTAL: one * replicas} if wrong else config

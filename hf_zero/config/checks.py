@@ -1,4 +1,4 @@
-"""Checks over a whole configuration: what is refused, and which keys exclude each other."""
+"""Checks over a whole configuration: refused keys, and combinations of keys that exclude each other."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ REFUSED_OPTIMIZERS: dict[str, str] = {
 }
 
 _ALIGNMENT = 2
-"""DeepSpeed's `nccl_start_alignment_factor`; units are aligned whatever the key says, and a file that it refuses is refused here too."""
+"""DeepSpeed's `nccl_start_alignment_factor`. Units are aligned for every value, but a file that DeepSpeed refuses is refused, too."""
 
 _ONE_BIT = "only read by OneBitAdam: use that type, or leave it out"
 _LAMB = "only read by Lamb: use that type, or leave it out"
@@ -45,20 +45,20 @@ ONLY_OF: dict[str, tuple[tuple[str, ...], str]] = {
     "adam_lr": (("muon",), _MUON),
     "ns_method": (("muon",), _MUON),
 }
-"""Keys of `optimizer.params` -> the types, in lower case, that may be given them, and what to say to the others."""
+"""Keys of `optimizer.params` -> the types, in lower case, that accept them, and the advice for all other types."""
 
 
 _PARAMS: dict[str, type[Section]] = {"optimizer": OptimizerParams, "scheduler": SchedulerParams}
 
 
 def check_refusals(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> None:
-    """Report every refused key that asks for something.
+    """Report every refused key whose value requests the refused feature.
 
     Args:
-        data: Typed values of the block, canonical names.
-        section: Its schema.
-        path: Its dotted path, "" for the root.
-        problems: Receives one refusal per key that asks; keys below a refused one are not listed again.
+        data: Typed values of the block, with canonical names.
+        section: Schema of the block.
+        path: Dotted path of the block, "" for the root.
+        problems: Collector that gets one refusal per such key; keys below a refused one are not listed again.
     """
     if section.switch is not None:
         value, field_extra, default = _switch(data, section)
@@ -89,7 +89,7 @@ def check_refusals(data: dict[str, Any], section: type[Section], path: str, prob
 
 
 def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str, Any], Any]:
-    """Return value (None when absent), metadata and default of a section's switch, which may be one section deeper."""
+    """Return value (None if absent), metadata and default of a section's switch, which may be one section deeper."""
     holder: type[Section] = section
     value: Any = data
     steps = (section.switch or "").split(".")
@@ -102,7 +102,7 @@ def _switch(data: dict[str, Any], section: type[Section]) -> tuple[Any, dict[str
 
 
 def check_values(data: dict[str, Any], problems: Problems) -> None:
-    """Report combinations that contradict each other. Every finding names all keys that take part."""
+    """Report combinations of values that contradict each other. Every finding names all keys involved."""
     fp16, bf16 = data.get("fp16", {}), data.get("bf16", {})
     if fp16.get("enabled") and bf16.get("enabled"):
         problems.error("fp16.enabled", "and `bf16.enabled` are both true; they exclude each other, set one to false")
@@ -128,7 +128,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
     _check_passes(data.get("compile") or {}, problems)
     bucket = data.get("zero_optimization", {}).get("allgather_bucket_size", 0)
     if stage in (1, 2) and bucket % _ALIGNMENT:
-        # DeepSpeed's sentence, whole and last: scripts look for it in what is raised, which pytest cuts in the middle.
+        # DeepSpeed's sentence, complete and last: scripts search for it in the error, which pytest cuts in the middle.
         text = f"is {show(bucket)}: allgather_bucket_size must be a multiple of nccl_start_alignment_factor, {_ALIGNMENT}"
         problems.error("zero_optimization.allgather_bucket_size", text)
     experts = data.get("expert_parallel") or {}
@@ -152,7 +152,7 @@ def check_values(data: dict[str, Any], problems: Problems) -> None:
 
 
 def _check_patterns(patterns: list[str] | str | None, problems: Problems) -> None:
-    """Report parts of names that are no regular expressions."""
+    """Report patterns of names that are no regular expressions."""
     for pattern in patterns if isinstance(patterns, list) else ():
         try:
             re.compile(pattern.replace("*", ".*"))
@@ -162,7 +162,7 @@ def _check_patterns(patterns: list[str] | str | None, problems: Problems) -> Non
 
 
 def _check_passes(section: dict[str, Any], problems: Problems) -> None:
-    """Refuse passes of DeepCompile that divide a model over ranks; all others only change when the same work is done."""
+    """Refuse passes of DeepCompile that divide a model over ranks; all other passes only change when work is done."""
     homes = {"autosp": "sequence_parallel_size", "autotp": "tensor_parallel.autotp_size"}
     for name in section.get("passes") or () if section.get("deepcompile") else ():
         if name in homes:
@@ -191,7 +191,7 @@ def _check_shard_group(zero: dict[str, Any], inside: int | str | None, problems:
 
 
 def _check_quantization(data: dict[str, Any], problems: Problems) -> None:
-    """Check keys of ZeRO++ whose value would have no effect, or less effect than it claims."""
+    """Report keys of ZeRO++ whose value would have no effect, or only a part of the requested effect."""
     zero = data.get("zero_optimization", {})
     stage, here = zero.get("stage", 0), "zero_optimization"
     for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights"):
@@ -235,7 +235,7 @@ def _check_type(section: str, name: str | None, known: tuple[str, ...], problems
 
 
 def _check_optimizer(data: dict[str, Any], problems: Problems) -> None:
-    """Report arguments that every optimizer's constructor would refuse, and a rate of 0, under their names in the file."""
+    """Report arguments that every optimizer's constructor would refuse, and a rate of 0, by their names in the file."""
     params = data["optimizer"].get("params") or {}
     betas = params.get("betas")
     if isinstance(betas, (list, tuple)) and (

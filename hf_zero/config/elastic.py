@@ -1,10 +1,10 @@
-"""Elastic batch sizes: one global batch that many numbers of ranks can share evenly, as the ``elasticity`` section asks for it.
+"""Elastic batch sizes: one global batch that many numbers of ranks can share evenly, as the ``elasticity`` section requests.
 
 Algorithm: DeepSpeed's documentation of elasticity (https://www.deepspeed.ai/docs/config-json/#elastic-training-config-v01-and-v02).
-A global batch fits a number of ranks if some allowed micro batch divides the share of each rank. The candidates are the micro
-batches and their least common multiple, each times the largest highly composite number that stays below the maximum (such
-numbers have more divisors than any smaller one); taken is the candidate that fits most numbers of ranks. A least common multiple above
-the maximum is no candidate (DeepSpeed takes it, and trains on more samples than the maximum says).
+A global batch fits a number of ranks if some allowed micro-batch size divides the share of each rank. The candidates are the micro-batch
+sizes and their least common multiple, each times the largest highly composite number that stays below the maximum (such numbers have more
+divisors than any smaller one). The candidate that fits most numbers of ranks is used. A least common multiple above the maximum is no
+candidate (DeepSpeed uses it, and trains on more samples than the maximum).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from hf_zero.errors import ConfigError
 
 LATEST_VERSION = 0.2
 SCHEDULER_VARIABLE = "DEEPSPEED_ELASTICITY_CONFIG"
-"""Environment variable in which the scheduler of a cluster says, as JSON, by which ``elasticity`` section it chooses numbers of ranks."""
-_FIRST_TARGET = (0, 3, 8)  # the first DeepSpeed with elasticity
+"""Environment variable in which a cluster's scheduler gives, as JSON, the ``elasticity`` section by which it chooses numbers of ranks."""
+_FIRST_TARGET = (0, 3, 8)  # first DeepSpeed version with elasticity
 _AGREED = ("max_train_batch_size", "micro_batch_sizes", "version")
 
-# Far beyond any job, and small enough that all divisors of a batch are found at once.
+# Beyond the size of any job, and small enough to find all divisors of a batch at once.
 _MOST_SAMPLES, _MOST_RANKS, _MOST_SIZES = 10**9, 10**6, 64
 
 # https://oeis.org/A002182, up to 720720.
@@ -42,15 +42,15 @@ _HIGHLY_COMPOSITE = (
 
 
 class ElasticityError(ConfigError):
-    """An elastic batch size cannot be computed. Names the key, the value and what is allowed."""
+    """Error raised if an elastic batch size cannot be computed. The message names the key, the value and the allowed values."""
 
 
 class ElasticityConfigError(ElasticityError):
-    """The ``elasticity`` section is missing, switched off or wrong."""
+    """Error raised if the ``elasticity`` section is missing, switched off or wrong."""
 
 
 class ElasticityIncompatibleWorldSize(ElasticityError):
-    """No micro batch divides the elastic batch over this many ranks."""
+    """Error raised if no allowed micro-batch size divides the elastic batch over this many ranks."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +58,9 @@ class ElasticBatch:
     """Batch sizes that elasticity computes.
 
     Attributes:
-        total: Global batch, samples.
-        ranks: Numbers of data-parallel ranks that can share it, rising.
-        micro: Largest (or, if asked, first) allowed micro batch for the present number of ranks; None if that is not known.
+        total: Global batch, in samples.
+        ranks: Numbers of data-parallel ranks that can share it, ascending.
+        micro: Largest (or, on request, first) allowed micro-batch size for the present number of ranks; None if that is unknown.
     """
 
     total: int
@@ -69,10 +69,10 @@ class ElasticBatch:
 
 
 def elastic_batch(section: Elasticity, world_size: int) -> ElasticBatch:
-    """Return the batch that ``section`` settles for ``world_size`` ranks (0: not known).
+    """Return the elastic batch of ``section`` for ``world_size`` ranks (0: unknown).
 
     Raises:
-        ElasticityError: The section's values do not go together, or the number of ranks is none of the possible ones.
+        ElasticityError: The section's values contradict each other, or ``world_size`` ranks cannot share the batch.
     """
     _check(section)
     found = _by_ranks(section, world_size) if section.version <= 0.1 else _by_nodes(section, world_size)
@@ -115,7 +115,7 @@ def _check(section: Elasticity) -> None:
 
 
 def _by_ranks(section: Elasticity, world_size: int) -> ElasticBatch:
-    """Compute the batch by version 0.1: any number of ranks."""
+    """Compute the batch by version 0.1: for any number of ranks."""
     total, ranks = _most_flexible(section, section.max_train_batch_size, section.min_gpus, section.max_gpus)
     if world_size and world_size not in ranks:
         return ElasticBatch(total, ranks, None)
@@ -131,7 +131,7 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
     total, ranks = share * per_node, [count * per_node for count in fitting_nodes]
     if not world_size:
         return ElasticBatch(total, ranks, None)
-    if world_size not in ranks:  # the present ranks are served by a batch of their own
+    if world_size not in ranks:  # the present number of ranks gets a batch of its own
         ranks = [world_size]
         steps = [micro * world_size for micro in section.micro_batch_sizes]
         totals = [section.max_train_batch_size // step * step for step in steps if step <= section.max_train_batch_size]
@@ -147,7 +147,7 @@ def _by_nodes(section: Elasticity, world_size: int) -> ElasticBatch:
 
 
 def _most_flexible(section: Elasticity, largest: int, fewest: int, most: int) -> tuple[int, list[int]]:
-    """Return the candidate batch that fits most numbers of ranks from ``fewest`` to ``most``, and these numbers."""
+    """Return the candidate batch that fits the most numbers of ranks from ``fewest`` to ``most``, and these numbers."""
     sizes = section.micro_batch_sizes
     if largest < max(sizes):
         raise ElasticityConfigError(
@@ -166,13 +166,13 @@ def _scaled(base: int, largest: int) -> int:
 
 
 def _ranks_for(total: int, sizes: Sequence[int], fewest: int, most: int) -> list[int]:
-    """Return the numbers of ranks for which some micro batch divides the share of ``total``."""
+    """Return the numbers of ranks for which some micro-batch size divides each rank's share of ``total``."""
     shares = {total // size for size in sizes if total % size == 0}
     return [count for count in _divisors(total, most) if count >= fewest and any(share % count == 0 for share in shares)]
 
 
 def _divisors(number: int, most: int) -> list[int]:
-    """Return divisors of ``number`` up to ``most``, rising."""
+    """Return the divisors of ``number`` up to ``most``, ascending."""
     small = [divisor for divisor in range(1, min(math.isqrt(number), most) + 1) if number % divisor == 0]
     large = (number // divisor for divisor in reversed(small) if divisor * divisor != number)
     return [divisor for divisor in (*small, *large) if divisor <= most]
@@ -183,7 +183,7 @@ def _fitting(sizes: Sequence[int], total: int, world_size: int) -> int | None:
 
 
 def take_elastic_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], problems: Problems) -> None:
-    """Set the batch keys from `elasticity`, if it is on; other values in the file contradict it unless it says to ignore them."""
+    """Set the batch keys from an enabled `elasticity` section; report other values in the file, unless the section ignores them."""
     values = data.get("elasticity") or {}
     if not values.get("enabled"):
         return
@@ -234,15 +234,15 @@ def compute_elastic_config(
 
     Args:
         ds_config: Dictionary with an ``elasticity`` section that is switched on.
-        target_deepspeed_version: From 0.3.8 on, the first with elasticity; every version has the same arithmetic.
-        world_size: Number of data-parallel ranks; 0 is not known (version 0.2 then reads ``WORLD_SIZE``).
-        return_microbatch: Give the micro batch although ``world_size`` is 0; ``WORLD_SIZE`` says then how many ranks there are.
+        target_deepspeed_version: A version from 0.3.8 on, the first with elasticity; all versions compute the same.
+        world_size: Number of data-parallel ranks; 0 if unknown (version 0.2 then reads ``WORLD_SIZE``).
+        return_microbatch: Return the micro-batch size even if ``world_size`` is 0; ``WORLD_SIZE`` is then the number of ranks.
 
     Returns:
-        Global batch in samples, numbers of ranks that can share it, and with a world size or ``return_microbatch`` the micro batch.
+        Global batch in samples, numbers of ranks that can share it, and, if requested or known, the micro-batch size.
 
     Raises:
-        ElasticityConfigError: The section is missing, switched off or wrong, the version too old, or the number of ranks not known.
+        ElasticityConfigError: The section is missing, switched off or wrong, the version too old, or the number of ranks unknown.
         ElasticityIncompatibleWorldSize: ``world_size`` ranks cannot share the batch.
     """
     _check_target(target_deepspeed_version)

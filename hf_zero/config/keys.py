@@ -1,4 +1,4 @@
-"""The schema as a list: every key with its path, type, default and fate, taken from the pydantic fields."""
+"""The schema as a list of keys: each with its path, type, default and fate, taken from the pydantic fields."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ class Key:
     """One key of the configuration.
 
     Attributes:
-        path: Dotted path; `<metric>`, `<group>`, `[]` and `*` stand for names the user chooses.
+        path: Dotted path; `<metric>`, `<group>`, `[]` and `*` are placeholders for names that the user chooses.
         type_text: Description of the allowed values.
         default: Value when the key is absent (None for sections that are absent by default).
         text: Meaning of the key.
         fate: used, mapped, accepted or refused.
         effect: Effect of the key here, the reason why it has none, or a replacement.
-        is_section: It holds further keys.
-        passes: Values of a refused key that ask for nothing, beside its default.
-        switch: Path of the key that turns the section around it on, "" when nothing does.
+        is_section: The key is a section with further keys.
+        passes: Values of a refused key that request nothing, beside its default.
+        switch: Path of the key that switches the surrounding section on, "" without one.
         also: Other accepted spellings of the last name.
-        secret: Its value is never shown.
+        secret: The value is never shown.
     """
 
     path: str
@@ -49,7 +49,7 @@ class Key:
 
 @dataclass(frozen=True)
 class Nested:
-    """Nesting of a field: one section, a list of them (`list`), or a mapping from the user's names to them (`map`)."""
+    """Nesting of a field: one section, a list of sections (`list`), or a mapping from the user's names to sections (`map`)."""
 
     kind: str
     section: type[Section]
@@ -61,13 +61,13 @@ def extra_of(field: FieldInfo) -> dict[str, Any]:
 
 
 def default_of(field: FieldInfo) -> Any:
-    """Return the plain default of a field; sections and required values give None."""
+    """Return the plain default of a field; None for sections and required values."""
     value = field.get_default(call_default_factory=True)
     return None if value is PydanticUndefined or isinstance(value, Section) else value
 
 
 def nested_of(section: type[Section], name: str) -> Nested | None:
-    """Return the section(s) below a field, or None when the field is a plain value."""
+    """Return the section(s) below a field; None when the field is a plain value."""
     field = section.model_fields[name]
     model = extra_of(field).get("model")
     return Nested("one", model) if model else _nested(field.annotation)
@@ -87,7 +87,7 @@ def _nested(annotation: Any) -> Nested | None:
 
 @cache
 def adapter_of(section: type[Section], name: str) -> TypeAdapter[Any]:
-    """Return the validator of one field, with its constraints."""
+    """Return the validator of one field, including its constraints."""
     return TypeAdapter(section.model_fields[name].rebuild_annotation())
 
 
@@ -101,7 +101,7 @@ def spellings_of(section: type[Section]) -> dict[str, str]:
             if spelling.startswith("stage3_"):
                 spellings[spelling.removeprefix("stage3_")] = name
     renamed = {alias for field in section.model_fields.values() for alias in extra_of(field).get("also", ())}
-    for alias in renamed & section.model_fields.keys():  # an old name that has a field (and a fate) of its own
+    for alias in renamed & section.model_fields.keys():  # an old name with a field (and a fate) of its own
         owner = next(name for name, field in section.model_fields.items() if alias in extra_of(field).get("also", ()))
         spellings[alias] = spellings[alias.removeprefix("stage3_")] = owner
     return spellings
@@ -132,7 +132,7 @@ def _words(schema: dict[str, Any]) -> str:
         "object": "a block {...}",
         "null": "null",
     }.get(kind or "", "any value")
-    # Behind a validator of ours pydantic leaves the constraint under its own name, not under JSON schema's.
+    # After a validator of hf_zero, pydantic lists the constraint under its own name instead of JSON schema's.
     low, high = schema.get("minimum", schema.get("ge")), schema.get("maximum", schema.get("le"))
     above = schema.get("exclusiveMinimum", schema.get("gt"))
     if low is not None and high is not None:
@@ -144,7 +144,7 @@ def _words(schema: dict[str, Any]) -> str:
 
 @dataclass(frozen=True)
 class _Governor:
-    """The key whose fate the `part` fields below it share."""
+    """The key that determines the fate of the `part` fields below it."""
 
     path: str
     fate: Fate
@@ -152,7 +152,7 @@ class _Governor:
 
 
 def _governor_of(section: type[Section], path: str, own: _Governor) -> _Governor:
-    """Return the governor inside `section`: its switch when it has one, else whatever governs the section itself."""
+    """Return the governor of the fields in `section`: the section's switch if it has one, else ``own``."""
     if section.switch is None:
         return own
     steps = section.switch.split(".")
@@ -167,7 +167,7 @@ def _governor_of(section: type[Section], path: str, own: _Governor) -> _Governor
 
 
 def _inherited(extra: dict[str, Any], governor: _Governor, text: str) -> tuple[Fate, str]:
-    """Return fate and effect of a field: its own, or those of its governor."""
+    """Return fate and effect of a field: its own, or its governor's for a `part` field."""
     if extra["fate"] != "part":
         return extra["fate"], extra["effect"]
     if governor.fate == "used":

@@ -1,4 +1,4 @@
-"""The ranks of a run as a mesh of named axes: what each source says of it, and the one description that all of them fit."""
+"""The ranks of a run as a mesh of named axes: the sizes that each source gives, and the one mesh that fits all of them."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ from typing import Any
 from hf_zero.errors import ConfigError, UnsupportedError
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
-"""From the outside in: ranks that are adjacent are near each other, so what sends most often is innermost."""
+"""From the outermost to the innermost: adjacent ranks are near each other, so the axis that sends most often is innermost."""
 
-EXPERT = "ep"  # not an axis of its own: adjacent ranks of a shard group and its tensor-parallel ones, which hold all experts between them
+EXPERT = "ep"  # no axis of its own: adjacent ranks of a shard group that hold all experts together
 DATA = "dp"  # dp_replicate and dp_shard together
-SHARD_GROUP = "shard group"  # the ranks that parameters are divided over: dp_shard, cp and sp together
+SHARD_GROUP = "shard group"  # the ranks that parameters are sharded over: dp_shard, cp and sp together
 _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
 
 
 @dataclass(frozen=True)
 class Claim:
-    """Size of one axis as one source gives it.
+    """Size of one axis, as one source gives it.
 
-    Attributes:
-        axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
-        size: How many ranks.
+    axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
+    size: Number of ranks.
+    source: Name of the source for the user: a key, an argument, a variable.
         source: Place of the value, as the user knows it: a key, an argument, a variable.
     """
 
@@ -38,18 +38,18 @@ class Claim:
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes of the axes, whose product is the number of ranks, and who said so. Rank 0 is the first in every axis, ``tp`` runs fastest.
+    """Sizes of the axes, whose product is the number of ranks, with their sources. Rank 0 is first on every axis; ``tp`` varies fastest.
 
     Attributes:
-        dp_replicate: Shard groups, each of which holds everything.
-        dp_shard: Ranks of a shard group that train on samples of their own.
-        cp: Ranks that share sequences through context parallelism.
-        sp: Ranks that share sequences through sequence parallelism.
-        tp: Ranks that hold one layer together.
+        dp_replicate: Number of shard groups, each with a whole set of shards.
+        dp_shard: Number of ranks of a shard group that train on samples of their own.
+        cp: Number of ranks that share sequences through context parallelism.
+        sp: Number of ranks that share sequences through sequence parallelism.
+        tp: Number of ranks that hold one layer together.
         claims: Sizes that the sources gave.
-        ep: Adjacent ranks of a shard group, and all that hold a layer together with each, that hold all experts between them; who trains
-            on which samples does not change.
-        pp: Stages of a pipeline, which hold the layers of one model between them.
+        ep: Number of adjacent ranks of a shard group, each with the ranks that hold a layer together with it, that hold all experts
+            together. It does not change which rank trains on which samples.
+        pp: Number of pipeline stages, which hold the layers of one model together.
     """
 
     dp_replicate: int = 1
@@ -78,19 +78,19 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return every axis with its size, from the outside in."""
+        """Return the size of every axis, from the outermost to the innermost."""
         return {axis: int(getattr(self, axis)) for axis in AXES}
 
     @property
     def dims(self) -> dict[str, int]:
-        """Return the axes of more than one rank, from the outside in."""
+        """Return the axes of more than one rank, from the outermost to the innermost."""
         return {axis: size for axis, size in self.sizes.items() if size > 1}
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in self.sizes.items()) + (f", {EXPERT} {self.ep}" if self.ep > 1 else "")
 
 
-# -- what sources say --------------------------------------------------------------------------------------------------
+# -- sizes from each source --------------------------------------------------------------------------------------------
 
 
 def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
@@ -98,7 +98,7 @@ def claims_of_config(config: Mapping[str, Any], where: str = "") -> list[Claim]:
 
     Args:
         config: The configuration.
-        where: Name of the configuration, if there are several.
+        where: Text after each key in messages, if there are several configurations.
     """
     found = {
         "tp": ("tensor_parallel.autotp_size", requested_ranks(config)),
@@ -126,35 +126,35 @@ def claims_of_sizes(parallelism_config: Any) -> Iterator[Claim]:
 
 
 def _alone(config: Mapping[str, Any]) -> set[str]:
-    """Return the axes that a configuration explicitly enables with one rank; this contradicts a source that asks for several."""
+    """Return the axes that a configuration explicitly sets to one rank, which contradicts a source with more."""
     experts, pipeline = _section(config, "expert_parallel"), _section(config, "pipeline")
     switched_on = {EXPERT: _enabled(experts) and _number(experts.get("autoep_size")) == 1, "pp": _number(pipeline.get("stages")) == 1}
     return {axis for axis, said in switched_on.items() if said}
 
 
 def requested_ranks(config: Mapping[str, Any]) -> int:
-    """Return ``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 where it is not given."""
+    """Return ``tensor_parallel.autotp_size`` of a configuration as the user gave it; 1 if it is not given."""
     return max(1, _number(_section(config, "tensor_parallel").get("autotp_size")) or 1)
 
 
 def requested_slices(config: Mapping[str, Any]) -> int:
-    """Return ``sequence_parallel_size`` of a configuration as the user gave it; 1 where it is not given."""
+    """Return ``sequence_parallel_size`` of a configuration as the user gave it; 1 if it is not given."""
     return max(1, _number(config.get("sequence_parallel_size")) or 1)
 
 
 def requested_context(config: Mapping[str, Any]) -> int:
-    """Return ``hf_zero.context_parallel_size`` of a configuration as the user gave it; 1 where it is not given."""
+    """Return ``hf_zero.context_parallel_size`` of a configuration as the user gave it; 1 if it is not given."""
     return max(1, _number(_section(config, "hf_zero").get("context_parallel_size")) or 1)
 
 
 def requested_experts(config: Mapping[str, Any]) -> int:
-    """Return ``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 where it is not given, or is not enabled."""
+    """Return ``expert_parallel.autoep_size`` of a configuration as the user gave it; 1 if it is not given, or not enabled."""
     section = _section(config, "expert_parallel")
     return max(1, _number(section.get("autoep_size")) or 1) if _enabled(section) else 1
 
 
 def requested_stages(config: Mapping[str, Any]) -> int:
-    """Return ``pipeline.stages`` of a configuration as the user gave it; 1 where it is not given."""
+    """Return ``pipeline.stages`` of a configuration as the user gave it; 1 if it is not given."""
     return max(1, _number(_section(config, "pipeline").get("stages")) or 1)
 
 
@@ -162,7 +162,7 @@ def claims_of_environment(environ: Mapping[str, str]) -> list[Claim]:
     """Return the sizes that ``accelerate launch`` has written into the environment; a 1 is a default and counts as not given.
 
     Raises:
-        ConfigError: A variable is no whole number from 1 on.
+        ConfigError: A variable is no whole number of at least 1.
     """
     claims = []
     for axis in AXES:
@@ -179,7 +179,7 @@ def claims_of_pair(mesh_param: Any) -> list[Claim]:
     """Return the sizes of DeepSpeed's ``mesh_param``: (data-parallel size, sequence-parallel size), or None.
 
     Raises:
-        ConfigError: It is no such pair.
+        ConfigError: ``mesh_param`` is no such pair.
     """
     if mesh_param is None:
         return []
@@ -206,18 +206,18 @@ def _number(value: Any) -> int | None:
         return None
 
 
-# -- one description ---------------------------------------------------------------------------------------------------
+# -- the mesh that fits all sources ------------------------------------------------------------------------------------
 
 
 def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool] = lambda size: True) -> Mesh:
     """Return the mesh of ``ranks`` that fits every claim.
 
-    An axis that nobody speaks of has one rank; but ``dp_shard`` takes what the others leave.
+    An axis without a claim has one rank, except ``dp_shard``, which gets all remaining ranks.
 
     Args:
-        claims: All that was said.
-        ranks: To be described.
-        fits_nodes: Whether groups of so many adjacent ranks would fit the nodes: messages name no others.
+        claims: The sizes that all sources give.
+        ranks: Number of ranks of the mesh.
+        fits_nodes: Function that returns whether groups of so many adjacent ranks fit the nodes; messages suggest only sizes that do.
 
     Raises:
         ConfigError: Claims contradict each other, or their product is not the number of ranks. The message shows all of them.
@@ -228,36 +228,40 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
     _require_served(said, sizes)
     shared = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "sp", "tp"))
     if ranks % shared:
-        raise ConfigError(_misfit(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
+        raise ConfigError(_mismatch(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
     data = ranks // shared
     if sizes.get(DATA, data) != data:
-        raise ConfigError(_misfit(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
+        raise ConfigError(_mismatch(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
     replicate = _shard_groups(said, sizes, ranks, data, fits_nodes)
     if data % replicate:
         usable = [found for found in _divisors(data) if found == 1 or fits_nodes(ranks // found)]
-        raise ConfigError(_misfit(said, ranks, f"dp_replicate is {replicate}", usable, "dp_replicate"))
+        raise ConfigError(_mismatch(said, ranks, f"dp_replicate is {replicate}", usable, "dp_replicate"))
     shard, cp, sp, tp = sizes.get("dp_shard", data // replicate), *(sizes.get(axis, 1) for axis in ("cp", "sp", "tp"))
     mesh = Mesh(replicate, shard, cp, sp, tp, said, sizes.get(EXPERT, 1), sizes.get("pp", 1))
     if mesh.ranks != ranks:
-        raise ConfigError(_misfit(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
+        raise ConfigError(_mismatch(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     _require_experts_fit(mesh)
     return mesh
 
 
 def _require_experts_fit(mesh: Mesh) -> None:
     """Refuse an expert axis that does not divide the shard group: ranks that hold a layer together hold different experts, so all of
-    them are on this axis.
+    them belong to this axis.
     """
     group, size = mesh.dp_shard * mesh.cp * mesh.sp * mesh.tp, mesh.ep
     found = f"{EXPERT} {size} does not divide the {group} ranks that parameters are sharded over"
     if mesh.tp > 1:
         found = f"{EXPERT} {size} is no multiple of tp {mesh.tp}, or does not divide the {group} ranks that parameters are divided over"
     if size > 1 and (group % size or size % mesh.tp):
-        raise ConfigError(_misfit(mesh.claims, mesh.ranks, found, [fits for fits in _divisors(group) if fits % mesh.tp == 0], EXPERT))
+        raise ConfigError(_mismatch(mesh.claims, mesh.ranks, found, [fits for fits in _divisors(group) if fits % mesh.tp == 0], EXPERT))
 
 
 def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
-    """Return the size of each axis that is spoken of."""
+    """Return the size of each axis that has a claim.
+
+    Raises:
+        ConfigError: A size is below 1, or claims differ.
+    """
     sizes: dict[str, int] = {}
     for claim in claims:
         if claim.size < 1:
@@ -266,7 +270,7 @@ def _agreed(claims: Sequence[Claim]) -> dict[str, int]:
             against = [other for other in claims if other.axis == claim.axis]
             raise ConfigError(
                 f"the mesh of ranks is described in several places that contradict each other:\n{_listed(against)}\n"
-                "Say it once, or say the same everywhere"
+                "Set each size in one place, or to the same value everywhere"
             )
     return sizes
 
@@ -283,7 +287,7 @@ def _require_served(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
 
 
 def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) -> None:
-    """Refuse a pipeline with divided sequences, whose slices cannot be computed in parts of a batch; all other axes are allowed."""
+    """Refuse a pipeline with divided sequences, whose slices cannot be computed in parts of a batch; allow all other axes."""
     if sizes.get("pp", 1) == 1:
         return
     other = next((claim for claim in claims if claim.axis in ("sp", "cp") and claim.size > 1), None)
@@ -298,7 +302,7 @@ def _require_served_pipeline(claims: Sequence[Claim], sizes: Mapping[str, int]) 
 
 
 def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int, data: int, fits_nodes: Callable[[int], bool]) -> int:
-    """Return ``dp_replicate``, which the size of a shard group can also give."""
+    """Return ``dp_replicate``, given directly or by the size of a shard group."""
     group = sizes.get(SHARD_GROUP)
     if group is None:
         return sizes.get("dp_replicate", 1)
@@ -306,16 +310,16 @@ def _shard_groups(claims: Sequence[Claim], sizes: Mapping[str, int], ranks: int,
     if (data * together) % group or group % together:
         usable = [found * together for found in _divisors(data) if found == data or fits_nodes(found * together * sizes.get("tp", 1))]
         raise ConfigError(
-            _misfit(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
+            _mismatch(claims, ranks, f"shard groups of {group} do not divide {data * together} data-parallel ranks", usable, SHARD_GROUP)
         )
     found = data * together // group
     if sizes.get("dp_replicate", found) != found:
         made = f"dp_replicate {sizes['dp_replicate']} x shard group {group} makes {sizes['dp_replicate'] * group} data-parallel ranks"
-        raise ConfigError(_misfit(claims, ranks, made, [data * together // sizes["dp_replicate"]], SHARD_GROUP))
+        raise ConfigError(_mismatch(claims, ranks, made, [data * together // sizes["dp_replicate"]], SHARD_GROUP))
     return found
 
 
-def _misfit(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
+def _mismatch(claims: Sequence[Claim], ranks: int, found: str, usable: Sequence[int], axis: str = "") -> str:
     fits = f"{axis} {' or '.join(map(str, usable))} would fit".strip()
     return f"the mesh does not fit the {ranks} rank(s): {found}; {fits}. It is described by\n{_listed(claims)}"
 

@@ -1,4 +1,4 @@
-"""Suggestions of known names for an unknown key."""
+"""Suggest known names for an unknown key."""
 
 from __future__ import annotations
 
@@ -6,35 +6,35 @@ from collections.abc import Iterable
 from difflib import SequenceMatcher
 from functools import lru_cache
 
-_LONGEST = 200  # more than twice any known name; comparing takes time with the length
+_LONGEST = 200  # more than twice the length of any known name; longer names take long to compare
 
 
 def nearest(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name that `name` resembles most, or None when it resembles none.
+    """Return the known name that `name` resembles most; None when it resembles none.
 
-    Names are alike when they are equal up to letter case and separators, when a few single-character edits lead from one to the other
-    (one edit for short names, two or three for longer ones), when long names share most of their text, when they are the same words in
-    another order, or when one is the other with a word missing at the end (`train_batch`). Names of up to three characters must be
-    equal up to case or swapped letters: nearly everything is one edit away from `lr`.
+    Two names are similar when they are equal up to letter case and separators, when a few single-character edits turn one into the other
+    (one edit for short names, two or three for longer ones), when long names share most of their text, when they have the same words in
+    another order, or when one is the other without a word at the end (`train_batch`). Names of up to three characters must be equal up to
+    case or swapped letters, because most short names are one edit away from `lr`.
     """
     if len(name) > _LONGEST:
         return None
     best: tuple[float, str] | None = None
     for candidate in known:
-        score = max(_likeness(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_turned_round(name, candidate)))
+        score = max(_similarity(_plain(name), _plain(candidate)), 0.8 * (_is_cut_short(name, candidate) or _is_reordered(name, candidate)))
         if score > 0 and (best is None or score > best[0]):
             best = (score, candidate)
     return best[1] if best else None
 
 
 def _is_cut_short(name: str, known: str) -> bool:
-    """Return whether `name` is `known` without some of its last words: at least two words and two thirds of them are left."""
+    """Return whether `name` is `known` without its last words: at least two words, and two thirds of the words, must be left."""
     words, known_words = name.lower().split("_"), known.lower().split("_")
     return 2 <= len(words) < len(known_words) <= 1.5 * len(words) and words == known_words[: len(words)]
 
 
-def _is_turned_round(name: str, known: str) -> bool:
-    """Return whether both are made of the same words, two or more, in another order (`comm_overlap`)."""
+def _is_reordered(name: str, known: str) -> bool:
+    """Return whether both names have the same words, at least two, in another order (`comm_overlap`)."""
     words = name.lower().split("_")
     return len(words) > 1 and sorted(words) == sorted(known.lower().split("_"))
 
@@ -43,8 +43,8 @@ def _plain(name: str) -> str:
     return "".join(letter for letter in name.lower() if letter.isalnum())
 
 
-def _likeness(name: str, known: str) -> float:
-    """Return the likeness of two names, from 0 (unlike) to 1 (the same)."""
+def _similarity(name: str, known: str) -> float:
+    """Return the similarity of two names, from 0 (different) to 1 (equal)."""
     if not name or not known:
         return 0.0
     if name == known:

@@ -1,4 +1,4 @@
-"""The configuration as users hand it over (path, mapping, JSON text, base64 text) -> one raw dictionary."""
+"""Read a configuration in any form (path, mapping, JSON text, base64 text) as one raw dictionary."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from hf_zero.system.reading import MOST_VALUES, require_few_values
 from hf_zero.system.secrets import MASK, is_secret
 from hf_zero.system.text_file import read_text_file
 
-# Each alternative takes all it can and cannot fail after it began: a string or comment that nothing closes goes to the end of the text
-# in one match, so the work is proportional to the text.
+# Each alternative matches as much as it can and cannot fail after its beginning: an unclosed string or comment matches up to the end of
+# the text at once, so the time is proportional to the length of the text.
 _STRING = r'"[^"\\]*(?:\\.[^"\\]*)*["\\]?'
 _STRING_OR_COMMENT = re.compile(rf"{_STRING}|//[^\n]*|#[^\n]*|/\*(?:[^*]|\*(?!/))*(?:\*/)?", re.DOTALL)
 _STRING_OR_TRAILING_COMMA = re.compile(rf"{_STRING}|,(?=\s*[}}\]])", re.DOTALL)
-_MOST_HJSON = 1 << 20  # characters; its reader is slow
+_MOST_HJSON = 1 << 20  # characters; the Hjson reader is slow
 _MOST_LEVELS = 64
-"""Of blocks inside blocks; no configuration has ten."""
+"""Maximum nesting of blocks; no configuration needs ten levels."""
 
 
 def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str, Any]:
@@ -31,15 +31,15 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
 
     Args:
         source: A mapping (its blocks and lists are copied), a path, JSON text, or JSON text in base64 (URL-safe or plain), as launchers
-            pass it through environment variables. Files may hold comments (`//`, `#`, `/* */`) and trailing commas, and
-            be Hjson where `hjson` is installed.
+            pass it through environment variables. Files may have comments (`//`, `#`, `/* */`) and trailing commas, and may be Hjson where
+            `hjson` is installed.
 
     Returns:
         A new dictionary; no block or list in it is shared with `source`.
 
     Raises:
-        ConfigError: `source` is none of these, the text is no JSON, a key stands twice in one block, blocks are nested without end, or
-            the top level is no block.
+        ConfigError: `source` is none of these, the text is no JSON, a block has a key twice, blocks are nested without end, or the top
+            level is no block.
     """
     if isinstance(source, Mapping):
         return {_text(key): _copied(value, 1) for key, value in source.items()}
@@ -61,7 +61,7 @@ def read_config(source: Mapping[str, Any] | str | os.PathLike[str]) -> dict[str,
 
 
 def _copied(value: Any, level: int) -> Any:
-    """Copy blocks and lists, and keep all other values: a config in code may hold objects that cannot be copied (process groups)."""
+    """Copy blocks and lists, but keep all other values: a config in code may have objects that cannot be copied (process groups)."""
     if level > _MOST_LEVELS:
         raise ConfigError(f"The config has blocks or lists nested more than {_MOST_LEVELS} deep; its own keys need fewer than ten levels")
     if isinstance(value, Mapping):
@@ -72,7 +72,7 @@ def _copied(value: Any, level: int) -> Any:
 
 
 def _text(value: Any) -> Any:
-    """Return `value`; raise an error for a text that cannot be encoded."""
+    """Return `value`; raise a ``ConfigError`` for a text that cannot be encoded."""
     if isinstance(value, str) and not value.isascii() and any("\ud800" <= letter <= "\udfff" for letter in value):
         raise ConfigError(
             f"The config has an incomplete Unicode character (a lone surrogate) in the text {ascii(value[:80])}; write the whole character"
@@ -85,7 +85,7 @@ def _read_file(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 
 def _from_base64(text: str) -> str | None:
-    """Return the decoded text, or None when `text` is not base64 of a JSON block."""
+    """Return the decoded text; None when `text` is not base64 of a JSON block."""
     compact = "".join(text.split()).replace("-", "+").replace("_", "/")
     try:
         decoded = base64.b64decode(compact + "=" * (-len(compact) % 4), validate=True).decode("utf-8")
@@ -111,7 +111,7 @@ def _parse(text: str, name: str) -> dict[str, Any]:
 
 def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
     """Return the content of a ``text`` that is not plain JSON: JSON with comments and trailing commas, or Hjson."""
-    if sum(text.count(mark) for mark in ('"', "/", "#", ",")) > 2 * MOST_VALUES:  # each may begin something to look at
+    if sum(text.count(mark) for mark in ('"', "/", "#", ",")) > 2 * MOST_VALUES:  # each of these marks may begin a match
         raise _not_json(name, error) from error
     relaxed = _without_comments(text)
     if relaxed != text:
@@ -126,8 +126,8 @@ def _relaxed(text: str, name: str, error: json.JSONDecodeError) -> Any:
 
 
 def _as_hjson(text: str) -> Any:
-    """Return the content of ``text`` as Hjson (no quotes, no commas), which DeepSpeed accepts; None where it is not Hjson, or hjson is
-    not installed.
+    """Return the content of ``text`` as Hjson (no quotes, no commas), which DeepSpeed accepts; None if it is not Hjson, or hjson is not
+    installed.
     """
     if len(text) > _MOST_HJSON:
         return None

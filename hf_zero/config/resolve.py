@@ -1,4 +1,4 @@
-"""Any configuration source -> `ResolvedConfig`: no "auto" left, batch sizes solved, every value with its origin."""
+"""Resolve any configuration source to a `ResolvedConfig`: no "auto" left, batch sizes solved, the origin of every value recorded."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class ResolvedConfig:
 
     Attributes:
         config: The typed configuration; no "auto" is left in it.
-        origin: Dotted key -> where its value comes from: "file", "file (<old spelling>)", "default", "default (...)",
-            "auto <- <source>" or "derived <- ...". Keys that are not listed have their default.
-        raw: The dictionary as the user gave it, untouched.
-        resolved: The same configuration as plain nested dictionaries with canonical names, only what is not default.
+        origin: Dotted key -> origin of its value: "file", "file (<old spelling>)", "default", "default (...)", "auto <- <source>" or
+            "derived <- ...". Keys that are not listed have their default.
+        raw: The dictionary as the user gave it.
+        resolved: The same configuration as plain nested dictionaries with canonical names, without defaults.
         batch: The batch identity.
         warnings: Findings that do not stop a run, one sentence each.
     """
@@ -55,7 +55,7 @@ class ResolvedConfig:
 
 @dataclass
 class Analysis:
-    """Findings about a configuration, right or wrong. `explain` prints them, `resolve` raises its problems."""
+    """All findings about a configuration, valid or not. `explain` prints them, `resolve` raises its problems."""
 
     raw: dict[str, Any]
     resolved: dict[str, Any]
@@ -73,24 +73,24 @@ def resolve(
     strict: bool = False,
     match_sources: bool = True,
 ) -> ResolvedConfig:
-    """Read a configuration, fill the values that it leaves open, and check it.
+    """Read a configuration, fill in the values that it leaves open, and check it.
 
     Args:
         source: Path, mapping, JSON text or base64 text (see `read_config`).
-        world_size: Number of data-parallel ranks, for the batch identity. `sources["world_size"]` serves when it is left at 1.
-        sources: Values that "auto" stands for (`hf_zero.config.auto.SOURCE_NAMES`). What neither the file nor a source gives takes the
-            default of its key.
-        strict: Warnings are errors too; also switched on by HF_ZERO_STRICT=1.
-        match_sources: Report values of the file that differ from their source, as the Trainer does. False lets the file win silently,
-            as accelerate does.
+        world_size: Number of data-parallel ranks, for the batch identity. If it is 1, `sources["world_size"]` is used instead.
+        sources: Values that replace "auto" (`hf_zero.config.auto.SOURCE_NAMES`). A key without a value in the file or a source takes its
+            default.
+        strict: Count warnings as errors; also enabled by HF_ZERO_STRICT=1.
+        match_sources: Report values of the file that differ from their source, like the Trainer. If false, the file silently takes
+            precedence, as in accelerate.
 
     Raises:
-        RefusedKeyError: The configuration asks for something that is not provided. It is a ConfigError and an UnsupportedError.
-        ConfigError: Anything else is wrong. Either way the message holds every finding.
+        RefusedKeyError: The configuration requests a feature that is not provided. It is a ConfigError and an UnsupportedError.
+        ConfigError: Any other fault. The message always has every finding.
     """
     analysis = analyse(source, world_size=world_size, sources=sources, strict=strict, match_sources=match_sources)
     analysis.problems.raise_all()
-    if analysis.config is None:  # cannot happen: values that do not fit the schema are problems
+    if analysis.config is None:  # unreachable: values that do not fit the schema are reported as problems
         raise ConfigError("The configuration does not fit the schema")
     return ResolvedConfig(
         config=analysis.config,
@@ -110,10 +110,10 @@ def analyse(
     strict: bool = False,
     match_sources: bool = True,
 ) -> Analysis:
-    """Do the same as `resolve` without raising errors for faults inside the configuration; same arguments.
+    """Analyse a configuration like `resolve`, but collect its faults instead of raising them; same arguments.
 
     Raises:
-        ConfigError: The source cannot be read at all, or `sources` holds an unknown name.
+        ConfigError: The source cannot be read at all, or `sources` has an unknown name.
     """
     problems = Problems(strict=strict or strict_by_environment())
     given = _checked_sources(sources or {})
@@ -136,7 +136,7 @@ def analyse(
 
 
 def strict_by_environment() -> bool:
-    """Return whether HF_ZERO_STRICT asks for warnings to be errors."""
+    """Return whether HF_ZERO_STRICT makes warnings errors."""
     return os.environ.get(STRICT_VARIABLE, "").strip().lower() in ("1", "true", "yes", "on")
 
 
@@ -173,7 +173,7 @@ def _fill_block(data: dict[str, Any], section: type[Section], path: str, sources
 
 
 def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
-    """Fill `warmup_max_lr: "auto"` with the rate of the optimizer section, if no source gives a learning rate."""
+    """Fill `warmup_max_lr: "auto"` with the rate of the optimizer section, if no source has given a learning rate."""
     key = "scheduler.params.warmup_max_lr"
     if not origin.get(key, "").startswith("default (auto"):
         return
@@ -188,7 +188,7 @@ def _fill_from_optimizer(data: dict[str, Any], origin: dict[str, str]) -> None:
 
 
 def _typed(data: dict[str, Any], section: type[Section], path: str, problems: Problems) -> dict[str, Any]:
-    """Return the same block with every value converted to its type; values that do not fit are reported and left out."""
+    """Return the block with every value converted to its type; report values that do not fit, and leave them out."""
     typed: dict[str, Any] = {}
     for name, value in data.items():
         here = f"{path}.{name}" if path else name
@@ -250,7 +250,7 @@ def _solve_batch(data: dict[str, Any], world_size: int, origin: dict[str, str], 
 
 
 def _check_matches(data: dict[str, Any], sources: dict[str, Any], batch: Batch, origin: dict[str, str], problems: Problems) -> None:
-    """Report every value of the file that contradicts the source it belongs to, as the Trainer does."""
+    """Report every value of the file that contradicts its source, like the Trainer."""
     for key, rule in AUTO_RULES.items():
         if not rule.must_match or not origin.get(key, "").startswith("file"):
             continue
@@ -271,7 +271,7 @@ def _equal(found: Any, expected: Any) -> bool:
 
 
 def _lookup(data: dict[str, Any], key: str) -> Any:
-    """Return the value at a dotted key, None when it is not there."""
+    """Return the value at a dotted key; None when it is absent."""
     value: Any = data
     for step in key.split("."):
         value = value.get(step) if isinstance(value, dict) else None

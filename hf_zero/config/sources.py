@@ -16,13 +16,13 @@ _INNER = ("text_config", "language_config", "llm_config", "text_encoder", "decod
 
 
 def hidden_size_of(model_or_config: Any) -> int | None:
-    """Return the hidden size of a model: the largest when the layers differ, and that of the text part when there are several parts.
+    """Return the hidden size of a model: the largest if layers differ, and the text part's if there are several parts.
 
     Args:
         model_or_config: A module with `.config`, a transformers config, or a config as a mapping.
 
     Returns:
-        None when no size is found under any of the usual names.
+        The size, or None if no usual name of it is found.
     """
     config = getattr(model_or_config, "config", None)
     config = model_or_config if config is None or isinstance(model_or_config, Mapping) else config
@@ -43,20 +43,20 @@ def _read(config: Any, name: str) -> Any:
 
 
 def _largest(value: Any) -> int | None:
-    """Return the number, or the largest of a list of numbers; None for anything else."""
+    """Return the number, or the largest of a list of numbers; None for other values."""
     if isinstance(value, (list, tuple)) and value and all(isinstance(item, int) for item in value):
         return int(max(value))
     return int(value) if isinstance(value, int) and not isinstance(value, bool) and value > 0 else None
 
 
 def infer_sources_from_model(model: Any) -> dict[str, Any]:
-    """Return the values of a model for `resolve(sources=...)`.
+    """Return a model's values for `resolve(sources=...)`.
 
     Args:
         model: A module, a transformers config, a folder or file with a config.json, or an ID on the Hub.
 
     Returns:
-        `{"hidden_size": ...}`, empty when the model has no hidden size under a known name.
+        `{"hidden_size": ...}`, empty if the model has no hidden size under a known name.
 
     Raises:
         ConfigError: The path or ID cannot be loaded.
@@ -68,14 +68,14 @@ def infer_sources_from_model(model: Any) -> dict[str, Any]:
 
 
 def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
-    """Return the values from config.json of a model on this machine; None where ``place`` is neither a folder nor a file.
+    """Return the values in config.json of a model on this machine; None if ``place`` is neither a folder nor a file.
 
     Args:
-        place: A folder that holds a config.json, or such a file.
-        pipe: A file that the user names may be a pipe.
+        place: A folder with a config.json, or such a file.
+        pipe: The file may be a pipe, because the user names it.
 
     Raises:
-        ConfigError: It cannot be read, or is no JSON block.
+        ConfigError: The file cannot be read, or is no JSON block.
     """
     path = Path(place).expanduser()
     try:
@@ -89,7 +89,7 @@ def read_model_config(place: str, pipe: bool = False) -> dict[str, Any] | None:
     except (OSError, ValueError) as error:
         raise ConfigError(f"the model {place!r}: its config.json cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
-        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block is wanted")
+        raise ConfigError(f"the model {place!r}: its config.json holds a {type(content).__name__}, and a block {{...}} is expected")
     return content
 
 
@@ -97,10 +97,10 @@ def require_bounded_config(name: str) -> None:
     """Refuse a config.json that transformers would read without bounds: not a regular file, too large, or nested too deep.
 
     Args:
-        name: As a user names a model; where there is no such file transformers says so.
+        name: Name of a model as users write it; if there is no such file, transformers reports it.
 
     Raises:
-        ConfigError: It is one of these.
+        ConfigError: The file is one of these.
     """
     path = Path(name).expanduser()
     if os.path.lexists(path / "config.json" if path.is_dir() else path):
@@ -109,10 +109,10 @@ def require_bounded_config(name: str) -> None:
 
 def _load(name: str) -> Any:
     require_bounded_config(name)
-    from transformers import AutoConfig  # heavy, and only needed here
+    from transformers import AutoConfig  # a slow import, only needed here
 
     try:
         return AutoConfig.from_pretrained(name)
-    except Exception as error:  # whatever a broken config.json makes transformers raise
+    except Exception as error:  # a broken config.json can make transformers raise any error
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ConfigError(f"The model {name!r} is no local config and no ID that could be loaded: {reason}") from error

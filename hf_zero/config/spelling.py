@@ -1,4 +1,4 @@
-"""Raw dictionary -> the same configuration with today's key names only; unknown keys are reported with the nearest known one."""
+"""Translate a raw dictionary to today's key names; report unknown keys with the nearest known one."""
 
 from __future__ import annotations
 
@@ -18,27 +18,27 @@ from hf_zero.errors import ConfigError
 _TRUE_TEXTS, _FALSE_TEXTS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 _WITH_UNIT = re.compile(r"(\d{1,15}(?:\.\d{1,9})?)\s*(?:([kKmMgGtT])(i?)[bB]?|[bB](?:ytes)?)")
 _CORE_SECTIONS = ("zero_optimization", "fp16", "bf16", "optimizer", "scheduler", "data_types")
-"""Sections whose keys are looked for when an unknown key stands at the wrong level."""
+"""Sections to search for an unknown key that may be at the wrong level."""
 _COMPUTED_KEYS = ("zero_optimization.stage3_prefetch_bucket_size",)
-"""Numbers of elements that published examples compute as 0.9 * hidden_size ** 2; the fraction that may remain means nothing."""
+"""Numbers of elements that published examples compute as 0.9 * hidden_size ** 2; a fraction in them has no meaning."""
 _OF_TRL = frozenset(
     f"zero_optimization.{name}" for name in ("reduce_bucket_size", "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size")
 )
-"""What TRL adds to the configuration of a model that it only runs (a reference, a reward), always together. Nobody reads them."""
+"""Keys that TRL always adds together to the configuration of a model that it only runs (a reference, a reward). They have no reader."""
 _PUBLISHED_MISSPELLINGS = ("grandient_accumulation_steps",)
-"""What DeepSpeed's own files for pipelines write, and DeepSpeed passes over; other misspellings are errors."""
+"""Misspellings in DeepSpeed's own files for pipelines, which DeepSpeed ignores; other misspellings are errors."""
 _MOST_UNKNOWN = 100
-"""Each is compared with all known keys, which takes a while."""
+"""Maximum number of unknown keys: each is compared with all known keys, which takes time."""
 
 
 class Speller:
-    """Translates one raw configuration to canonical key names.
+    """Translator of one raw configuration to canonical key names.
 
     Args:
-        problems: Receives unknown keys, keys given twice under two names, and blocks that are no blocks.
+        problems: Collector that gets unknown keys, keys given under two names, and values that should be blocks.
 
     Attributes:
-        origin: Dotted canonical path -> "file", or "file (<the spelling that was used>)".
+        origin: Dotted canonical path -> "file", or "file (<the spelling in the file>)".
     """
 
     def __init__(self, problems: Problems) -> None:
@@ -47,7 +47,7 @@ class Speller:
         self.origin: dict[str, str] = {}
 
     def canonical(self, raw: Mapping[str, Any]) -> dict[str, Any]:
-        """Return nested dictionaries with canonical names. Nulls are removed (they mean "not given"); "auto" is kept."""
+        """Return nested dictionaries with canonical names. Nulls are dropped (they mean "not given"); "auto" is kept."""
         if raw.keys() >= _OF_TRL:
             raw = {key: value for key, value in raw.items() if key not in _OF_TRL}
         return self._section(self._aio_at_the_top(raw), ZeroConfig, "", None)
@@ -65,8 +65,8 @@ class Speller:
         return {"aio": zero["aio"], **raw, "zero_optimization": {key: value for key, value in zero.items() if key != "aio"}}
 
     def _section(self, raw: Mapping[str, Any], section: type[Section], path: str, kind: Any) -> dict[str, Any]:
-        """Return one block with canonical names. `kind` is the `type` beside a `params` block, which decides which further keys it may
-        hold.
+        """Return one block with canonical names. `kind` is the `type` beside a `params` block, which decides which further keys the block
+        may have.
         """
         data: dict[str, Any] = {}
         spelled: dict[str, str] = {}
@@ -96,7 +96,7 @@ class Speller:
         return data
 
     def _old_switch(self, section: type[Section], name: str, value: Any, here: str, raw: Mapping[str, Any]) -> tuple[str, Any]:
-        """Translate an old switch such as `cpu_offload: true` to (name of the block that replaced it, its content), content None when
+        """Translate an old switch such as `cpu_offload: true` to the name of the block that replaced it and its content, None if it is
         off.
         """
         block_path = extra_of(section.model_fields[name])["into"].partition(":")[0].rpartition(".")[0]
@@ -142,7 +142,7 @@ class Speller:
         return None
 
     def _may_stay(self, key: Any, section: type[Section], path: str, kind: Any) -> bool:
-        """Return whether an unknown key may stay, which only sections that take keys of their own allow. Others are reported."""
+        """Return whether an unknown key may stay, which only sections with free keys allow; report the key otherwise."""
         self._unknown += 1
         if self._unknown > _MOST_UNKNOWN:
             raise ConfigError(f"More than {_MOST_UNKNOWN} keys are unknown, {show(key)} among them: this is no DeepSpeed config")
@@ -190,13 +190,13 @@ class Speller:
 
 
 def truth(value: Any) -> bool | None:
-    """Return True or False for booleans and their usual texts, None for anything else."""
+    """Return True or False for booleans and their usual texts; None for other values."""
     text = str(value).strip().lower() if isinstance(value, (bool, int, str)) else ""
     return True if text in _TRUE_TEXTS else False if text in _FALSE_TEXTS else None
 
 
 def without_unit(value: Any) -> int | None:
-    """Return the number that a size with a unit means (``"1GB"``, ``"4 KiB"``, ``"500M"``), None for anything else."""
+    """Return the number that a size with a unit means (``"1GB"``, ``"4 KiB"``, ``"500M"``); None for other values."""
     found = _WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
     if found is None:
         return None
@@ -209,9 +209,9 @@ def _some(names: list[str]) -> str:
 
 
 def nearest_elsewhere(key: str) -> str | None:
-    """Return the dotted path of a key of a core section that `key` resembles, for keys written at the wrong level.
+    """Return the dotted path of a key in a core section that `key` resembles, for keys written at the wrong level; None if there is none.
 
-    Only names of two words and more count: `type`, `enabled` or `stage` are common names of users' own keys.
+    Only names of two words or more are compared: `type`, `enabled` or `stage` are common names of users' own keys.
     """
     paths: dict[str, str] = {}
     for section_name in _CORE_SECTIONS:
@@ -227,10 +227,10 @@ def nearest_elsewhere(key: str) -> str | None:
 
 
 def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
-    """Return the argument names of the torch class whose arguments are in the `params` block at `path`.
+    """Return the argument names of the torch class that gets the `params` block at `path`.
 
     Returns:
-        None when the block is for no torch class: then it may hold any key that resembles no known one.
+        None if the block is not for a torch class: then it may have any key that resembles no known one.
     """
     if path not in ("optimizer.params", "scheduler.params") or not isinstance(kind, str):
         return None
@@ -239,8 +239,10 @@ def constructor_arguments(path: str, kind: Any) -> frozenset[str] | None:
 
 
 def torch_class(section: str, name: str) -> type | None:
-    """Return the class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") of that name (any letter case), or None."""
-    import torch  # only here: reading a config needs torch for nothing else
+    """Return the class of torch.optim ("optimizer") or torch.optim.lr_scheduler ("scheduler") with this name, in any letter case; or
+    None.
+    """
+    import torch  # only here, because reading a config otherwise does not need torch
 
     module = torch.optim if section == "optimizer" else torch.optim.lr_scheduler
     base = torch.optim.Optimizer if section == "optimizer" else torch.optim.lr_scheduler.LRScheduler

@@ -1,6 +1,6 @@
 """Tables of configuration keys: the rows that `hf-zero explain` prints, and the reference page docs/config.md.
 
-The page is written by `python -m hf_zero.config.table --write docs/config.md`, and a test fails when it is not current.
+`python -m hf_zero.config.table --write docs/config.md` writes the page, and a test fails when it is not current.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_zero.system.secrets import MASK, hidden_under
 
 
 class Row(NamedTuple):
-    """One line of `explain`: a key, its value as JSON text, where that came from, its fate and its effect."""
+    """One line of `explain`: a key, its value as JSON text, the value's origin, the key's fate and its effect."""
 
     key: str
     value: str
@@ -32,12 +32,12 @@ class Row(NamedTuple):
 
 
 def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool = False) -> list[Row]:
-    """Return rows in the order of the schema.
+    """Return the rows of one configuration, in the order of the schema.
 
     Args:
         resolved: Nested values with canonical names; keys that are absent have their default.
         origin: Dotted key -> source.
-        everything: All keys, not only those that were set, filled or derived.
+        everything: Return all keys, not only those that were set, filled or derived.
     """
     values = dict(_leaves(resolved, ""))
     rows = []
@@ -48,15 +48,15 @@ def rows_of(resolved: dict[str, Any], origin: dict[str, str], everything: bool =
         left_open = path not in values and path.startswith(("optimizer.params.", "scheduler.params."))
         if key.secret and value:
             value = MASK
-        elif key.path != path:  # a key of the user's own: the schema cannot say what it holds
+        elif key.path != path:  # a key that the user chose: the schema does not describe its value
             value = hidden_under(path.rpartition(".")[2], value)
         shown = "(default of the class)" if left_open else MASK if value == MASK else show(value)
-        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_here(key, value, values)))
+        rows.append(Row(path, shown, origin.get(path, "default"), *_fate_and_effect(key, value, values)))
     return rows
 
 
 def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
-    """Return every key that is a plain value, by path, with the keys under a user's own names placed beside their neighbours."""
+    """Return every key that is a plain value, by path; keys under names that the user chose are placed beside their neighbours."""
     keys = {path: key for path, key in all_keys().items() if not key.is_section and not any(mark in path for mark in ("*", "<", "[]"))}
     free: dict[str, list[str]] = {}
     for path in values.keys() - keys.keys():
@@ -70,15 +70,15 @@ def _with_free_keys(values: dict[str, Any]) -> dict[str, Key]:
     return listed
 
 
-def _fate_here(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
-    """Return fate and effect of a key with this value: a refused key that asks for nothing is harmless."""
+def _fate_and_effect(key: Key, value: Any, values: dict[str, Any]) -> tuple[str, str]:
+    """Return fate and effect of a key with this value: a refused key that requests nothing is harmless."""
     if key.fate != "refused":
         return key.fate, key.effect
     switch = all_keys().get(key.switch)
     if switch and not switch.is_section and not is_on(values.get(switch.path, switch.default), switch.passes):
         return "accepted", f"not read while `{switch.path}` is {show(values.get(switch.path, switch.default))}"
     if not asks(value, key.default, key.passes):
-        return "accepted", "asks for nothing here"
+        return "accepted", "has its default or is off, so it requests nothing"
     return key.fate, key.effect
 
 
@@ -93,7 +93,7 @@ def _leaves(block: dict[str, Any], path: str) -> Iterator[tuple[str, Any]]:
 
 
 def _pattern(path: str) -> Key:
-    """Return the row of the key list for a path under a user's own name: the nearest section above it, or its `*` row."""
+    """Return the entry of the key list for a path under a name that the user chose: the nearest section above it, or its `*` entry."""
     keys, above = all_keys(), path
     while above:
         above = above.rpartition(".")[0]
@@ -114,19 +114,19 @@ Each of the {count} keys has one fate:
 
 | fate | keys | meaning |
 |---|---:|---|
-| used | {used} | does what it says |
-| mapped | {mapped} | an old spelling, read as the key it names |
+| used | {used} | has the effect that is described |
+| mapped | {mapped} | an old spelling, read as the key that it names |
 | accepted | {accepted} | has no effect here, for the reason given |
-| refused | {refused} | stops the run when it asks for something, that is when its value is neither the default nor off |
+| refused | {refused} | stops the run when its value is neither the default nor off |
 
-`hf-zero explain CONFIG` prints the same for one file: every value, where it comes from and what happens to it.
+`hf-zero explain CONFIG` prints the same for one file: every value with its origin, fate and effect.
 
 ## Reading rules
 
 - `null` means "not given". Booleans may be `"true"` and `"false"`, whole numbers `2e8` and `"2e8"`, element types `bf16`, `bfloat16`
   or `torch.bfloat16`. `steps_per_print` may be `Infinity`.
-- An unknown key that resembles a known one is an error that names the known one, at every level. One that resembles nothing is an error
-  inside a section and a warning at the top level, where tools put keys of their own. A key with dots at the top level
+- An unknown key that resembles a known one is an error that names the known one, at every level. A key that resembles none is an error
+  inside a section and a warning at the top level, where tools may add their own keys. A key with dots at the top level
   (`zero_optimization.reduce_bucket_size`) is no path: it has no effect and is a warning.
 - `strict=True`, `--strict` or `HF_ZERO_STRICT=1` make every warning an error.
 - All findings are reported together.
@@ -135,9 +135,9 @@ Each of the {count} keys has one fate:
 - Of `train_batch_size`, `train_micro_batch_size_per_gpu` and `gradient_accumulation_steps` any two give the third:
   `train_batch_size` = micro batch x accumulation x number of data-parallel ranks.
 
-## What "auto" stands for
+## Values of "auto"
 
-A value written in the file must equal its source where the last column says so; differences are reported as the Trainer does.
+Where the last column is "yes", a value in the file must equal its source; differences are reported as by the Trainer.
 
 | key | source | must match |
 |---|---|---|
@@ -168,7 +168,7 @@ def reference_page() -> str:
 
 
 def _section_table(title: str, keys: Sequence[Key]) -> str:
-    lines = [f"## {title}\n", "| key | type | default | fate | what it does, or why not |", "|---|---|---|---|---|"]
+    lines = [f"## {title}\n", "| key | type | default | fate | effect, or reason |", "|---|---|---|---|---|"]
     for _, group in groupby(keys, key=lambda key: key.effect if key.effect == key.text and key.fate == "refused" else key.path):
         key, *others = group
         effect = key.text if key.effect == key.text else f"{key.text}. *{key.fate.capitalize()}:* {key.effect}"
@@ -184,7 +184,7 @@ def _section_table(title: str, keys: Sequence[Key]) -> str:
 
 
 def _also(key: Key) -> str:
-    """Return other spellings, except those that only leave out `stage3_` (there is a rule for them)."""
+    """Return the other spellings of a key, except those that only leave out `stage3_` (the page has a rule for them)."""
     others = [name for name in key.also if name not in (key.path.rpartition(".")[2].removeprefix("stage3_"),)]
     return f" (also {', '.join(f'`{name}`' for name in others)})" if others else ""
 
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--write", metavar="FILE", help="file to write instead of printing, for example docs/config.md")
     target = parser.parse_args(arguments).write
     if target:
-        from hf_zero.system import own_files  # which brings torch
+        from hf_zero.system import own_files  # imports torch
 
         own_files.write_text(Path(target), reference_page())
     else:

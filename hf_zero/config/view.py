@@ -1,4 +1,4 @@
-"""A configuration under the names that DeepSpeed's `DeepSpeedConfig` has: what scripts read off it, and off `engine._config`."""
+"""A configuration under the names of DeepSpeed's `DeepSpeedConfig`, which scripts read from it and from `engine._config`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _MONITORS = ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
 
 
 class ZeroView:
-    """The ``zero_optimization`` section; keys of stage 3 are there with and without their prefix.
+    """The ``zero_optimization`` section; keys of stage 3 exist with and without their prefix.
 
     Args:
         resolved: The configuration.
 
     Attributes:
-        offload_param: Its section, None where the configuration has none.
-        offload_optimizer: The same.
+        offload_param: Its section; None if the configuration has none.
+        offload_optimizer: Its section; None if the configuration has none.
     """
 
     def __init__(self, resolved: ResolvedConfig) -> None:
@@ -37,7 +37,7 @@ class ZeroView:
 
     @property
     def overlap_comm(self) -> bool:
-        """Return the written value, else whether the stage is 3, as DeepSpeed does; the value changes no number here."""
+        """Return the value in the file, else whether the stage is 3, like DeepSpeed; the value changes no number here."""
         return bool(self._section.overlap_comm) if self._overlap_written else self._section.stage == 3
 
     def __getattr__(self, name: str) -> Any:
@@ -54,7 +54,7 @@ class ZeroView:
 
 
 class MonitorView:
-    """The sections of the monitors, as ``MonitorMaster`` takes them."""
+    """The sections of the monitors, as an argument of ``MonitorMaster``."""
 
     def __init__(self, config: ZeroConfig) -> None:
         self.tensorboard = config.tensorboard
@@ -65,7 +65,7 @@ class MonitorView:
 
     @property
     def enabled(self) -> bool:
-        """Return whether any of them is on."""
+        """Return whether any monitor is enabled."""
         return any(getattr(self, name).enabled for name in _MONITORS)
 
 
@@ -90,11 +90,11 @@ class ConfigView:
         raise AttributeError(f"a configuration has no attribute {name!r}; read its keys (docs/config.md) or `zero_config`")
 
     def print_user_config(self) -> None:
-        """Logs the configuration as it was given, secrets masked."""
+        """Log the configuration as it was given, with secrets masked."""
         log_rank0("json = %s", json.dumps(hidden(self._resolved.raw), indent=4, default=str))
 
     def print(self, name: str) -> None:
-        """Logs every value that is not a default, with where it comes from."""
+        """Log every value that is not a default, with its origin."""
         log_rank0("%s:\n%s", name, "\n".join(f"  {row.key} = {row.value} ({row.source})" for row in self._resolved.table()))
 
     def __repr__(self) -> str:

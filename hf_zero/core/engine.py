@@ -54,6 +54,7 @@ class Engine(nn.Module):
         self.scaler = parts.scaler
         self.accumulation = parts.accumulation
         self.samples_per_step = parts.samples_per_step
+        self.spikes = parts.spikes
         self.progress = parts.progress
         self.clock = parts.clock
         self.reports = parts.reports
@@ -226,7 +227,7 @@ class Engine(nn.Module):
             return
         with self.clock.phase("step"):
             try:
-                result = self.stepper.take()  # type: ignore[union-attr]
+                result = self.stepper.take(self._skips if self.spikes is not None else None)  # type: ignore[union-attr]
             except Exception as error:
                 self._explain(self, error, "step")
                 self.accumulation.refused()
@@ -243,6 +244,12 @@ class Engine(nn.Module):
             self.preemption.agree(result.signal)
             for hook in on_preempted:
                 hook(self)
+
+    def _skips(self, norm: torch.Tensor) -> bool:
+        """Return whether the update of the coming step is skipped because its gradient norm is a spike."""
+        spikes, begin = self.spikes, self.progress.global_samples
+        found = spikes is not None and spikes.found(float(norm), self.progress.global_steps + 1, (begin, begin + self.samples_per_step))
+        return found and spikes.skips  # type: ignore[union-attr]
 
     def _begin_written(self) -> None:
         """Begin a micro-step without a backward if the script has written gradients. Collective.

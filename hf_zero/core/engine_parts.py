@@ -23,6 +23,7 @@ from hf_zero.core.step.accumulation import Accumulation
 from hf_zero.core.step.loss_scale import LossScaler
 from hf_zero.core.step.precision import PrecisionPolicy
 from hf_zero.core.step.progress import Clock, Progress, Reports
+from hf_zero.core.step.spikes import NormSpikes
 from hf_zero.core.step.step import Stepper
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
@@ -87,6 +88,7 @@ class EngineParts:
         stepper: None for an engine that only runs forward.
         scheduler: Stepped by the engine; None when the caller steps a scheduler itself.
         give_back: Releases the process groups that only training needs; every rank calls it.
+        spikes: Recognizes gradient norms far above those before; None if the configuration does not request it.
         preemption: Signals that ask the ranks to end.
         long_waits: Reports waits of this rank that take long.
         explain: Called with the engine, an error and the phase that failed (forward, backward or step), while the tensors of that phase
@@ -110,6 +112,7 @@ class EngineParts:
     scheduler: Any = None
     give_back: Callable[[], None] | None = None
     long_waits: LongWaits = field(default_factory=lambda: LongWaits(0))
+    spikes: NormSpikes | None = None
     preemption: Preemption = field(default_factory=lambda: Preemption(PreemptionSettings(number=0)))
     explain: Callable[[Any, BaseException, str], None] = lambda _engine, _error, _phase: None
 

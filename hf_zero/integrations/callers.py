@@ -343,6 +343,8 @@ METHODS = (
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
 )  # fmt: skip
 
+_PROGRAM = "accelerate.commands.launch"  # is run as `python -m` as well
+_RUNS = f'if __name__ == "__main__":\n    import {_PROGRAM} as it\n    it.main()\nelse:\n    exec(__spec__.loader.get_code("{_PROGRAM}"))'
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
 _lost: dict[Method, str] = {}
 _looked_for: set[str] = set()  # modules whose specification is being asked for
@@ -399,7 +401,19 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
         attach(module)
 
     spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # the loader stays what it is for those who look at it
+    if fullname == _PROGRAM and hasattr(spec.loader, "get_code"):
+        spec.loader.get_code = _code_of_program(spec.loader.get_code)
     return spec
+
+
+def _code_of_program(get_code: Callable[[str], Any]) -> Callable[[str], Any]:
+    """A loader's ``get_code``, by which runpy (`python -m`, debuggers) runs the imported module: ``__main__`` would not be wrapped."""
+
+    def get_wrapped(name: str) -> Any:
+        code = get_code(name)
+        return compile(_RUNS, code.co_filename, "exec") if sys._getframe(1).f_globals.get("__name__") == "runpy" else code
+
+    return get_wrapped
 
 
 def attach(module: ModuleType) -> None:

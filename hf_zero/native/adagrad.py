@@ -1,4 +1,4 @@
-"""Run Adagrad in one pass over a flat range; with its torch reference.
+"""Adagrad in one pass over a flat range; with its torch reference.
 
 Duchi, Hazan and Singer, "Adaptive Subgradient Methods for Online Learning and Stochastic Optimization", JMLR 12 (2011).
 """

@@ -1,10 +1,10 @@
-"""Run unscale, clip, Adam or AdamW and 16-bit copy in one fused pass over a flat range; with its torch reference.
+"""Unscaling, clipping, Adam or AdamW, and the 16-bit copy in one fused pass over a flat range; with the torch reference.
 
 Kingma and Ba, "Adam", arXiv:1412.6980; Loshchilov and Hutter, "Decoupled Weight Decay Regularization", arXiv:1711.05101.
 
-The native kernel keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on an x86 CPU and gives its bits for fp32 tensors,
-on every processor and wherever a range is cut. (torch's own loop rounds the last ``numel % 16`` elements differently, and some
-second moments by their last bit on aarch64.)
+The native kernel keeps the order of operations of ``torch.optim.AdamW(fused=True)`` on an x86 CPU. It gives the same bits for fp32
+tensors, on every processor and wherever a range is cut. (torch's own loop rounds the last ``numel % 16`` elements differently, and, on
+aarch64, the last bit of some second moments.)
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class AdamRule:
         betas: Decay of the two moments.
         eps: Term added to the root of the second moment.
         weight_decay: Decay of the weights.
-        decoupled: True decays as AdamW does, False adds the decay to the gradient.
+        decoupled: True decays like AdamW, False adds the decay to the gradient.
         bias_correction: Divide the moments by ``1 - beta ** step``.
         step: Number of this step, from 1.
-        grad_factor: Multiplies the gradient first: unscaling and clipping together.
+        grad_factor: Factor of the gradient, applied first: unscaling and clipping together.
     """
 
     lr: float
@@ -63,7 +63,7 @@ class AdamRule:
 
     @property
     def decay(self) -> float:
-        """Return the factor of the weights: the share of them that is kept, or, for L2, the share that is added to the gradient."""
+        """Return the factor of the weights: the fraction that is kept, or, for L2, the fraction that is added to the gradient."""
         return 1 - self.lr * self.weight_decay if self.decoupled else float(self.weight_decay)
 
     @property
@@ -111,7 +111,7 @@ def adam_triton(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tenso
     )  # fmt: skip
 
 
-# torch's fused kernel treats whole vectors of this many elements alike; see adam_reference.
+# torch's fused kernel rounds whole vectors of this many elements in one way; see adam_reference.
 _VECTOR = 16
 
 
@@ -139,10 +139,10 @@ def adam_update(
         master: fp32, contiguous, any shape; updated.
         grad: fp32, bf16 or fp16, with the same number of elements; only read.
         exp_avg: First moment, fp32 or bf16; updated. Computed in fp32 and rounded to nearest even when it is bf16.
-        exp_avg_sq: Second moment, of the type of ``exp_avg``.
+        exp_avg_sq: Second moment, of the dtype of ``exp_avg``; updated.
         low: bf16 or fp16 copy of the result, written in the same pass; None writes none.
         rule: Hyper-parameters.
-        threads: The most threads to use. The result does not depend on it.
+        threads: Maximum number of threads. The result does not depend on it.
 
     Raises:
         HfZeroError: The tensors do not fit together.
@@ -168,8 +168,8 @@ def adam_update(
 def adam_reference(master: Tensor, grad: Tensor, exp_avg: Tensor, exp_avg_sq: Tensor, low: Tensor | None, rule: AdamRule) -> None:
     """Compute ``adam_update`` by torch's fused kernel with casts around it; any device, and also completely in fp64.
 
-    torch rounds elements outside whole vectors differently, so the last ones go through it in a vector of their own: then this
-    too does not depend on where a range is cut, and equals the native kernel.
+    torch rounds elements outside whole vectors differently, so the last elements are computed in a vector of their own. Then this
+    result, too, does not depend on where a range is cut, and equals the native kernel's.
     """
     tensors = PassTensors("adam_reference", master, grad, (exp_avg, exp_avg_sq), low)
     function: Callable[..., None] = torch._fused_adamw_ if rule.decoupled else torch._fused_adam_

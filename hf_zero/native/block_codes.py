@@ -1,4 +1,4 @@
-"""Define the message of a vector that is encoded in blocks: one fp32 scale per block, then integers of 8 or 4 bits."""
+"""The message of a vector that is encoded in blocks: one fp32 scale per block, then integers of 8 or 4 bits."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ _SCALE_BYTES = 4
 
 @dataclass(frozen=True)
 class KeptError:
-    """The error of all codes so far, as a moving average that is added before the next encoding (Xie et al., "LoCo", arXiv:2407.04480).
+    """Error of all codes so far, as a moving average that is added before the next encoding (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
-        messages: Codes of 8 bits of as many parts, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
+        messages: The error as codes of 8 bits, (parts, message_bytes(n, 8)) uint8; updated. Zeros at the start.
         keep: Weight of the old error in the new one, from 0 (only the error of the last code) to 1 (no error is recorded).
     """
 
@@ -27,7 +27,7 @@ class KeptError:
 
     @property
     def take(self) -> float:
-        """Return the weight of the present code's error."""
+        """Return the weight of the newest code's error in the moving average."""
         return 1.0 - self.keep
 
 
@@ -37,7 +37,7 @@ def block_count(numel: int) -> int:
 
 
 def code_bytes(numel: int, bits: int) -> int:
-    """Return the number of bytes of the integers of ``numel`` elements."""
+    """Return the number of bytes of the integers of ``numel`` elements, without scales."""
     return -(-numel * bits // 8)
 
 

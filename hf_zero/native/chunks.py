@@ -1,4 +1,4 @@
-"""Define the tables of 1-bit Adam's codes: the chunks of a vector, the values that are encoded, and the targets of a decoded momentum."""
+"""The tables of 1-bit Adam's codes: the chunks of a vector, the values to encode, and the targets of a decoded momentum."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ BLOCK_NUMEL = 16
 class ChunkTable:
     """Chunks of a flat vector, each with a scale.
 
-    Elements outside all chunks (gaps between parameters, padding) count in no scale; vectors are zero there, and stay so.
+    Elements outside all chunks (gaps between parameters, padding) enter no scale; vectors are zero there and stay zero.
 
     Attributes:
         numel: Elements of the vector, a multiple of 16.
@@ -73,11 +73,11 @@ def build_chunks(ranges: Sequence[tuple[int, int]], numel: int, device: torch.de
 
 @dataclass(frozen=True)
 class Sent:
-    """Codes of one vector from all workers, encoded alike.
+    """Codes of one vector from all workers, encoded with the same chunks.
 
     Attributes:
-        bits: (workers, numel // 8) uint8; rows may have any distance, elements of a row lie side by side.
-        scales: (workers, chunks) fp32, with the same freedom of strides.
+        bits: (workers, numel // 8) uint8; the elements of a row are contiguous, rows may be any distance apart.
+        scales: (workers, chunks) fp32, with the same strides allowed.
     """
 
     bits: torch.Tensor
@@ -98,7 +98,7 @@ class MoveRule:
         variance_divisor: Bias correction of the variance, ``root_divisor ** 2``; 1 corrects nothing.
         eps: Term added to the root, or under it with ``eps_inside``.
         minus_step: Learning rate over the momentum's bias correction, negative.
-        eps_inside: Whether the divisor is ``sqrt(variance / variance_divisor + eps)``.
+        eps_inside: The divisor is ``sqrt(variance / variance_divisor + eps)``.
     """
 
     decay: float
@@ -115,10 +115,10 @@ class MoveRule:
 
 @dataclass(frozen=True)
 class Target:
-    """A piece of a vector that one rule moves, chunks ``first`` to ``last`` of its table.
+    """A piece of a vector that one rule updates: chunks ``first`` to ``last`` of its table.
 
     Attributes:
-        start: Element of the vector that the tensors begin at.
+        start: Position in the vector of the first element of the tensors below.
         first: Index of the first chunk.
         last: Index after the last chunk.
         momentum: (n,) fp32, contiguous; the decoded values are written to its chunks.

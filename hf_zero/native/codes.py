@@ -1,7 +1,7 @@
 """Encode vectors as one sign bit per element and one scale per chunk, all chunks of a vector in one call.
 
-Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv:2102.02888. Served by the
-native library on a host, by Triton on a GPU, and by ``codes_reference`` if both are missing; all give the same bits.
+Tang et al., "1-bit Adam: Communication Efficient Large-Scale Training with Adam's Convergence Speed", arXiv:2102.02888. The native library
+computes the codes on a host, Triton on a GPU, and ``codes_reference`` if both are missing; all give the same bits.
 """
 
 from __future__ import annotations
@@ -43,19 +43,18 @@ def compress(
 ) -> None:
     """Encode ``fresh + error`` as signs and scales, and store the error of the code in ``error``.
 
-    A chunk's scale is the sum of its magnitudes divided by the sum of the magnitudes of its signs, which is their number (section 4 of
-    the paper: the compressed vector has the magnitude of the original). In the 1-norm this is the scale that loses least, and it
-    never loses more than there was, whatever the values.
+    A chunk's scale is the sum of its magnitudes divided by its number of elements (section 4 of the paper: the compressed vector has the
+    magnitude of the original). In the 1-norm this scale has the smallest error, and the error is never larger than the vector itself.
 
     Args:
         error: (numel,) fp32, contiguous, zero outside all chunks; updated.
         table: The chunks.
         bits: (numel // 8,) uint8, contiguous; bit ``i`` of byte ``j`` becomes 1 where element ``8 * j + i`` is at least 0.
         scales: (chunks,) fp32, contiguous; overwritten.
-        alive: (numel,) bool, False outside all chunks; elements that are False take no part: their value is dropped. None: all in
-            chunks take part.
+        alive: (numel,) bool, False outside all chunks; elements that are False take no part: their value is dropped. None: all elements
+            of chunks take part.
         fresh: Momentum that is added to ``error`` first; None adds nothing.
-        threads: The most threads to use; the result does not depend on it.
+        threads: Maximum number of threads; the result does not depend on it.
     """
     bits.zero_()
     native = library_for(error)
@@ -99,14 +98,14 @@ def recompress(
 
 
 def decompress(out: torch.Tensor, table: ChunkTable, sent: Sent, alive: torch.Tensor | None = None, threads: int = 1) -> None:
-    """Compute the mean of the workers' vectors: each element is plus or minus its chunk's scale, and the sum is in the workers' order.
+    """Compute the mean of the workers' vectors: each element is plus or minus its chunk's scale; the sum runs in the workers' order.
 
     Args:
         out: (numel,) fp32, contiguous; its chunks are overwritten, other elements do not change.
         table: The chunks.
         sent: The codes.
         alive: See ``compress``; elements that are False become 0.
-        threads: The most threads to use; the result does not depend on it.
+        threads: Maximum number of threads; the result does not depend on it.
     """
     native = library_for(out)
     if native is None:
@@ -130,7 +129,7 @@ def move(master: torch.Tensor, momentum: torch.Tensor, variance: torch.Tensor, r
         momentum: (n,) fp32, contiguous.
         variance: (n,) fp32, contiguous.
         rule: The rule of the update.
-        threads: The most threads to use; the result does not depend on it.
+        threads: Maximum number of threads; the result does not depend on it.
     """
     native = library_for(master)
     if native is None:
@@ -153,7 +152,7 @@ def take(
     alive: torch.Tensor | None = None,
     threads: int = 1,
 ) -> None:
-    """Decode a momentum and update along it, in one pass over memory.
+    """Decode a momentum and update masters along it, in one pass over memory.
 
     Args:
         table: The chunks.
@@ -161,7 +160,7 @@ def take(
         scales: (chunks,) fp32, contiguous.
         targets: Targets of the decoded momentum; they need not cover all chunks.
         alive: See ``decompress``.
-        threads: The most threads to use; the result does not depend on it.
+        threads: Maximum number of threads; the result does not depend on it.
     """
     native = library_for(bits)
     if native is None:
@@ -201,5 +200,5 @@ def _for_chunks(first: int, last: int, threads: int, work: Callable[[int, int], 
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """Return the module with functions of the same names that is used without the native library."""
+    """Return the module whose functions of the same names replace the native library for ``tensor``: Triton's or torch's."""
     return triton_codes if triton_codes.serves(tensor.device) else codes_reference

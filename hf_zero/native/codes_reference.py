@@ -25,7 +25,7 @@ def compress(
     if alive is not None:
         error.masked_fill_(~alive, 0.0)
         counts = _sum_chunks(alive.to(torch.float64), table).clamp_(min=1.0)
-    # The sum is in double precision: the order of summation then does not change the rounded result.
+    # Summed in double precision, so that the order of summation does not change the rounded result.
     scales.copy_(_sum_chunks(error.abs().double(), table) / counts)
     positive = error >= 0
     positive.view(-1, BLOCK_NUMEL)[table.block_chunk == table.chunks] = False

@@ -1,4 +1,4 @@
-"""Copy flat ranges of host memory with several threads, and convert between fp32 and bf16 or fp16, bypassing the cache if it is faster."""
+"""Copy flat ranges of host memory with several threads, and convert between fp32 and bf16 or fp16, bypassing the cache where faster."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def convert(source: Tensor, target: Tensor, *, threads: int = 1) -> None:
     Args:
         source: fp32, or bf16 or fp16 with an fp32 target; contiguous, any shape.
         target: Contiguous tensor with the same number of elements.
-        threads: The most threads to use.
+        threads: Maximum number of threads.
 
     Raises:
         HfZeroError: The tensors do not fit together.
@@ -58,7 +58,7 @@ def copy(target: Tensor, source: Tensor, *, threads: int = 1) -> None:
     Args:
         target: Contiguous tensor in host memory, of the size and dtype of ``source``.
         source: Contiguous tensor in host memory. Other Python threads run meanwhile.
-        threads: The most threads to use.
+        threads: Maximum number of threads.
 
     Raises:
         HfZeroError: The tensors do not fit together.

@@ -1,4 +1,4 @@
-"""Compute the CRC-32 of each chunk of a range of bytes, as zlib does; natively at the speed of memory, far above zlib's."""
+"""Compute the CRC-32 of each chunk of a range of bytes, with zlib's result; the native kernel runs at the speed of memory."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def crc32_chunks(data: memoryview, chunk_bytes: int) -> np.ndarray:
         (chunks,) uint32.
     """
     native = library()
-    # A library of this ABI that was built before the function was added can still be used for everything else.
+    # A library of this ABI that was built before the function was added can still be used for all other kernels.
     if native is None or not native.has("hfz_crc32"):
         return crc32_chunks_reference(data, chunk_bytes)
     rows = np.frombuffer(data, dtype=np.uint8)

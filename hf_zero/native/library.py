@@ -1,7 +1,7 @@
 """Find the native library, check its version and the processor, and record the reason of the choice.
 
-``HF_ZERO_NATIVE`` overrides the choice: ``0`` uses the torch reference, the name of an instruction set that one (``ISAS``),
-a path that library.
+``HF_ZERO_NATIVE`` overrides the choice: ``0`` selects the torch reference, the name of an instruction set (``ISAS``) that set, a path the
+library at the path.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ class Library:
         Args:
             runner: The library's function that divides the arguments of such a kernel.
             name: The kernel.
-            threads: The most threads to use. The result does not depend on it.
+            threads: Maximum number of threads. The result does not depend on it.
             arguments: Arguments of the kernel.
         """
         kernel = ctypes.cast(self._function(name), ctypes.c_void_p)
         self._require(name, getattr(self.handle, runner)(kernel, ctypes.c_int32(threads), *arguments))
 
     def serves(self, tensor: torch.Tensor) -> bool:
-        """Return whether passes of optimizers over masters like ``tensor`` have a kernel."""
+        """Return whether optimizer passes over masters like ``tensor`` have a kernel."""
         return tensor.device.type == "cpu" and tensor.dtype == torch.float32
 
     def sum_threaded(self, runner: str, name: str, threads: int, blocks: int, *arguments: object) -> float:
         """Call a kernel like ``call_threaded`` that writes one double per block after ``arguments``, and return the sum of the doubles.
 
         Args:
-            runner: As in ``call_threaded``.
+            runner: See ``call_threaded``.
             name: The kernel.
-            threads: The most threads to use.
+            threads: Maximum number of threads.
             blocks: Number of doubles.
             arguments: Arguments of the kernel, without the address of the doubles.
         """
@@ -113,7 +113,7 @@ class Library:
 
 
 class _Pretended(Library):
-    """Kernels of a plan: passes and norms of tensors without values, which take no memory and no time."""
+    """Kernels of a memory plan: passes and norms over tensors without values, which take no memory and no time."""
 
     def serves(self, tensor: torch.Tensor) -> bool:
         return True
@@ -129,13 +129,13 @@ _PRETENDED = _Pretended(None, "", "", ())  # type: ignore[arg-type]  # there is 
 
 
 def total_of(sums: torch.Tensor) -> float:
-    """Return the sum of a few doubles, rounded once; NaN and infinities as addition has them."""
+    """Return the sum of a few doubles, rounded once; NaN and infinities propagate as in addition."""
     values = sums.tolist()
     return math.fsum(values) if all(map(math.isfinite, values)) else float(sums.sum())
 
 
 def library() -> Library | None:
-    """Return the library in use, or None; ``HF_ZERO_NATIVE`` is evaluated once per value. In a plan, return kernels that compute nothing.
+    """Return the library in use, or None; ``HF_ZERO_NATIVE`` is read once per value. In a memory plan, return kernels that compute nothing.
 
     Raises:
         ConfigError: The variable names an instruction set or a file that is not available.
@@ -144,8 +144,8 @@ def library() -> Library | None:
 
 
 def library_for(tensor: torch.Tensor) -> Library | None:
-    """Return ``library()`` for the memory of ``tensor``; None for a device, and for a tensor without values. Logs once if the torch
-    reference is used for a tensor of the host.
+    """Return ``library()`` for the memory of ``tensor``; None for a device, and for a tensor without values. Log once if the torch
+    reference is used for a host tensor.
     """
     if tensor.device.type != "cpu":
         return None
@@ -156,7 +156,7 @@ def library_for(tensor: torch.Tensor) -> Library | None:
 
 
 def status() -> Status:
-    """Return which implementation is used and why; see ``library``."""
+    """Return the implementation in use and the reason; see ``library``."""
     return _choose(os.environ.get(VARIABLE, ""))[1]
 
 
@@ -169,26 +169,26 @@ def announce() -> None:
 
 
 @functools.cache
-def _choose(wish: str) -> tuple[Library | None, Status]:
-    if wish == "0":
+def _choose(requested: str) -> tuple[Library | None, Status]:
+    if requested == "0":
         return None, Status("", "", f"{VARIABLE}=0")
     folder = Path(__file__).parent
-    paths = [Path(wish)] if os.sep in wish else [folder / name for name in NAMES]
+    paths = [Path(requested)] if os.sep in requested else [folder / name for name in NAMES]
     path = next((path for path in paths if path.is_file()), None)
-    explicit = wish not in ("", "1")
+    explicit = requested not in ("", "1")
     try:
         if path is None:
             raise OSError(f"no {paths[0].name} in {paths[0].parent}; no C++ compiler was found at installation (make kernels builds it)")
-        found = _load(path, wish if explicit and os.sep not in wish else "")
+        found = _load(path, requested if explicit and os.sep not in requested else "")
     except OSError as error:
         if explicit:
-            raise ConfigError(f"{VARIABLE} is {wish!r}: {error}. Allowed: 0, {', '.join(ISAS)}, or the path of a library.") from error
+            raise ConfigError(f"{VARIABLE} is {requested!r}: {error}. Allowed: 0, {', '.join(ISAS)}, or the path of a library.") from error
         return None, Status("", "", str(error))
-    return found, Status(found.path, found.isa, f"best of {', '.join(found.supported)}" if not explicit else f"{VARIABLE}={wish}")
+    return found, Status(found.path, found.isa, f"best of {', '.join(found.supported)}" if not explicit else f"{VARIABLE}={requested}")
 
 
 def _load(path: Path, isa: str) -> Library:
-    """Open a library; ``isa`` "" takes the best. Every failure is an ``OSError``."""
+    """Open a library; an empty ``isa`` selects the best instruction set. Every failure is an ``OSError``."""
     handle = ctypes.CDLL(str(path))
     if not hasattr(handle, "hfz_abi_version") or handle.hfz_abi_version() != ABI_VERSION:
         raise OSError(f"{path} is of another version; build it again (pip install, or make kernels)")

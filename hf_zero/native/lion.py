@@ -1,4 +1,4 @@
-"""Run Lion in one pass over a flat range; with its torch reference.
+"""Lion in one pass over a flat range; with its torch reference.
 
 Chen et al., "Symbolic Discovery of Optimization Algorithms", arXiv:2302.06675, algorithm 2.
 """

@@ -11,7 +11,7 @@ from hf_zero.errors import HfZeroError
 from hf_zero.native.library import ELEMENT_TYPES, announce, library, total_of
 from hf_zero.native.passes import address
 
-# Same as HFZ_BLOCK: every block has a sum of its own, so that threads do not change the result.
+# Equal to HFZ_BLOCK: every block has a sum of its own, so that threads do not change the result.
 BLOCK_NUMEL = 65536
 
 
@@ -23,7 +23,7 @@ def squared_norm(values: Tensor, *, threads: int = 1) -> float:
 
     Args:
         values: Contiguous, any shape.
-        threads: The most threads to use.
+        threads: Maximum number of threads.
 
     Raises:
         HfZeroError: The kernel does not support the dtype or layout.

@@ -1,4 +1,4 @@
-"""Share code between optimizer passes: the check which tensors fit together, and the call of a kernel over thread ranges."""
+"""Code that optimizer passes share: the check that tensors fit together, and the call of a kernel over thread ranges."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ LOW_TYPES = (torch.bfloat16, torch.float16)
 
 @dataclass(frozen=True)
 class PassTensors:
-    """The tensors of one pass, contiguous, of one size, on one device.
+    """Tensors of one pass: contiguous, of one size, on one device.
 
     Attributes:
-        name: The pass, for messages.
+        name: Name of the pass, for messages.
         master: fp32, or fp64 if all other tensors are fp64 too.
         grad: fp32, bf16 or fp16; only read.
         states: One or two tensors; fp32 or bf16, all of one dtype.
@@ -46,7 +46,7 @@ class PassTensors:
             self._check("low", self.low, LOW_TYPES)
 
     def _check(self, role: str, tensor: Tensor, dtypes: Sequence[torch.dtype]) -> None:
-        """Raise ``HfZeroError``, which names the tensor, if it does not fit."""
+        """Raise an ``HfZeroError`` that names the tensor if its dtype, size, device or layout does not fit."""
         if tensor.dtype not in dtypes:
             raise HfZeroError(f"{self.name}: {role} is {tensor.dtype}; allowed: {', '.join(map(str, dtypes))}")
         if tensor.numel() != self.master.numel() or not tensor.is_contiguous() or tensor.device != self.master.device:
@@ -56,7 +56,7 @@ class PassTensors:
             )
 
     def run_native(self, kernel: str, rule: ctypes.Structure, threads: int) -> bool:
-        """Run a kernel of the library; return False, with nothing done, if the torch reference must be used."""
+        """Run a kernel of the library; return False, with no work done, if the torch reference must be used."""
         native = library()
         if native is None or not native.serves(self.master):
             announce()
@@ -81,18 +81,16 @@ class PassTensors:
         return True
 
     def flat_gradient(self, grad_factor: float) -> Tensor:
-        """Return the gradient in the form that the references need, (numel,): in the master's dtype and times the factor; may be ``grad``
-        itself.
-        """
+        """Return the gradient for the torch references, (numel,): in the master's dtype and times the factor; may be ``grad`` itself."""
         grad = self.grad.detach().view(-1).to(self.master.dtype)
         return grad if grad_factor == 1.0 else grad * grad_factor
 
 
 def address(tensor: Tensor | None, start: int = 0) -> ctypes.c_void_p:
-    """Return the address of element ``start``; 0 without a tensor."""
+    """Return the address of element ``start``; 0 if ``tensor`` is None."""
     return ctypes.c_void_p(0 if tensor is None else tensor.data_ptr() + start * tensor.element_size())
 
 
 def floats(*names: str) -> list[tuple[str, type[ctypes.c_float]]]:
-    """Return the fields of a rule that are floats."""
+    """Return the fields of a rule that are floats, as ctypes needs them."""
     return [(name, ctypes.c_float) for name in names]

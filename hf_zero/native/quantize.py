@@ -1,18 +1,18 @@
-"""Encode vectors as integers of 8 or 4 bits and one fp32 scale per block of 256 elements, which ZeRO++ sends in place of 16-bit numbers.
+"""Encode vectors as integers of 8 or 4 bits and one fp32 scale per block of 256 elements, which ZeRO++ sends instead of 16-bit numbers.
 
-Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209. Served by the native
-library on a host, by Triton on a GPU, and by ``quantize_reference`` if both are missing; all give the same bits.
+Wang et al., "ZeRO++: Extremely Efficient Collective Communication for Giant Model Training", arXiv:2306.10209. The native library
+computes the codes on a host, Triton on a GPU, and ``quantize_reference`` if both are missing; all give the same bits.
 
 [Note: the code of a block] The scale is the largest magnitude of the block divided by 127 (8 bits) or 28 (4 bits). With 8 bits an element
 is encoded as the integer nearest to its quotient by the scale, and decoded as this integer times the scale. With 4 bits it is encoded as
 the integer k from -7 to 7 whose triangular number k (|k| + 1) / 2 is nearest, and decoded as this triangular number times the scale: most
 elements of a block of gradients are small compared with the largest, and equal steps would encode them as zero. Of two equally near
-integers the even one is taken. Everything is computed in fp32, and every operation is rounded separately. Zero stays zero, and -0 becomes
-0. A block without an element of 2**-100 or more in magnitude becomes zeros, so that no operation meets a subnormal scale. A block with an
-infinity or NaN is decoded as NaN in all its elements: an overflow cannot vanish. The last block of a vector may be shorter.
+integers the even one is taken. All operations are in fp32, and each is rounded separately. Zero stays zero, and -0 becomes 0. A block
+without an element of 2**-100 or more in magnitude becomes zeros, so that no operation has a subnormal scale. A block with an infinity or
+NaN is decoded as NaN in all its elements, so that an overflow stays visible. The last block of a vector may be shorter.
 
-A message (``block_codes.py``) is the scales of a vector and behind them its integers, in two's complement: one byte per element, or half
-of one, the even element in the low half. Its length is a multiple of four bytes; bytes after the integers have no meaning.
+A message (``block_codes.py``) is the scales of a vector followed by its integers, in two's complement: one byte per element, or half a
+byte, with the even element in the low half. Its length is a multiple of four bytes; bytes after the integers have no meaning.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ def quantize(values: torch.Tensor, messages: torch.Tensor, bits: int, error: Kep
         values: (parts * n,) fp32, bf16 or fp16, contiguous.
         messages: (parts, message_bytes(n, bits)) uint8, contiguous; overwritten.
         bits: 8 or 4.
-        error: Error of earlier codes: it is added to the values first, and this code's error is mixed into it. A block that is
-            not finite leaves its error alone.
-        threads: The most threads to use; the result does not depend on it.
+        error: Error of earlier codes: it is added to the values first, and this code's error is mixed into it. The error of a block that
+            is not finite stays unchanged.
+        threads: Maximum number of threads; the result does not depend on it.
 
     Raises:
         HfZeroError: The tensors do not fit together.
@@ -78,7 +78,7 @@ def dequantize(messages: torch.Tensor, out: torch.Tensor, bits: int, threads: in
         messages: (parts, workers, message_bytes(n, bits)) uint8, contiguous.
         out: (parts * n,) fp32, bf16 or fp16, contiguous; overwritten.
         bits: 8 or 4.
-        threads: The most threads to use; the result does not depend on it.
+        threads: Maximum number of threads; the result does not depend on it.
 
     Raises:
         HfZeroError: The tensors do not fit together.
@@ -103,7 +103,7 @@ _NOWHERE = (address(None), ctypes.c_int64(0)) * 2
 
 
 def _places(messages: torch.Tensor, numel: int, bits: int) -> tuple[object, ...]:
-    """Return addresses and strides of the scales and the codes of (rows, message bytes)."""
+    """Return the addresses and strides of the scales and the codes of messages (rows, message bytes)."""
     scales, codes = scales_of(messages, numel), codes_of(messages, numel, bits)
     return address(scales), ctypes.c_int64(scales.stride(0)), address(codes), ctypes.c_int64(codes.stride(0))
 
@@ -130,5 +130,5 @@ def _require(values: torch.Tensor, messages: torch.Tensor, parts: int, numel: in
 
 
 def _without_library(tensor: torch.Tensor) -> ModuleType:
-    """Return the module with functions of the same names that is used without the native library."""
+    """Return the module whose functions of the same names replace the native library for ``tensor``: Triton's or torch's."""
     return triton_quantize if triton_quantize.serves(tensor.device) else quantize_reference

@@ -51,7 +51,7 @@ def _blocks(values: torch.Tensor) -> torch.Tensor:
 def _coded(blocks: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Return scales, (parts, blocks) fp32, and integers, (parts, blocks, QUANTIZE_BLOCK) int8."""
     largest = blocks.abs().amax(-1)  # NaN if an element is NaN
-    limit = torch.full_like(largest, LARGEST[bits])  # a tensor: some devices multiply by the reciprocal of a number
+    limit = torch.full_like(largest, LARGEST[bits])  # a tensor, because some devices replace division by a number with a product
     scales = torch.where(largest < LEAST_OF_BLOCK, 0.0, largest / limit)
     scales = torch.where(torch.isfinite(largest), scales, math.nan)
     live = (scales > 0).unsqueeze(-1)

@@ -1,4 +1,4 @@
-"""Run SGD with momentum in one pass over a flat range; with its torch reference."""
+"""SGD with momentum in one pass over a flat range; with its torch reference."""
 
 from __future__ import annotations
 

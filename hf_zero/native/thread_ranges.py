@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 # Ranges begin at multiples of this many elements, so that no range of an aligned tensor begins in the middle of a cache line.
 _STEP = 4096
-# Below this many elements per thread, a thread costs more to wake than it saves.
+# With fewer elements than this per thread, waking a thread takes longer than it saves.
 _LEAST = 1 << 15
 
 _lock = threading.Lock()
@@ -21,8 +21,9 @@ def for_thread_ranges(count: int, threads: int, work: Callable[[int, int], None]
 
     Args:
         count: Number of elements.
-        threads: The most threads to use; few elements take fewer.
-        work: Must release the GIL to run in parallel, as ctypes calls do. Its exception is raised here, after all calls have ended.
+        threads: Maximum number of threads; few elements use fewer.
+        work: Function that must release the GIL to run in parallel, as ctypes calls do. Its error is raised here, after all calls have
+            ended.
         step: Ranges begin at multiples of this many elements.
     """
     threads = max(1, min(threads, count // _LEAST))

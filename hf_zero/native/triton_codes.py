@@ -1,4 +1,4 @@
-"""Compute the codes of 1-bit Adam with Triton kernels, for tensors on a GPU: as many passes over memory as on a host, and the same bits."""
+"""Compute the codes of 1-bit Adam with Triton kernels, for tensors on a GPU: as many passes over memory as on a host, the same bits."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether these functions can be used for tensors on ``device``, see [Note: trying a kernel first]."""
+    """Return whether these functions can be used for tensors on ``device``; see [Note: trying a kernel first]."""
     return triton_trial.serves(device, "1-bit Adam", agrees)
 
 
 def agrees(device: torch.device) -> bool:
-    """Return whether an encoded vector equals that of plain torch, bit for bit.
+    """Return whether a vector encoded on ``device`` equals the one that plain torch encodes, bit for bit.
 
     Raises:
         Exception: Any error of Triton on a device where it does not work.

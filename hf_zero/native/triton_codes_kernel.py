@@ -7,7 +7,7 @@ import triton.language as tl
 
 @triton.jit
 def mean_of(sent_bits, bits_stride, sent_scales, scales_stride, k, at, inside, WORKERS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the mean over workers of chunk ``k``, added up in their order."""
+    """Return the mean over workers of chunk ``k``, summed in the workers' order."""
     place = (at % 8).to(tl.int32)
     byte = tl.load(sent_bits + at // 8, mask=inside, other=0).to(tl.int32)
     scale = tl.load(sent_scales + k)

@@ -1,4 +1,4 @@
-"""Compute the codes of ZeRO++ with Triton kernels, for tensors on a GPU: one pass over memory, and the bits of ``quantize_reference``."""
+"""Compute the codes of ZeRO++ with Triton kernels, for tensors on a GPU: one pass over memory, the bits of ``quantize_reference``."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _EXACT = {"enable_fp_fusion": False}
 
 
 def serves(device: torch.device) -> bool:
-    """Return whether these functions can be used for tensors on ``device``, see [Note: trying a kernel first]."""
+    """Return whether these functions can be used for tensors on ``device``; see [Note: trying a kernel first]."""
     return triton_trial.serves(device, "quantized collectives", agrees)
 
 
 def agrees(device: torch.device) -> bool:
-    """Return whether encoded and decoded vectors equal those of plain torch, bit for bit.
+    """Return whether vectors encoded and decoded on ``device`` equal those of plain torch, bit for bit.
 
     Raises:
         Exception: Any error of Triton on a device where it does not work.

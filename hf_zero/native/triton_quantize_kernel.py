@@ -8,7 +8,7 @@ import triton.language as tl
 @triton.jit
 def scale_of(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
     """Return the scale of one block: 0 if all elements are (almost) zero, NaN if an element is not finite."""
-    # As integers, magnitudes keep their order, followed by infinity and NaN.
+    # Compared as integers, magnitudes keep their order, followed by infinity and NaN.
     largest = tl.max(tl.abs(values).to(tl.int32, bitcast=True), 0)
     magnitude = largest.to(tl.float32, bitcast=True)
     scale = tl.div_rn(magnitude, tl.zeros_like(magnitude) + LARGEST)
@@ -18,7 +18,7 @@ def scale_of(values, LARGEST: tl.constexpr):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def integers_of(values, scale, BITS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Return the integers nearest to the quotients, as floats: the sum with 1.5 * 2**23 rounds."""
+    """Return the integers nearest to the quotients, as floats; adding 1.5 * 2**23 rounds to an integer."""
     live = scale > 0.0
     by = tl.zeros_like(values) + tl.where(live, scale, 1.0)
     quotient = tl.div_rn(tl.where(live, values, 0.0), by)

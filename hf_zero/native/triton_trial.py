@@ -1,7 +1,8 @@
 """Decide whether Triton's kernels are used on a device.
 
-[Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, a driver that takes its code. The first
-use on a device codes a small vector and compares with plain torch; where that fails, torch's operations serve, and a line says why.
+[Note: trying a kernel first] Triton needs more than its package: a C compiler for its launcher, and a driver that accepts its code. So the
+first use on a device encodes a small vector and compares it with plain torch. If that fails, torch's operations are used, and a log line
+gives the reason.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def serves(device: torch.device, what: str, agrees: Callable[[torch.device], boo
     Args:
         device: Device of the tensors.
         what: Purpose of the kernels, for messages.
-        agrees: Returns whether the kernels give torch's bits on the device, or raises Triton's error; called once per device.
+        agrees: Function that returns whether the kernels give torch's bits on the device, or raises Triton's error; called once per device.
     """
     return device.type == "cuda" and os.environ.get(TRITON_VARIABLE) != "0" and _works(device, what, agrees)
 
@@ -31,7 +32,7 @@ def serves(device: torch.device, what: str, agrees: Callable[[torch.device], boo
 def _works(device: torch.device, what: str, agrees: Callable[[torch.device], bool]) -> bool:
     try:
         same = agrees(device)
-    except Exception as error:  # whatever it is, there is another way
+    except Exception as error:  # any error: torch's operations can be used instead
         log_rank0("%s: Triton does not work on %s (%s: %s); using torch's operations", what, device, type(error).__name__, error)
         return False
     if not same:

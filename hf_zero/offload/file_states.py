@@ -1,4 +1,4 @@
-"""Keep masters and moments in a file, whose parts are read into a few buffers for an update."""
+"""Keep masters and moments in a file; parts of it are read into a few buffers for an update."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 MASTER = "master"
 
-# Bounds of the ranges that are read at a time, in elements: multiples of a page in every dtype of two bytes and more.
+# Boundaries of the ranges that are read at a time, in elements: multiples of a page in every dtype of two bytes and more.
 _STEP_NUMEL = ALIGNMENT // 2
 
 
@@ -27,7 +27,7 @@ class BufferPlan:
     """Use of the buffers of a file of states.
 
     Attributes:
-        section: Its ``buffer_count`` buffers, each as large as the largest master shard, are the limit of resident memory.
+        section: Configuration with ``buffer_count``: that many buffers, each of the largest master shard's size, bound the resident memory.
         most_numel: Largest number of elements of a sub-group.
     """
 
@@ -36,15 +36,15 @@ class BufferPlan:
 
     @property
     def frames(self) -> int:
-        """Return the number of sub-groups in memory at a time."""
+        """Return the number of sub-groups that are held in memory at the same time."""
         return 1 + self.section.pipeline_read + self.section.pipeline_write
 
     def sub_group_numel(self, largest: int, tensors: int) -> int:
-        """[Note: buffer_count and sub-groups]
+        """[Note: buffer_count and sub-groups] Return the number of elements of a sub-group, so that the buffers keep within their limit.
 
         ``buffer_count`` buffers of the largest shard's size are the memory that may be used. Adam needs three tensors per sub-group, and
-        pipelining two or three sub-groups at once; with fewer buffers than that the sub-groups are smaller than a shard. So every
-        ``buffer_count`` works, and more of them only mean larger pieces.
+        pipelining two or three sub-groups at once; with fewer buffers the sub-groups are smaller than a shard. So every ``buffer_count``
+        works, and a larger one only means larger pieces.
 
         Args:
             largest: Elements of the largest shard.
@@ -57,20 +57,20 @@ class BufferPlan:
 
 @dataclass
 class _Region:
-    """One array of the file, laid out like a shard, and the mapped tensor that represents it at rest."""
+    """One array of the file, laid out like a shard, and the mapped tensor that shows its content between updates."""
 
     offset: int
     dtype: torch.dtype
     mapped: torch.Tensor  # (shard_numel,)
 
     def place(self, sub_group: SubGroup) -> int:
-        """Return the offset of ``sub_group`` in the file."""
+        """Return the offset of ``sub_group`` in the file, in bytes."""
         return self.offset + sub_group.range.start * self.dtype.itemsize
 
 
 @dataclass
 class _Frame:
-    """The buffers of one sub-group, by purpose; ``loaded`` are the buffers whose content is that of the sub-group."""
+    """Buffers of one sub-group, by purpose; ``loaded`` are the buffers that have the content of the sub-group."""
 
     sub_group: SubGroup | None = None
     loaded: set[str] = field(default_factory=set)
@@ -93,15 +93,16 @@ class _Frame:
 class FileStates(HostStates):
     """Masters and moments in one file per rank.
 
-    At rest each tensor is a mapped part of the file ([Note: mapped and direct access]) and costs no memory. For an update a sub-group is
-    read into a frame, the tensors that the inner optimizer knows are pointed at it (``tensor.data``), updated, and written back.
+    Between updates each tensor is a mapped part of the file ([Note: mapped and direct access]) and takes no memory. For an update a
+    sub-group is read into a frame, the tensors of the inner optimizer are pointed at the frame (``tensor.data``), updated, and written
+    back.
 
     Args:
         folder: Folder of the file.
         file: The file.
         memory: Allocator of the buffers.
         plan: Number and use of the buffers.
-        types: Dtypes of the states that the optimizer will keep per element, for the size of the sub-groups.
+        types: Dtypes of the states that the optimizer will keep per element, from which the size of the sub-groups follows.
         apart: See ``HostStates``.
     """
 
@@ -123,7 +124,7 @@ class FileStates(HostStates):
         self._types = dict(types)
         self._regions: dict[tuple[int, str], _Region] = {}
         self._frames = [_Frame() for _ in range(plan.frames)]
-        self._fresh: set[tuple[int, str]] = set()  # regions that hold only zeros yet
+        self._fresh: set[tuple[int, str]] = set()  # regions that still hold only zeros
         self._largest = 0
         self._has_masters = False
 
@@ -139,7 +140,7 @@ class FileStates(HostStates):
     def rest(self, unit: Unit) -> None:
         self._largest = max(self._largest, unit.layout.shard_numel)
         if unit.master is None or (unit.master is unit.shard and not self._apart):
-            return  # in fp32 on the host the shard must be in memory anyway, and is the master
+            return  # the shard is the master, and must be in memory for fp32 training on the host
         self._has_masters = True
         region = self._region(unit, MASTER, unit.master.dtype)
         frame = self._frames[0]
@@ -147,7 +148,7 @@ class FileStates(HostStates):
             slot = self._slot(frame, MASTER, part.numel * region.dtype.itemsize)
             frame.view(MASTER, part.numel, region.dtype).copy_(unit.master[part.start : part.stop])
             self.file.write(region.offset + part.start * region.dtype.itemsize, slot).wait()
-        frame.slots.clear()  # the number of threads was chosen for this; updates choose their own
+        frame.slots.clear()  # sized for this write; updates size their own
         unit.own.master = region.mapped
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
@@ -155,7 +156,7 @@ class FileStates(HostStates):
         return _cut(unit.layout.shard_numel, self.plan.sub_group_numel(self._largest, tensors))
 
     def _slot(self, frame: _Frame, name: str, nbytes: int) -> torch.Tensor:
-        """Return the part of a buffer that a transfer of ``nbytes`` uses."""
+        """Return the part of a buffer to use for a transfer of ``nbytes``."""
         padded = -(-nbytes // ALIGNMENT) * ALIGNMENT
         if name not in frame.slots or frame.slots[name].numel() < padded:
             frame.slots[name] = self._memory.empty(padded, torch.uint8)
@@ -199,7 +200,7 @@ class FileStates(HostStates):
         self._fresh.clear()
         for segment in sub_group.segments:
             for name, value in segment.elementwise():
-                if not frame.holds(name, value):  # the inner optimizer has created or replaced it
+                if not frame.holds(name, value):  # the inner optimizer has created or replaced the tensor
                     self._copy_in(frame, sub_group, segment, name, value)
         for name, region in self._regions_of(sub_group.unit):
             if name in frame.loaded:
@@ -234,7 +235,7 @@ class FileStates(HostStates):
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
         key = (id(segment.unit), name)
-        if key in self._regions and key not in self._fresh:  # it holds values that are valid until others are installed
+        if key in self._regions and key not in self._fresh:  # its values stay valid until new ones are installed
             return super().new_state(segment, name, dtype)
         self._fresh.add(key)
         return segment.within(self._region(segment.unit, name, dtype).mapped)

@@ -1,6 +1,6 @@
-"""Keep swap files: plain files of one rank, read and written in aligned pieces by a few threads, past the page cache where possible.
+"""Swap files: plain files of one rank, read and written in aligned pieces by a few threads, past the page cache where possible.
 
-A plan uses files with sizes and without a disk.
+A memory plan uses replacements that have sizes but no disk.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from hf_zero.system.sizes import gib
 
 _PREFIX = "hf_zero_swap_"
 _LOCK_FILE = "in_use"
-FILES = ("optimizer.bin", "parameters.bin")  # no other file is created in such a folder, and no other is deleted
-# Mapped parts of a file begin at a multiple of this, 64 KiB on some machines.
+FILES = ("optimizer.bin", "parameters.bin")  # no other file is created in a swap folder, and no other is deleted
+# Mapped parts of a file begin at a multiple of this; some machines need 64 KiB.
 GRANULARITY = max(ALIGNMENT, mmap.ALLOCATIONGRANULARITY)
 
 
 class SwapFolder:
-    """A folder of this process below ``nvme_path``, removed with its files at exit, also after an exception.
+    """A folder of this process below ``nvme_path``; it is removed with its files at exit, also after an exception.
 
-    [Note: what a killed process leaves] Nothing can clean up after SIGKILL. So each folder holds a lock that the kernel drops with its
-    process, and a process that makes a folder beside it first removes folders of the same machine whose lock is free. A folder has no
-    name by which it can be found before its lock is held.
+    [Note: what a killed process leaves] A process cannot clean up after SIGKILL. So each folder holds a lock that the kernel releases when
+    the process ends, and a process that makes a folder first removes folders beside it, of the same machine, whose lock is free. A folder
+    gets a name by which it can be found only after its lock is held.
 
     Attributes:
         path: The folder.
 
     Args:
-        root: ``nvme_path``; made if missing.
+        root: ``nvme_path``; created if missing.
         rank: Rank of this process, for the name.
 
     Raises:
@@ -67,7 +67,7 @@ class SwapFolder:
                 f"no swap files can be made in nvme_path {str(base)!r}: {error}. Name a folder that can be written to"
             ) from error
         self._finalizer = weakref.finalize(self, _remove, self.path, lock, os.getpid())
-        # It also runs at the end of a child of multiprocessing, which skips atexit handlers.
+        # The finalizer also runs at the end of a child of multiprocessing, which skips atexit handlers.
         multiprocessing.util.Finalize(None, self._finalizer, exitpriority=0)
 
     def remove(self) -> None:
@@ -76,7 +76,7 @@ class SwapFolder:
 
 
 class _Lock(enum.Enum):
-    """Result of an attempt to lock a file. Without support for locks it is unknown, so no folder is ever treated as abandoned."""
+    """Result of an attempt to lock a file; unknown without support for locks, so that no folder is then treated as abandoned."""
 
     HELD = enum.auto()
     TAKEN = enum.auto()
@@ -96,7 +96,7 @@ def _try_lock(descriptor: int) -> _Lock:
 
 
 def _make_locked(path: Path) -> tuple[Path, int]:
-    """Create the folder ``path``, which is locked as soon as it has this name; return it and the descriptor that holds the lock."""
+    """Create the folder ``path``, locked before it has this name; return it and the descriptor that holds the lock."""
     made = path.with_name(own_files.hidden_name(path.name))
     lock: int | None = None
     with Folder(path.parent) as above:
@@ -144,7 +144,7 @@ def _remove_abandoned(base: Path, machine: str) -> None:
 
 @dataclass
 class Transfer:
-    """Reads or writes in flight; ``wait`` exactly once before the buffer is touched."""
+    """Reads or writes in flight; call ``wait`` exactly once before the buffer is used."""
 
     futures: list[Future[None]]
 
@@ -156,23 +156,23 @@ class Transfer:
         """
         futures, self.futures = self.futures, []
         failure: BaseException | None = None
-        for future in futures:  # all parts: the buffer must not be in use any more when the first error is raised
+        for future in futures:  # wait for all parts, so that the buffer is free when the first error is raised
             failure = failure or future.exception()
         if failure is not None:
             raise failure
 
 
 class SwapFile:
-    """One file of regions; reading and writing needs aligned buffers, and happens in the threads of a pool.
+    """One file of regions; a pool of threads reads and writes it from aligned buffers.
 
     Attributes:
         path: Path of the file.
-        nbytes: Bytes of its regions.
-        direct: Whether access goes past the page cache.
+        nbytes: Total bytes of its regions.
+        direct: Access bypasses the page cache.
 
     Args:
         path: Path of a file that does not exist yet.
-        settings: Size and number of requests.
+        settings: Size and number of requests; None takes the defaults.
 
     Raises:
         OffloadError: The file cannot be created.
@@ -201,7 +201,7 @@ class SwapFile:
         self._finalizer = weakref.finalize(self, _close_file, self._pool, (self._buffered, self._unbuffered))
 
     def make_room(self, nbytes: int) -> None:
-        """Make the file at least ``nbytes`` long, in one call, so that the disk has room for them from now on.
+        """Make the file at least ``nbytes`` long, in one call, so that the disk has room for all of it from now on.
 
         Raises:
             OffloadError: The disk has too little room.
@@ -218,7 +218,7 @@ class SwapFile:
         self._room = nbytes
 
     def reserve(self, nbytes: int) -> int:
-        """Return the offset of a new region of zeros; the disk has room for it from now on.
+        """Return the offset of a new region of ``nbytes`` zeros, for which the disk has room from now on.
 
         Raises:
             OffloadError: The disk has too little room.
@@ -234,8 +234,8 @@ class SwapFile:
         kernel.
 
         [Note: mapped and direct access] Linux keeps both coherent: unbuffered reads write changed pages back first, unbuffered writes drop
-        pages. A tensor that is not in a buffer rests as a mapped one: it costs no memory, and code that needs its value (a
-        checkpoint, ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so no reader sees half of a write.
+        pages. A tensor that is not in a buffer is a mapped tensor: it takes no memory, and code that needs its value (a checkpoint,
+        ``safe_get_full_fp32_param``) just reads it. Between steps nothing is in flight, so no reader sees half of a write.
         """
         nbytes = numel * dtype.itemsize
         if not nbytes:
@@ -244,14 +244,14 @@ class SwapFile:
         return torch.frombuffer(view, dtype=dtype)
 
     def read(self, offset: int, buffer: torch.Tensor) -> Transfer:
-        """Start reading the file from ``offset`` on into ``buffer``, a uint8 tensor; offset, address and size are aligned to
+        """Start to read the file from ``offset`` on into ``buffer``, a uint8 tensor; offset, address and size must be multiples of
         ``ALIGNMENT``.
         """
         return self._submit(self._read_part, offset, buffer)
 
     def write(self, offset: int, buffer: torch.Tensor) -> Transfer:
-        """Start writing ``buffer``, a uint8 tensor, to the file from ``offset`` on; offset, address and size are
-        aligned to ``ALIGNMENT``.
+        """Start to write ``buffer``, a uint8 tensor, to the file from ``offset`` on; offset, address and size must be multiples of
+        ``ALIGNMENT``.
         """
         return self._submit(self._write_part, offset, buffer)
 
@@ -268,7 +268,7 @@ class SwapFile:
         self._complete("write", lambda descriptor, rest, place: os.pwrite(descriptor, rest, place), offset, view)
 
     def _complete(self, what: str, call: Callable[[int, memoryview, int], int], offset: int, view: memoryview) -> None:
-        """Repeat ``call`` until all of ``view`` is transferred; requests that the file system refuses unbuffered use the page cache."""
+        """Repeat ``call`` until all of ``view`` is transferred; use the page cache where the file system refuses unbuffered access."""
         done, descriptor = 0, self._unbuffered
         while done < len(view):
             try:
@@ -282,7 +282,7 @@ class SwapFile:
                 raise self._error(what, len(view) - done, offset + done, OSError(errno.EIO, "the file ends there"))
             done += count
             if done % ALIGNMENT:
-                descriptor = self._buffered  # a short transfer left an unaligned rest
+                descriptor = self._buffered  # after a short transfer the remainder is not aligned
 
     def _error(self, what: str, nbytes: int, offset: int, error: OSError) -> OffloadError:
         space = ""
@@ -305,7 +305,7 @@ def _close_file(pool: ThreadPoolExecutor, descriptors: tuple[int, ...]) -> None:
 
 
 class PlannedFolder(SwapFolder):
-    """Replacement of ``SwapFolder`` in a plan, without a folder."""
+    """Replacement of ``SwapFolder`` in a memory plan, without a folder."""
 
     def __init__(self) -> None:
         self.path = Path()
@@ -315,7 +315,7 @@ class PlannedFolder(SwapFolder):
 
 
 class PlannedFile(SwapFile):
-    """Replacement of ``SwapFile`` in a plan: regions are tensors without values, in the tier "disk"."""
+    """Replacement of ``SwapFile`` in a memory plan: regions are tensors without values, in the tier "disk"."""
 
     def __init__(self) -> None:
         self.path, self.nbytes, self.settings, self.direct = Path(), 0, Aio(), True

@@ -26,11 +26,11 @@ class SubGroup:
 
 
 class HostStates:
-    """Masters and moments in host memory; if training runs in host memory, they stay where they are.
+    """Masters and moments in host memory; if training runs in host memory, they are not moved.
 
     Args:
         memory: Allocator for masters of units on a device.
-        apart: Whether the training device has memory of its own.
+        apart: The training device has memory of its own.
     """
 
     tier = "host"
@@ -47,33 +47,33 @@ class HostStates:
             unit.own.master = master
 
     def ranges(self, unit: Unit) -> Sequence[Range]:
-        """Return the sub-groups that ``unit``'s shard is cut into."""
+        """Return the ranges of ``unit``'s shard that are the sub-groups of an update."""
         return [Range(0, unit.layout.shard_numel)]
 
     def prepare(self, sub_group: SubGroup) -> None:
         """Start reading ``sub_group``, which is updated next."""
 
     def open(self, sub_group: SubGroup) -> None:
-        """Put masters and states of ``sub_group``'s segments into memory that can be written to."""
+        """Put masters and states of ``sub_group``'s segments into writable memory."""
 
     def close(self, sub_group: SubGroup) -> None:
         """Start writing ``sub_group`` back after its update."""
 
     def flush(self) -> None:
-        """Wait for running writes: masters and states can be read afterwards."""
+        """Wait for running writes, after which masters and states can be read."""
 
     def settle(self) -> None:
         """Wait for all running transfers."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros of the segment's shape for its state ``name``, in the tier of such states."""
+        """Return zeros of the segment's shape for its state ``name``, in this store's tier."""
         return torch.zeros(segment.range.numel, dtype=dtype)
 
     def adopt(self, sub_groups: Sequence[SubGroup]) -> None:
-        """Move states that were put into the inner optimizer from outside to their tier."""
+        """Move states that other code has put into the inner optimizer to this store's tier."""
 
     def nbytes(self, kept: int) -> int:
-        """Return the bytes of masters and states in this store; ``kept``: the sum of their sizes."""
+        """Return the bytes of masters and states in this store; ``kept`` is the sum of their sizes."""
         return kept
 
     def close_all(self) -> None:
@@ -83,10 +83,10 @@ class HostStates:
 class HostGradients(GradientPlace):
     """Gradients on the host: one host buffer per unit, as long as the engine lives.
 
-    [Note: gradients on the host] The gradient of a micro-step is copied to the host in the dtype it arrived in. A further micro-step
-    copies the sum back, adds on the device, in the accumulation type, and copies it out again. The numbers are the same as for a sum that
-    stays on the device, no thread waits, and the bus copies in both directions at once. [Note: device memory in a lane] keeps device
-    memory alive until it is copied.
+    [Note: gradients on the host] The gradient of a micro-step is copied to the host in the dtype in which it arrived. A further
+    micro-step copies the sum back, adds on the device in the accumulation dtype, and copies it out again. The numbers are the same as for
+    a sum that stays on the device, no thread waits, and the bus copies in both directions at once. [Note: device memory in a lane] keeps
+    device memory alive until it is copied.
 
     Args:
         memory: Allocator of the buffers.

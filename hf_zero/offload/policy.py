@@ -1,4 +1,4 @@
-"""Choose which state is kept off the device: make the storages of shards and the store of optimizer state."""
+"""Choose the state that is kept off the device: make the storages of shards and the store of optimizer state."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ T = TypeVar("T")
 
 
 def trains_on_host(device: torch.device) -> bool:
-    """Return whether the training device's memory is the host's: offloading to ``cpu`` then moves nothing."""
+    """Return whether the training device's memory is the host's, so that offloading to ``cpu`` moves nothing."""
     return device.type == "cpu"
 
 
 def describe_offload(zero: ZeroOptimization, stage: StagePolicy) -> str:
-    """Describe the offloaded state, as the end of a log line; "" if there is none."""
+    """Describe the offloaded state, as the end of a log line; return an empty text if there is none."""
     parts = [("optimizer states", zero.offload_optimizer.device, True), ("parameters", zero.offload_param.device, stage.parameters_sharded)]
     return "".join(f", {name} on {device}" for name, device, moves in parts if moves and device != "none")
 
@@ -59,7 +59,7 @@ class Offloading:
         state_store: Store of masters and moments; None when the optimizer is not offloaded.
 
     Args:
-        config: The configuration; its keys ``zero_optimization``, ``aio`` and ``hf_zero.offload_overlap`` count.
+        config: The configuration: ``zero_optimization``, ``aio`` and ``hf_zero.offload_overlap``.
         precision: Element types.
         collectives: The data-parallel axis.
         stage: The ZeRO stage; ``offload_param`` has an effect only at stage 3.
@@ -99,15 +99,15 @@ class Offloading:
         passing_bytes: int = 0,
         param_itemsize: float = 4.0,
     ) -> None:
-        """Check that memory and disk have room, and reserve the disk's; collective.
+        """Check that memory and disk have room, and reserve disk space; collective.
 
         Args:
             inner: The optimizer, over the model's parameters; None for an engine that only runs forward.
-            trained_numel: Number of elements that it trains, of all ranks' shards.
-            frozen_numel: Elements of frozen units.
-            largest_numel: Elements of the largest block.
-            passing_bytes: Host memory of this rank's shards that ``zero.Init`` made: those of a block are freed when its new ones exist.
-            param_itemsize: Bytes of an element of the units, on average.
+            trained_numel: Number of elements that the optimizer trains, over all ranks' shards.
+            frozen_numel: Number of elements of frozen units.
+            largest_numel: Number of elements of the largest block.
+            passing_bytes: Host memory of this rank's shards from ``zero.Init``; the shards of a block are freed when its new ones exist.
+            param_itemsize: Average bytes per element of the units.
 
         Raises:
             HostMemoryError: The host has too little memory.
@@ -121,7 +121,7 @@ class Offloading:
         types = state_types(inner, self._master_dtype(), torch.device("cpu")) if inner is not None and offloads_optimizer else {}
         need = self._need(types, share if offloads_optimizer else 0, share + -(-frozen_numel // world), -(-largest_numel // world))
         _leave_out(need, int(passing_bytes - -(-largest_numel // world) * self._param_itemsize))
-        if any(need.values()) and not self._collectives.pretended:  # a plan compares at its end
+        if any(need.values()) and not self._collectives.pretended:  # a memory plan compares at its end
             gather = self._collectives.data.gather_objects
             require_host_memory(need, lambda value: gather(value, "free host memory"), self._remedies(need, -(-largest_numel // world)))
         if offloads_optimizer:
@@ -134,13 +134,13 @@ class Offloading:
         return self._precision.master_dtype or self._precision.param_dtype or torch.float32
 
     def _need(self, types: dict[str, torch.dtype], trained: int, numel: int, largest: int) -> dict[str, int]:
-        """Return the bytes of host memory that are needed, by purpose.
+        """Return the bytes of host memory that this rank needs, by purpose.
 
         Args:
-            types: States per element.
-            trained: Elements of this rank whose optimizer is offloaded.
-            numel: All elements of this rank.
-            largest: Elements of the largest block.
+            types: Dtype of each state that the optimizer keeps per element.
+            trained: Number of this rank's elements whose optimizer state is offloaded.
+            numel: Number of all elements of this rank.
+            largest: Number of elements of the largest block on this rank.
         """
         master, param = self._master_dtype().itemsize, self._param_itemsize
         apart = self._apart or self._precision.master_dtype is not None  # a master that is not the shard itself
@@ -162,8 +162,8 @@ class Offloading:
         return {name: math.ceil(nbytes) for name, nbytes in need.items()}
 
     def _remedies(self, need: Mapping[str, int], largest: int) -> str:
-        """Return a sentence that says which settings reduce ``need`` by how much; ``largest``: elements of the largest
-        block on this rank.
+        """Return a sentence with the settings that reduce ``need``, and by how much; ``largest``: elements of the largest block on this
+        rank.
         """
         master, param = self._master_dtype().itemsize, self._param_itemsize
         states, parameters = need.get("masters and optimizer states", 0), need.get("parameters", 0)
@@ -181,11 +181,11 @@ class Offloading:
 
     @property
     def updates_overlap(self) -> bool:
-        """Return whether updates may continue after a step; known once ``prepare`` was called."""
+        """Return whether updates may continue after a step; known after ``prepare``."""
         return self._mode != "none"
 
     def _choose_mode(self, inner: torch.optim.Optimizer | None) -> str:
-        """Return the mode of updates that `offload_overlap` selects for this engine: none, forward or full."""
+        """Return the mode of updates that ``offload_overlap`` selects for this engine: none, forward or full."""
         wish = self._config.hf_zero.offload_overlap
         if not isinstance(inner, HostOptimizer) or (self._offloads_param and self._param.device == "nvme"):
             return "none"
@@ -194,7 +194,7 @@ class Offloading:
         return "forward" if wish == "full" and self._optimizer.device == "nvme" else wish
 
     def _overlap(self, need: int) -> OverlapPolicy:
-        """Return the policy of when units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
+        """Return the policy that selects when units are updated; ``need``: bytes of host memory that this rank is about to allocate."""
         ranks = ranks_on_this_host(self._collectives.data.world)
         threads, free = None, None
         if self._apart:
@@ -261,8 +261,8 @@ class Offloading:
         """Return the storage of the next unit's shard.
 
         Args:
-            numel: Elements of the unit.
-            trained: Whether an optimizer updates it.
+            numel: Number of elements of the unit.
+            trained: An optimizer updates the unit.
         """
         if not self._offloads_param:
             return self._returning if trained and not self.stays(numel) else ON_DEVICE
@@ -275,7 +275,7 @@ class Offloading:
         return self._in_file
 
     def stays(self, numel: int) -> bool:
-        """Return whether ``ratio`` lets the states of the next unit, of ``numel`` elements, stay on the device."""
+        """Return whether ``offload_optimizer.ratio`` keeps the states of the next unit, of ``numel`` elements, on the device."""
         return self.state_store is None or numel <= self._left_numel
 
     def take(self, unit: Unit) -> None:
@@ -288,12 +288,12 @@ class Offloading:
             self.state_store.take(unit)
 
     def gradient_place(self, unit: Unit) -> GradientPlace | None:
-        """Return the place in which ``unit``'s reduced gradients are summed; None if they stay where they arrive."""
+        """Return the place in which ``unit``'s reduced gradients are summed; None if they stay on their device."""
         return self._gradients if self.state_store is not None and self.state_store.holds(unit) else None
 
 
 def _leave_out(need: dict[str, int], nbytes: int) -> None:
-    """Reduce the need of parameters by ``nbytes`` that are allocated already, and are freed as the new memory is allocated."""
+    """Subtract ``nbytes`` from the need of parameters: they are allocated already, and are freed as the new memory is allocated."""
     for name in ("parameters", "buffers of parameters"):
         less = min(need.get(name, 0), max(0, nbytes))
         if less:

@@ -23,7 +23,7 @@ def _no_memory() -> torch.Tensor:
 
 @dataclass
 class _Frame:
-    """A host buffer of copies: the unit whose shard it holds, and the copies that must end before it may hold another."""
+    """A host buffer for copies: the unit whose shard it holds, and the copies that must end before another unit uses it."""
 
     unit: ShardOwner | None = None
     memory: torch.Tensor = field(default_factory=_no_memory)  # uint8
@@ -52,34 +52,34 @@ class _Frames:
         self._frames = [_Frame() for _ in range(max(1, count))]
 
     def take(self, unit: ShardOwner) -> _Frame:
-        """Return the buffer that was taken longest ago, free and large enough for ``unit``'s shard."""
+        """Return the least recently taken buffer, after its copies have ended, large enough for ``unit``'s shard."""
         frame = self._frames.pop(0)
         self._frames.append(frame)
-        for other in self._frames:  # outdated contents: with a single unit they are found before they are overwritten
+        for other in self._frames:  # invalidate older contents, which a single unit would find before they are overwritten
             if other.unit is unit:
                 other.unit = None
         frame.unit = None
         frame.settle()
         nbytes = -(-unit.shard.nbytes // ALIGNMENT) * ALIGNMENT
         if frame.memory.numel() < nbytes:
-            frame.memory = _no_memory()  # freed before the new one is allocated
+            frame.memory = _no_memory()  # free the old memory before the new is allocated
             frame.memory = self._memory.empty(nbytes, torch.uint8, pinned=True)
         frame.unit = unit
         return frame
 
     def holding(self, unit: ShardOwner) -> _Frame | None:
-        """Return the buffer that holds ``unit``."""
+        """Return the buffer that holds ``unit``'s shard; None if no buffer does."""
         return next((frame for frame in self._frames if frame.unit is unit), None)
 
     def filled(self, unit: ShardOwner) -> _Frame:
         """Return the buffer that was taken for ``unit`` and has its new values.
 
         Raises:
-            StateError: No buffer was taken, or it has been given to another unit.
+            StateError: No buffer was taken for the unit, or it now belongs to another unit.
         """
         found = self.holding(unit)
         if found is None:
-            raise StateError("no buffer holds the new values of this unit: they are sent once, after room for them was asked for")
+            raise StateError("no buffer holds the new values of this unit: reserve a buffer for them first, and send them only once")
         return found
 
     def settle(self) -> None:
@@ -88,7 +88,7 @@ class _Frames:
             frame.settle()
 
     def drop(self, unit: ShardOwner | None = None) -> None:
-        """Invalidate the contents of the buffers, of ``unit`` or of all; waits for running copies."""
+        """Invalidate the contents of the buffers, for ``unit`` or for all units; wait for running copies."""
         for frame in self._frames:
             if unit is None or frame.unit is unit:
                 frame.unit = None
@@ -102,12 +102,12 @@ class _Frames:
 
 
 class ReturningStorage(ShardStorage):
-    """Storage on the device for shards that are updated on the host: new values go through buffers.
+    """Storage on the device for shards that are updated on the host: new values are sent through buffers.
 
     Args:
         memory: Allocator of the buffers.
         lane: Lane of copies to the device.
-        lasting: Whether each unit has a buffer, so that updates of all may run at once; otherwise two buffers serve all units in turn.
+        lasting: Each unit has a buffer, so that updates of all units may run at once; otherwise two buffers serve all units in turn.
     """
 
     def __init__(self, memory: HostMemory, lane: CopyLane, lasting: bool = False) -> None:
@@ -115,7 +115,7 @@ class ReturningStorage(ShardStorage):
         self._lane = lane
         self._memory = memory
         self._shared = _Frames(memory, 2)
-        self._own: dict[int, _Frames] = {}  # by id of the unit
+        self._own: dict[int, _Frames] = {}  # id of the unit -> buffers
 
     def _frames(self, unit: ShardOwner) -> _Frames:
         return self._own.setdefault(id(unit), _Frames(self._memory, 1)) if self._lasting else self._shared
@@ -137,8 +137,8 @@ class ReturningStorage(ShardStorage):
 class HostStorage(ShardStorage):
     """Storage in page-locked host memory; shards are copied to the device when their unit is unsharded.
 
-    A unit frees the buffer that the lane fills only after it has waited for the all-gather, ``arrive`` included, so nothing else
-    keeps it alive ([Note: device memory in a lane]).
+    A unit frees the buffer that the lane fills only after it has waited for the all-gather, including ``arrive``, so the buffer needs no
+    further reference ([Note: device memory in a lane]).
 
     Args:
         memory: Allocator of the shards.
@@ -177,7 +177,7 @@ class HostStorage(ShardStorage):
 
 @dataclass
 class _Place:
-    """A shard's region in the file, and its place in the order of use."""
+    """A shard's region in the file, and its position in the order of use."""
 
     unit: ShardOwner
     offset: int
@@ -185,14 +185,14 @@ class _Place:
 
 
 @dataclass
-class _Course:
-    """Direction in which units are requested: up in forward, down in backward."""
+class _RequestOrder:
+    """Direction in which units are requested: ascending in forward, descending in backward."""
 
     last: int = -1
     step: int = field(default=1)
 
     def go(self, index: int) -> int:
-        """Record a request for ``index``; return +1 or -1."""
+        """Record a request for unit ``index``; return +1 for ascending or -1 for descending requests."""
         if index != self.last:
             self.step = 1 if index > self.last else -1
         self.last = index
@@ -222,7 +222,7 @@ class FileStorage(ShardStorage):
         self._copies = HostStorage(memory, lane)
         self._places: list[_Place] = []
         self._place_of: dict[int, _Place] = {}
-        self._course = _Course()
+        self._request_order = _RequestOrder()
         self._marks: dict[int, Mark] = {}
 
     def rest(self, unit: ShardOwner, shard: torch.Tensor) -> torch.Tensor:
@@ -254,7 +254,7 @@ class FileStorage(ShardStorage):
         return frame
 
     def _read_ahead(self, place: _Place) -> None:
-        step = self._course.go(place.index)
+        step = self._request_order.go(place.index)
         for distance in range(1, self._ahead + 1):
             index = place.index + step * distance
             if not 0 <= index < len(self._places):

@@ -1,8 +1,8 @@
 """Step units on copies during backward, before it is known whether ``step`` will compute the same update.
 
-It costs where the host trains itself, because backward needs the same cores: 1.13 (stage 2) and 1.11 (stage 3) of the step without offload,
-0.95 and 0.91 with updates that do not begin in backward (docs/benchmarks.md, offload on CPU ranks). So it is off there. Beside a device the
-host is idle in backward, and at stages 1 and 2 nothing else overlaps with an update; no run on a GPU has measured the gain yet
+On a CPU backward needs the same cores, and the step takes longer: 1.13 (stage 2) and 1.11 (stage 3) of the step without offload, against
+0.95 and 0.91 with updates that begin after backward (docs/benchmarks.md, offload on CPU ranks). So speculation is off there. Beside a
+device the host is idle in backward, and at stages 1 and 2 nothing else overlaps with an update; no run on a GPU has measured the gain yet
 (``xl-no-overlap`` of ``python -m benchmarks.gpu`` does).
 """
 
@@ -29,14 +29,14 @@ from hf_zero.offload.updates import UnitUpdate, UpdateThread, zero_gaps
 
 
 class Spares:
-    """Host memory for the second copies of states, reused, up to a limit.
+    """Pool of host memory for the second copies of states, up to a limit.
 
     Attributes:
         nbytes: Bytes allocated so far.
 
     Args:
         memory: Allocator of the memory.
-        most_bytes: The limit in bytes.
+        most_bytes: Limit of the pool in bytes.
     """
 
     def __init__(self, memory: HostMemory, most_bytes: int) -> None:
@@ -46,7 +46,7 @@ class Spares:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
 
     def take(self, wanted: Sequence[torch.Tensor]) -> list[torch.Tensor] | None:
-        """Return a tensor like each of ``wanted``, 1D, with any content; None when the limit is reached."""
+        """Return a 1D tensor of the size and dtype of each of ``wanted``, with any content; None if that would exceed the limit."""
         found: list[torch.Tensor] = []
         for like in wanted:
             free = self._free.get((like.numel(), like.dtype))
@@ -68,7 +68,7 @@ class Spares:
 
 @dataclass
 class _Shadow:
-    """Copy of one segment that is stepped instead of the segment."""
+    """Copy of one segment that is stepped in place of the segment."""
 
     segment: OwnedSegment
     tensor: torch.Tensor
@@ -76,7 +76,7 @@ class _Shadow:
     state: dict[str, Any]  # states of the copy: spare tensors, and clones of single numbers
 
     def fill(self, threads: int) -> None:
-        """Copy the states."""
+        """Copy the segment's states into the copy's states."""
         for name, value in self.present.items():
             if value.ndim:
                 copy(self.state[name], value.view(-1), threads=threads)
@@ -97,24 +97,23 @@ class _Shadow:
 
 @dataclass
 class Speculation:
-    """One unit's step on copies of its master and moments; ``begin``, ``run`` and ``finish`` turn the copies into the real state.
+    """One unit's step on copies of its master and moments; ``begin``, ``run`` and ``finish`` make the copies the unit's state.
 
     [Note: speculative steps] During the backward that completes an optimizer step a unit is stepped as soon as its gradient is on the
-    host, as if nothing would be clipped or overflow. The present values stay untouched, so nothing has to be computed backwards: ``step``
-    compares the inputs of the speculation (values, gradient, factor, learning rate) with those that it is about to use, and
-    either exchanges the memory of the two or forgets the copies and updates as usual. A gradient that was clipped, changed by hand,
-    dropped by ``zero_grad`` or completed by another backward fails that comparison like any other change. Both ways do the same
-    arithmetic on the same numbers.
+    host, assuming no clipping and no overflow. The present values stay untouched, so nothing has to be undone. ``step`` compares the
+    inputs of the speculation (values, gradient, factor, learning rate) with those that it is about to use. It either exchanges the memory
+    of the two, or drops the copies and updates as usual. A gradient that was clipped, changed by hand, dropped by ``zero_grad`` or
+    completed by another backward fails that comparison like any other change. Both ways do the same arithmetic on the same numbers.
 
     Attributes:
         unit: The unit.
-        grad: Its gradient on the host.
-        factor: Factor by which the gradient is multiplied first.
-        stepper: Has the optimizer, its hyper-parameters by group, and the most threads to use.
-        master: (shard_numel,) copy.
+        grad: The unit's gradient on the host.
+        factor: Factor of the gradient, applied first.
+        stepper: Object with the optimizer, its hyper-parameters by group, and the maximum number of threads.
+        master: (shard_numel,) copy of the master.
         low: (shard_numel,): receives the new shard; None if the master is the shard.
-        own_low: Whether ``low`` is a spare tensor, not the buffer of the unit's shard storage.
-        shadows: The copies of its segments.
+        own_low: ``low`` is a spare tensor, not the buffer of the unit's shard storage.
+        shadows: Copies of the unit's segments.
         spares: Pool of the copies' memory.
         future: The running step.
     """
@@ -139,7 +138,7 @@ class Speculation:
         self._read = [(tensor, tensor._version) for tensor in (self.grad, self.unit.master, *states)]
 
     def begun(self) -> Future[None]:
-        """Return the step.
+        """Return the future of the step.
 
         Raises:
             StateError: The step was not submitted to the other thread.
@@ -152,7 +151,7 @@ class Speculation:
         """Step the copies; runs in the other thread.
 
         Args:
-            settle: Waits until the gradient can be read.
+            settle: Function that waits until the gradient can be read.
         """
         threads = self.stepper.threads
         with span("speculate", self.unit.name):
@@ -173,7 +172,7 @@ class Speculation:
             )
 
     def fits(self, update: UnitUpdate) -> bool:
-        """Return whether the speculation computes the same as ``update``."""
+        """Return whether the speculation has computed the same as ``update`` would."""
         return (
             update.grad is self.grad
             and update.factor == self.factor
@@ -194,7 +193,7 @@ class Speculation:
 
     def run(self) -> None:
         self.begun().result()
-        if self.low is None:  # the master is the shard, whose memory stays
+        if self.low is None:  # the master is the shard, whose memory must not be exchanged
             copy(self._read[1][0], self.master, threads=self.stepper.threads)
         elif self._target is not None:
             sub_group = SubGroup(self.unit, Range(0, self.unit.layout.shard_numel), tuple(shadow.segment for shadow in self.shadows))
@@ -218,13 +217,13 @@ class Speculation:
         self.spares.give(old)
 
     def spare_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors of ``spares`` that it holds."""
+        """Return the tensors of ``spares`` that this speculation holds."""
         states = [value for shadow in self.shadows for value in shadow.state.values() if value.ndim]
         return [self.master, *states, *([self.low] if self.own_low and self.low is not None else [])]
 
 
 class Speculator:
-    """Steps units during backward, as far as there is memory for their copies.
+    """Starts speculative steps of units during backward, as long as there is memory for their copies.
 
     Args:
         thread: Thread of the steps.
@@ -234,24 +233,24 @@ class Speculator:
     def __init__(self, thread: UpdateThread, spares: Spares) -> None:
         self._thread = thread
         self._spares = spares
-        self._stepper: SubGroupStepper | None = None  # None: this backward completes no step
+        self._stepper: SubGroupStepper | None = None  # None if this backward completes no step
         self._segments = Segments()
         self._factor = 1.0
         self._speculations: dict[int, Speculation] = {}
 
     def expect(self, segments: Segments, stepper: SubGroupStepper | None, scale: float) -> None:
-        """Note that a backward begins.
+        """Prepare for a backward that is about to begin.
 
         Args:
-            segments: Segments that the step after it updates.
+            segments: Segments that the following step updates.
             stepper: Hyper-parameters of that step; None if another backward comes before it.
-            scale: Loss scale that the gradients carry.
+            scale: Loss scale of the gradients.
         """
         self._segments, self._stepper = segments, stepper
         self._factor = float(torch.ones(()) / scale)  # bit for bit the divisor of a step without clipping
 
     def arrived(self, unit: Unit, grad: torch.Tensor, settle: Callable[[Unit], None]) -> None:
-        """Start the speculation of ``unit``, whose gradient is reduced, and can be read after ``settle(unit)``."""
+        """Start the speculation of ``unit``, whose gradient is reduced and can be read after ``settle(unit)``."""
         former = self._speculations.pop(id(unit), None)
         if former is not None:
             self._drop(former)
@@ -269,7 +268,7 @@ class Speculator:
         if any(segment.rests for segment in present) or not present or not all(_can_be_copied(state) for state in present.values()):
             return None
         low = None if master is unit.shard else unit.shard_storage.outgoing(unit)
-        own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # backward reads it: it must not change
+        own_low = low is not None and low.data_ptr() == unit.shard.data_ptr()  # backward reads the shard, which must not change
         wanted = [master, *(value for state in present.values() for value in state.values() if value.ndim)]
         taken = self._spares.take([*wanted, low] if low is not None and own_low else wanted)
         if taken is None:
@@ -288,7 +287,7 @@ class Speculator:
         return Speculation(unit, grad, self._factor, stepper, copy, low, own_low, shadows, self._spares)
 
     def take(self, update: UnitUpdate) -> Speculation | None:
-        """Return the speculation that computes the same as ``update``, if there is one that has begun."""
+        """Return the speculation that computes the same as ``update``, if one has begun; else None."""
         speculation = self._speculations.pop(id(update.unit), None)
         if speculation is None:
             return None
@@ -298,7 +297,7 @@ class Speculator:
         return None
 
     def halt(self) -> None:
-        """Drop speculations that have not begun when backward is over: an update in place moves less memory, and the norm needs the
+        """Drop speculations that have not begun at the end of backward: an update in place moves less memory, and the norm needs the
         processors.
         """
         for speculation in self._speculations.values():
@@ -312,11 +311,11 @@ class Speculator:
         self._segments, self._stepper = Segments(), None
 
     def _drop(self, speculation: Speculation) -> None:
-        """Free the memory of a speculation for reuse; the only thread that writes to it begins its next work after this one has ended."""
+        """Free the memory of a speculation for reuse; the only thread that writes to it finishes this work before its next."""
         speculation.begun().cancel()
         self._spares.give(speculation.spare_tensors())
 
 
 def _can_be_copied(state: Mapping[str, Any]) -> bool:
-    """Return whether a segment has states, all of them tensors."""
+    """Return whether a segment has states and all of them are tensors."""
     return bool(state) and all(isinstance(value, torch.Tensor) for value in state.values())

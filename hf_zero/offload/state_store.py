@@ -24,12 +24,11 @@ from hf_zero.offload.updates import Underway, UnitUpdate, UpdateThread, Work
 
 @dataclass(frozen=True)
 class OverlapPolicy:
-    """Policy of when units are updated; the numbers are the same with every policy.
+    """Policy that selects when units are updated; the numbers are the same with every policy.
 
     Attributes:
-        forward: Updates of sharded units continue after ``step``, while the next forward runs. Only for optimizers whose
-            step changes nothing but tensors of its own unit (``HostOptimizer``), and shard storages whose ``outgoing`` is each
-            unit's own.
+        forward: Updates of sharded units continue after ``step``, while the next forward runs. Only for optimizers whose step changes
+            only tensors of its own unit (``HostOptimizer``), and shard storages with an ``outgoing`` buffer for each unit.
         spare_bytes: Host memory for steps on copies during backward; 0 for none.
         threads: See ``StateStore``.
     """
@@ -43,12 +42,12 @@ class OffloadedStateStore(StateStore):
     """Store in which masters and moments of some units are on the host or in a file, and those of other units on the device.
 
     Attributes:
-        speculator: Is notified of gradients that arrive; None without steps during backward.
+        speculator: Object that is notified of arriving gradients; None without steps during backward.
 
     Args:
         states: Store of the offloaded state.
-        accumulation_dtype: Type of gradients.
-        policy: Policy of when units are updated.
+        accumulation_dtype: Dtype of gradients.
+        policy: Selects when units are updated.
         memory: Allocator for copies of states.
     """
 
@@ -104,8 +103,8 @@ class OffloadedStateStore(StateStore):
         return SubGroupStepper(self.inner, self._accumulation_dtype, self.threads)
 
     def _overlaps(self) -> bool:
-        """Return whether this step's updates may run in the other thread: not in the first step, which makes the states, nor if a learning
-        rate is a tensor, which a scheduler changes in place.
+        """Return whether this step's updates may run in the other thread: not in the first step, which creates the states, nor if a
+        learning rate is a tensor, which a scheduler changes in place.
         """
         in_tensors = any(isinstance(value, torch.Tensor) for group in self.inner.param_groups for value in group.values())
         return self.policy.forward and bool(self.inner.state) and not in_tensors
@@ -141,7 +140,7 @@ class OffloadedStateStore(StateStore):
             unit.shard_storage.flush()
 
     def _updates(self, stepper: SubGroupStepper, by_unit: Mapping[int, torch.Tensor], factor: float) -> list[UnitUpdate]:
-        """Return the updates in the order of forward, but updates of unsharded units, for which ``step`` waits, come first."""
+        """Return the updates in the order of forward, but with unsharded units, for which ``step`` waits, first."""
         by_id = self._sub_groups_by_unit()
         units = [unit for unit in trained_of(self.units) if id(unit) in by_id]
         units.sort(key=lambda unit: unit.state is UnitState.SHARDED)  # stable
@@ -160,7 +159,7 @@ class OffloadedStateStore(StateStore):
         ]
 
     def _start(self, updates: Sequence[UnitUpdate]) -> None:
-        """Submit the updates to the other thread."""
+        """Submit the updates to the update thread."""
         for update in updates:
             work: Work = (self.speculator.take(update) if self.speculator is not None else None) or update
             work.begin()
@@ -188,7 +187,7 @@ class OffloadedStateStore(StateStore):
                 stepper.step(run, [segment.gradient(by_unit[id(segment.unit)]) for segment in run])
 
     def _sub_groups_by_unit(self) -> dict[int, list[SubGroup]]:
-        """Return the sub-groups by id of their unit, in the order of forward; units without a segment on this rank are left out."""
+        """Return the sub-groups by id of their unit, in the order of forward; without units that have no segment on this rank."""
         if self._sub_groups is None:
             self._sub_groups = {
                 id(unit): [_sub_group(unit, part, segments) for part in self.ranges(unit)]

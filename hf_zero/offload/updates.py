@@ -18,13 +18,13 @@ from hf_zero.offload.host_states import HostStates, SubGroup
 
 
 class Work(Protocol):
-    """An update in three parts: ``begin`` and ``finish`` run in the training thread, ``run`` may run in another."""
+    """An update in three parts: ``begin`` and ``finish`` run in the training thread, ``run`` may run in another thread."""
 
     def begin(self) -> None:
         """Reserve the memory that ``run`` writes to."""
 
     def run(self) -> None:
-        """Compute the update; uses neither devices nor the unit."""
+        """Compute the update, without using a device or changing the unit."""
 
     def finish(self) -> None:
         """Move the new shard to its storage."""
@@ -36,10 +36,10 @@ class UnitUpdate:
 
     Attributes:
         unit: The unit.
-        sub_groups: The unit's sub-groups, each with the one that follows it.
+        sub_groups: The unit's sub-groups, each with the next one.
         grad: (shard_numel,), in host memory.
-        factor: Factor by which the gradient is multiplied first.
-        stepper: Steps a sub-group.
+        factor: Factor of the gradient, applied first.
+        stepper: Object that steps a sub-group.
         states: Store of masters and moments.
     """
 
@@ -82,7 +82,7 @@ class UnitUpdate:
 
 
 def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:
-    """Zero the elements of ``sub_group`` outside its segments; a buffer may hold anything there."""
+    """Zero the elements of ``sub_group`` outside its segments; a buffer may have any content there."""
     end = sub_group.range.start
     for segment in sorted(sub_group.segments, key=lambda segment: segment.range.start):
         flat[end : segment.range.start].zero_()
@@ -92,7 +92,7 @@ def zero_gaps(flat: torch.Tensor, sub_group: SubGroup) -> None:
 
 @dataclass(frozen=True)
 class Underway:
-    """The running update of a unit in the other thread, with the work of the training thread that follows it."""
+    """The running update of a unit in the update thread, with the work of the training thread that follows it."""
 
     future: Future[None]
     finish: Callable[[], None]
@@ -107,11 +107,11 @@ class Underway:
 class UpdateThread:
     """One thread that runs updates in the order of submission.
 
-    The kernels cut a range for several threads themselves and give up Python's lock while they run; what this thread holds
-    the lock for is a few calls per unit.
+    The kernels divide a range over several threads themselves and release Python's lock while they run; this thread holds the lock
+    only for a few calls per unit.
 
     Args:
-        device: The training device. It is the thread's current one: waiting for a copy would else start the first device of the machine.
+        device: The training device. It becomes the thread's current one: waiting for a copy would otherwise initialise the first device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -121,7 +121,7 @@ class UpdateThread:
         self._lock = threading.Lock()
 
     def submit(self, work: Callable[[], None]) -> Future[None]:
-        """Run ``work`` after all work that was submitted before."""
+        """Run ``work`` after all work that was submitted before; return its future."""
         with self._lock:
             if self._pool is None or self._process != os.getpid():  # a forked child has the object but no thread
                 self._pool = ThreadPoolExecutor(1, thread_name_prefix="hf_zero update", initializer=self._enter)

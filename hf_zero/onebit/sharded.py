@@ -1,4 +1,4 @@
-"""Define the optimizer that users hold for 1-bit Adam: plain updates in the warm-up, then compressed averages of the momentum."""
+"""The optimizer object of users of 1-bit Adam: plain updates in the warm-up, then compressed averages of the momentum."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ WORKER_ERROR, SERVER_ERROR = "onebit_worker_error", "onebit_server_error"
 class OneBitSharded(ShardedOptimizer):
     """``ShardedOptimizer`` over a ``OneBitAdam``.
 
-    In the warm-up it gets reduced gradients, as every optimizer does. In the compressed phase it gets this rank's own, unsharded, and
-    communicates itself.
+    In the warm-up it gets reduced gradients, like every optimizer. In the compressed phase it gets this rank's own unsharded gradients and
+    sends the momentum itself.
 
     Args:
         inner: Optimizer with the hyper-parameters and the arithmetic.
         units: Trainable units.
-        collectives: The axis whose ranks average.
+        collectives: The axis over whose ranks the momentum is averaged.
     """
 
     def __init__(self, inner: OneBitAdam, units: Sequence[Unit], collectives: Collectives) -> None:
@@ -46,7 +46,7 @@ class OneBitSharded(ShardedOptimizer):
                 )
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
-        """Raise if a parameter is to rest: codes and errors are laid out for all parameters.
+        """Refuse to leave parameters out of updates: codes and errors are laid out for all parameters.
 
         Raises:
             UnsupportedError: A parameter was frozen after ``initialize``.
@@ -59,7 +59,7 @@ class OneBitSharded(ShardedOptimizer):
             )
 
     def extend(self, units: Sequence[Unit]) -> None:
-        """Raise, because codes and errors are laid out for the present parameters.
+        """Refuse further parameters: codes and errors are laid out for the present ones.
 
         Raises:
             UnsupportedError: Always.
@@ -72,7 +72,7 @@ class OneBitSharded(ShardedOptimizer):
 
     @property
     def compresses(self) -> bool:
-        """Return whether the coming step is one of the compressed phase."""
+        """Return whether the coming step belongs to the compressed phase."""
         return self.one_bit.frozen_at is not None
 
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
@@ -81,7 +81,7 @@ class OneBitSharded(ShardedOptimizer):
         Args:
             shards: Warm-up: reduced gradients, (shard_numel,) per unit. Compressed phase: this rank's own, (padded_numel,) per unit.
             factor: 0-dim factor by which the gradients are multiplied first.
-            updated: Called with each unit, in order, when its shard has its new value.
+            updated: Function that is called with each unit, in order, when its shard has its new value.
         """
         if self.compresses:
             scale_(shards, factor)
@@ -95,7 +95,7 @@ class OneBitSharded(ShardedOptimizer):
             self.one_bit.freeze()
 
     def _is_over(self) -> bool:
-        """Return whether the step just taken was the last of the warm-up; the same on all ranks, collective with "auto"."""
+        """Return whether the step just taken ended the warm-up; the same on all ranks, collective with "auto"."""
         steps = self.one_bit.steps_taken()
         if not self.one_bit.freezes_by_itself:
             limit = int(self.one_bit.param_groups[0]["freeze_step"])
@@ -107,7 +107,7 @@ class OneBitSharded(ShardedOptimizer):
         norm = torch.zeros((), dtype=torch.float64, device=self._collectives.topology.device)
         for segment in self.segments:
             norm += self.one_bit.state[segment.tensor]["exp_avg_sq"].sum(dtype=torch.float64)
-        # Summed over ranks even if all hold the same values: the ranks must take one decision.
+        # Summed over ranks even if all hold the same values: all ranks must take the same decision.
         self._collectives.all_reduce(norm, "norm of the variance").wait()
         ratio = self.one_bit.note_variance(float(norm), float(self.one_bit.param_groups[0]["lr"]))
         if ratio is not None:
@@ -123,7 +123,7 @@ class OneBitSharded(ShardedOptimizer):
     # -- compressed phase -------------------------------------------------------------------------------------------------
 
     def _update_compressed(self, grads: Sequence[torch.Tensor]) -> None:
-        """Update in three moves per unit, while each unit's messages are sent during the encoding of the next one."""
+        """Update in three phases per unit, with each unit's messages sent while the next one is encoded."""
         units, step = self._units(), self.one_bit.steps_taken() + 1
         scattering: deque[tuple[CompressedUnit, Pending]] = deque()
         averages: deque[tuple[CompressedUnit, Pending, torch.Tensor]] = deque()
@@ -184,7 +184,7 @@ class OneBitSharded(ShardedOptimizer):
     # -- checkpoints ------------------------------------------------------------------------------------------------------
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return the vectors that differ from rank to rank without being shards: kind -> unit -> (n,)."""
+        """Return the error vectors of this rank, which differ between ranks but are no shards: kind -> unit -> (n,)."""
         if not self.compresses or self._compressed is None:
             return {name: dict(values) for name, values in self._loaded.items()}
         return {
@@ -193,7 +193,7 @@ class OneBitSharded(ShardedOptimizer):
         }
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restore what ``rank_states`` returned, for this rank and the same number of ranks; without saved vectors, errors start from
+        """Restore the result of ``rank_states`` for this rank and the same number of ranks; without saved vectors, errors start from
         zero.
         """
         self._compressed = None

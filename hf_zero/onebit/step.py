@@ -1,4 +1,4 @@
-"""Adapt an engine's step to 1-bit Adam: how gradients are exchanged, which ranks get them, and how their norm is defined."""
+"""Adapt an engine's step to 1-bit Adam: the exchange of gradients, the ranks that get them, and the definition of their norm."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 
 
 class OneBitStepper(Stepper):
-    """Stepper over local gradients once the warm-up is over.
+    """Stepper that works on local gradients once the warm-up is over.
 
-    [Note: the norm of local gradients] In the compressed phase no rank ever has the averaged gradient. The norm that is reported,
-    clipped to and checked for overflow is then the root mean square over ranks of the norms of their own gradients, never less
-    than the norm of the average. It is one number on all ranks, so that clipping scales the average as a whole.
+    [Note: the norm of local gradients] In the compressed phase no rank has the averaged gradient. The norm that is reported, used for
+    clipping and checked for overflow is then the root mean square, over ranks, of the norms of their own gradients. It is never less than
+    the norm of the average. All ranks have the same number, so that clipping scales the average as a whole.
     """
 
     def prepare(self, boundary: bool) -> None:
-        """Decide before a backward whether its gradients stay on each rank without reduction."""
+        """Decide before a backward whether its gradients stay on each rank, without reduction."""
         super().prepare(boundary)
         if isinstance(self.reducer.exchange, OneBitExchange):
             self.reducer.exchange.keep_whole(self._compresses)
@@ -38,7 +38,7 @@ class OneBitStepper(Stepper):
         return isinstance(self.optimizer, OneBitSharded) and self.optimizer.compresses
 
     def norm_of(self, shards: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return the norm of the gradients, with loss scale; collective."""
+        """Return the norm of the gradients, still multiplied by the loss scale; collective."""
         if not self._compresses:
             return super().norm_of(shards)
         return global_norm(shards, self.collectives, sharded=True) / math.sqrt(self.collectives.world)
@@ -49,7 +49,7 @@ class OneBitStepper(Stepper):
 
 
 def check_topology(policy: StagePolicy, topology: Topology) -> None:
-    """Raise for engines in which no rank has the complete gradients that it must compress.
+    """Refuse engines in which no rank has the complete gradients that it must compress.
 
     Raises:
         UnsupportedError: Gradients, or the model itself, are sharded over ranks.
@@ -74,7 +74,7 @@ def check_topology(policy: StagePolicy, topology: Topology) -> None:
 
 
 def step_kind(inner: torch.optim.Optimizer | None, averages: bool) -> StepKind:
-    """Return the parts of a step with ``inner``: those of 1-bit Adam, or the usual ones for all other optimizers.
+    """Return the classes of a step with ``inner``: the ones of 1-bit Adam, or the usual ones for all other optimizers.
 
     Args:
         inner: The optimizer over the model's parameters.
@@ -97,13 +97,13 @@ def _max_norm(own: float, gradient_clipping: float) -> float:
 
 
 class OneBitExchange(GradientExchange):
-    """Exchange of gradients. Warm-up: sums in rank order, at stage 0 too. Compressed phase: no reduction.
+    """Exchange of gradients: sums in rank order during the warm-up, at stage 0 too; no reduction in the compressed phase.
 
     Args:
-        collectives: Network of the reductions.
+        collectives: Collectives of the reductions.
         policy: Element types and factors.
-        averages: Whether gradients are averaged over ranks; otherwise they are summed, so that each rank's own are multiplied by the
-            number of ranks.
+        averages: Gradients are averaged over ranks; if false they are summed, so each rank's own gradients are multiplied by the number of
+            ranks.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy, averages: bool) -> None:

@@ -1,4 +1,4 @@
-"""Run one unit through the compressed phase of 1-bit Adam: its errors, its codes, and its update."""
+"""The state of one unit in the compressed phase of 1-bit Adam: its errors, its codes, and its update."""
 
 from __future__ import annotations
 
@@ -21,29 +21,27 @@ _SCALE_BYTES = 4
 
 
 def part_numel(padded_numel: int, world: int) -> int:
-    """Return the number of elements of the part of a unit that one rank averages: equal for all ranks, the last parts may reach beyond the
-    unit's end.
-    """
+    """Return the number of elements that one rank averages of a unit: equal for all ranks, so the last parts may exceed the unit's end."""
     return round_up(-(-padded_numel // world), ALIGNMENT)
 
 
 def part_ranges(layout: UnitLayout, part: Range) -> list[Range]:
-    """Return the pieces of parameters that lie in ``part``, counted from its start."""
+    """Return the ranges of parameters inside ``part``, counted from its start."""
     pieces = (slot.range.intersect(part).shift(-part.start) for slot in layout.slots)
     return [piece for piece in pieces if piece.numel]
 
 
 class CompressedUnit:
-    """Errors and momentum of one unit, and the three moves of a step: ``pack``, ``serve``, ``finish``.
+    """Errors and momentum of one unit, and the three phases of a step: ``pack``, ``serve``, ``finish``.
 
-    The unit is cut into one part per rank. A rank encodes its complete momentum and sends each rank its part; it averages the parts
-    it receives, encodes the average and sends it to all. The error of a code is added before the next encoding: ``worker_error``
-    for the first, ``server_error`` for the second. All vectors are fp32 and as long as all parts together.
+    The unit is cut into one part per rank. A rank encodes its complete momentum and sends each rank its part. It averages the parts
+    that it receives, encodes the average and sends it to all ranks. The error of a code is added before the next encoding:
+    ``worker_error`` before the first, ``server_error`` before the second. All vectors are fp32 and as long as all parts together.
 
     Attributes:
         unit: The unit.
         worker_error: (world * part,).
-        server_error: (part,), of this rank's part.
+        server_error: (part,), for this rank's part.
     """
 
     def __init__(self, unit: Unit, segments: Sequence[OwnedSegment], inner: torch.optim.Optimizer, collectives: Collectives) -> None:
@@ -59,7 +57,7 @@ class CompressedUnit:
         self._tables = [build_chunks([(piece.start, piece.stop) for piece in found], self._part, device) for found in pieces]
         self._starts = [table.starts.cpu() for table in self._tables]
         self._rank = rank
-        # A message is a part's scales, then its bits; its length is one that fp32 views can start at.
+        # A message is a part's scales, then its bits; its length is a multiple of the alignment of fp32 views.
         scale_bytes = round_up(max(table.chunks for table in self._tables) * _SCALE_BYTES, ALIGNMENT)
         self._bits = slice(scale_bytes, scale_bytes + self._part // 8)
         self._message_bytes = round_up(self._bits.stop, ALIGNMENT)
@@ -88,7 +86,7 @@ class CompressedUnit:
         return flat
 
     def _whole(self, name: str) -> torch.Tensor:
-        """Return state ``name`` of the complete unit, as long as all parts together; collective if it is sharded."""
+        """Return state ``name`` of the complete unit, as long as all parts together; collective if the state is sharded."""
         flat = self._flat(name)
         whole = _zeros(self._collectives.world * self._part, flat.device)
         if self._sharded:
@@ -98,17 +96,17 @@ class CompressedUnit:
         return whole
 
     def _adopt_momentum(self) -> torch.Tensor:
-        """Move the momentum of all segments into one vector, of which their states become views."""
+        """Move the momentum of all segments into one vector; the segments' states become views of it."""
         whole = self._whole("exp_avg")
         for segment in self._segments:
             self._state(segment)["exp_avg"] = whole[segment.range.start : segment.range.stop]
         return whole
 
     def _find_alive(self) -> torch.Tensor | None:
-        """Return which elements have a variance, as a mask; None if all have one.
+        """Return a mask of the elements that have a variance; None if all have one.
 
-        [Note: elements without variance] An element that saw no gradient in the warm-up has no variance to be scaled by: a bit of
-        its chunk's scale, divided by ``eps``, would move it far away. It takes no part in the compressed phase.
+        [Note: elements without variance] An element without a gradient in the warm-up has no variance to scale its update by: a bit of its
+        chunk's scale, divided by ``eps``, would move it far away. It takes no part in the compressed phase.
         """
         alive = self._whole("exp_avg_sq") > 0
         return None if int(alive.sum()) == sum(int(table.counts.sum()) for table in self._tables) else alive
@@ -121,7 +119,7 @@ class CompressedUnit:
         return [name for name, part in ranges if not bool(self._alive[part.start : part.stop].any())]
 
     def holds_state(self) -> bool:
-        """Return whether the optimizer's states are still those that this object works on; a load replaces them."""
+        """Return whether the optimizer's states are still the vectors of this object; a load replaces them."""
         if self._momentum is None:
             return True
         start = self._momentum.data_ptr()
@@ -151,7 +149,7 @@ class CompressedUnit:
         return messages
 
     def _fresh(self, grad: torch.Tensor) -> Fresh | None:
-        """Return the momentum to be encoded, or None if the worker error contains it already, because the groups differ in ``beta1``."""
+        """Return the momentum to encode; None if the worker error already contains it, because groups differ in ``beta1``."""
         previous = self._previous()
         groups = [(self._inner.param_groups[group]["betas"][0], part) for group, part in self._spans]
         if len({beta1 for beta1, _ in groups}) == 1:
@@ -174,13 +172,13 @@ class CompressedUnit:
         return whole
 
     def serve(self, received: torch.Tensor) -> torch.Tensor:
-        """Average this rank's part of all ranks' momenta and encode the average.
+        """Average the received momenta of this rank's part, and encode the average.
 
         Args:
-            received: (world, message bytes) uint8: row ``r`` from rank ``r``.
+            received: (world, message bytes) uint8: row ``r`` is from rank ``r``.
 
         Returns:
-            (message bytes,) uint8, for all ranks.
+            (message bytes,) uint8, to send to all ranks.
         """
         table, alive = self._tables[self._rank], self._alive_in(self._rank)
         message = torch.zeros_like(received[0])
@@ -192,7 +190,7 @@ class CompressedUnit:
         """Decode the common momentum and update this rank's segments of the masters; local.
 
         Args:
-            gathered: (world, message bytes) uint8: the averages of all parts; kept.
+            gathered: (world, message bytes) uint8: the averages of all parts; kept until the next step.
             step: Number of this step, from 1.
         """
         if self._sharded:
@@ -205,7 +203,7 @@ class CompressedUnit:
             state["step"] = torch.as_tensor(state.get("step", 0.0)).fill_(float(step))
 
     def _targets(self, index: int, step: int) -> list[Target]:
-        """Return the parts of this rank's segments that lie in part ``index``; a chunk never crosses the end of a segment."""
+        """Return the targets of decoding: the pieces of this rank's segments inside part ``index``; no chunk crosses a segment's end."""
         part, targets = Range(index * self._part, (index + 1) * self._part), []
         for segment in self._segments:
             here = segment.range.shift(self.unit.owned.start)
@@ -221,14 +219,14 @@ class CompressedUnit:
         return targets
 
     def _piece(self, index: int) -> slice:
-        """Return the slice of part ``index``."""
+        """Return part ``index`` as a slice of the unit's vectors."""
         return slice(index * self._part, (index + 1) * self._part)
 
     def _alive_in(self, index: int) -> torch.Tensor | None:
         return None if self._alive is None else self._alive[self._piece(index)]
 
     def _sent(self, messages: torch.Tensor, table: ChunkTable) -> Sent:
-        """Return the codes of a part from messages (workers, message bytes)."""
+        """Return the codes of a part, from messages of shape (workers, message bytes)."""
         return Sent(messages[:, self._bits], messages.view(torch.float32)[:, : table.chunks])
 
 
@@ -242,12 +240,12 @@ def _threads() -> int:
 
 
 def _scales_of(message: torch.Tensor, table: ChunkTable) -> torch.Tensor:
-    """Return the scales at the head of one message, a (chunks,) fp32 view."""
+    """Return the scales at the start of one message, a (chunks,) fp32 view."""
     return message[: table.chunks * _SCALE_BYTES].view(torch.float32)
 
 
 def _group_spans(layout: UnitLayout) -> list[tuple[int, Range]]:
-    """Return the param groups of a unit with the range of each; its parameters are sorted by group."""
+    """Return each param group of a unit with its range of elements; the unit's parameters are sorted by group."""
     spans: dict[int, Range] = {}
     for slot in layout.slots:
         if slot.numel:

@@ -1,4 +1,4 @@
-"""Optimizers whose steps are single native passes over host memory, as ordinary ``torch.optim`` optimizers."""
+"""Ordinary ``torch.optim`` optimizers over host memory whose steps are one native pass per parameter."""
 
 from hf_zero.ops.host_adagrad import HostAdagrad
 from hf_zero.ops.host_adam import HostAdam

@@ -1,4 +1,4 @@
-"""Sorts a group's parameters into lists that torch's ``_foreach_*`` functions update in one call each."""
+"""Sort a group's parameters into lists that torch's ``_foreach_*`` functions update in one call each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hf_zero.errors import UnsupportedError
 
 
 class Bucket(NamedTuple):
-    """Parameters of one device and dtype, with their gradients and one list per state name; all lists in one order."""
+    """Parameters of one device and dtype, with their gradients and one list per state name; all lists have the same order."""
 
     params: list[Tensor]  # any shape
     grads: list[Tensor]  # shapes and dtype of params
@@ -20,15 +20,15 @@ class Bucket(NamedTuple):
 
 
 def buckets(optimizer: torch.optim.Optimizer, group: dict[str, Any], names: tuple[str, ...]) -> Iterator[Bucket]:
-    """Yields the parameters of ``group`` that have a gradient; missing states start as zeros.
+    """Yield the parameters of ``group`` that have a gradient, in buckets; missing states are created as zeros.
 
     Args:
-        optimizer: owner of the state dict.
-        group: one of its parameter groups; ``group["foreach"]`` False gives every parameter a bucket of its own.
-        names: the states to create and to collect, such as ``("exp_avg",)``.
+        optimizer: Owner of the state dict.
+        group: One of its parameter groups; ``group["foreach"]`` False gives every parameter a bucket of its own.
+        names: The states to create and to collect, such as ``("exp_avg",)``.
 
     Raises:
-        UnsupportedError: for a sparse gradient.
+        UnsupportedError: A gradient is sparse.
     """
     found: dict[Any, Bucket] = {}
     for index, param in enumerate(group["params"]):
@@ -53,15 +53,15 @@ def buckets(optimizer: torch.optim.Optimizer, group: dict[str, Any], names: tupl
 
 
 def signed(grads: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
-    """Returns the gradients, or their negatives when the group maximises."""
+    """Return the gradients, or their negatives when the group maximises."""
     return list(torch._foreach_neg(grads)) if group.get("maximize") else grads
 
 
 def require_hyperparameters(lr: float, betas: tuple[float, float], weight_decay: float) -> None:
-    """Refuses values that no Adam-like optimizer can work with.
+    """Refuse hyper-parameters with which no Adam-like optimizer can work.
 
     Raises:
-        ValueError: naming the parameter and its value.
+        ValueError: The message names the parameter and its value.
     """
     if lr < 0:
         raise ValueError(f"lr is {lr!r}; it must be at least 0")

@@ -13,14 +13,14 @@ from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copie
 
 
 class HostAdagrad(HostOptimizer):
-    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers; sparse gradients too.
+    """Adagrad for parameters in host memory, with torch's arguments, states (``step``, ``sum``) and numbers, also for sparse gradients.
 
     Args:
         params: Parameters or group dicts.
         lr: Learning rate.
         lr_decay: The rate of step ``t`` is ``lr / (1 + (t - 1) * lr_decay)``.
         weight_decay: Decay added to the gradient.
-        initial_accumulator_value: What ``sum`` begins with.
+        initial_accumulator_value: Initial value of ``sum``.
         eps: Added to the root of ``sum``.
 
     Raises:

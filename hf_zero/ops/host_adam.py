@@ -17,7 +17,7 @@ from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copie
 class HostAdam(HostOptimizer):
     """Adam or AdamW for parameters in host memory; bit for bit ``torch.optim.AdamW(fused=True)`` on whole vectors of fp32.
 
-    States are ``step``, ``exp_avg`` and ``exp_avg_sq``, as torch's, so ``state_dict`` goes from one to the other.
+    States are ``step``, ``exp_avg`` and ``exp_avg_sq``, like torch's, so a ``state_dict`` of one loads into the other.
 
     Args:
         params: Parameters or group dicts.
@@ -27,7 +27,7 @@ class HostAdam(HostOptimizer):
         weight_decay: Decay of the weights.
         decoupled_weight_decay: True is AdamW; False is Adam, which adds the decay to the gradient.
         bias_correction: Divide the moments by ``1 - beta ** step``.
-        moment_dtype: ``torch.float32``, or ``torch.bfloat16``: half of the state. Increments of a bf16 moment below 1/512 of it are
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which halves the state. Increments of a bf16 moment below 1/512 of it are
             lost, so with ``betas[1]`` of 0.99 and more the second moment stops following slow changes.
 
     Raises:
@@ -63,7 +63,7 @@ class HostAdam(HostOptimizer):
         }
         super().__init__(params, defaults)
         self.moment_dtype = moment_dtype
-        for group in self.param_groups:  # groups taken over from a torch optimizer bring its flags
+        for group in self.param_groups:  # groups of a former torch optimizer keep its flags
             if group.get("amsgrad"):
                 raise UnsupportedError(f"{type(self).__name__} has no amsgrad; use torch.optim.AdamW(..., amsgrad=True)")
 

@@ -14,17 +14,17 @@ from hf_zero.ops.host_optimizer import HostOptimizer, PassTensors, working_copie
 
 
 class HostLion(HostOptimizer):
-    """Lion with decoupled weight decay for parameters in host memory; the numbers of ``hf_zero.optim.lion.Lion``, whose arguments it has.
+    """Lion with decoupled weight decay for parameters in host memory; arguments and numbers of ``hf_zero.optim.lion.Lion``.
 
-    One state, ``exp_avg``.
+    It has one state, ``exp_avg``.
 
     Args:
         params: Parameters or group dicts.
         lr: Learning rate.
         betas: Interpolation of the update, decay of the momentum.
         weight_decay: Decoupled weight decay.
-        moment_dtype: ``torch.float32``, or ``torch.bfloat16``: half of the state, which is widened for a step and rounded once, to nearest
-            even.
+        moment_dtype: ``torch.float32``, or ``torch.bfloat16``, which halves the state; it is widened for a step and rounded once, to
+            nearest even.
 
     Raises:
         ValueError: A hyper-parameter out of its range, or another moment type.

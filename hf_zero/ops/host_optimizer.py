@@ -1,4 +1,4 @@
-"""Base of the host optimizers: the group of a parameter, its state, and a flat working copy where the kernels need one."""
+"""Base of the host optimizers: find a parameter's group and state, and make a flat working copy where the kernels need one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from hf_zero.errors import HfZeroError, UnsupportedError
 
-# Elements of a 16-bit parameter that are widened to fp32 at a time: 16 MiB, whatever the size of the parameter.
+# Elements of a 16-bit parameter that are widened to fp32 at a time: 16 MiB for parameters of any size.
 _PIECE = 1 << 22
 
 
@@ -19,11 +19,10 @@ class PassTensors(NamedTuple):
 
     Attributes:
         master: The parameter itself, or a working copy.
-        grad: Its gradient, contiguous.
-        low: Takes a 16-bit copy of the new value; None for none.
-        grad_factor: Multiplies the gradient first; negative in groups that maximise.
-        threads: The most threads to use.
-        elements: Which of the parameter's elements these are; None is all of them.
+        low: Tensor that takes a 16-bit copy of the new value; None for none.
+        grad_factor: Factor of the gradient; negative in groups that maximise.
+        threads: Maximum number of threads.
+        elements: The range of the parameter's elements; None is all of them.
     """
 
     master: Tensor
@@ -38,18 +37,18 @@ class PassTensors(NamedTuple):
         return state if self.elements is None else state.view(-1)[self.elements]
 
     def run(self, kernel: Callable[..., None], state: Tensor, **options: Any) -> None:
-        """Run a native pass of an optimizer that has one state; ``state`` has the elements of ``master`` alone."""
+        """Run the native pass of an optimizer that has one state; ``state`` has only the elements of ``master``."""
         kernel(self.master, self.grad, state, self.low, grad_factor=self.grad_factor, threads=self.threads, **options)
 
 
 class HostOptimizer(torch.optim.Optimizer):
-    """An optimizer whose step is one native pass per parameter; subclasses say what the pass is.
+    """Optimizer whose step is one native pass per parameter; subclasses implement the pass.
 
-    Parameters may have any shape. fp32 ones in host memory are updated in place; 16-bit, not contiguous ones and those on a
-    device are updated too, through an fp32 copy or by torch's kernels, with the same arithmetic: a 16-bit parameter is widened,
-    updated in fp32 and rounded once, to nearest even, a piece at a time; its states are fp32 unless a subclass says otherwise.
+    Parameters may have any shape. fp32 parameters in host memory are updated in place. 16-bit parameters, non-contiguous ones and those
+    on a device are updated through an fp32 copy or by torch's kernels, with the same arithmetic: a 16-bit parameter is widened, updated in
+    fp32 and rounded once, to nearest even, a piece at a time. States are fp32 unless a subclass chooses otherwise.
 
-    Passes use up to ``torch.get_num_threads()`` threads; the result does not depend on how many.
+    Passes use up to ``torch.get_num_threads()`` threads; the result does not depend on their number.
     """
 
     @torch.no_grad()
@@ -60,12 +59,12 @@ class HostOptimizer(torch.optim.Optimizer):
         grad_factor: float = 1.0,
         lows: Mapping[Tensor, Tensor] | None = None,
     ) -> float | None:
-        """Updates every parameter that has a gradient.
+        """Update every parameter that has a gradient.
 
         Args:
-            closure: Computes the loss, and the gradients.
-            grad_factor: Multiplies the gradients first, in the same pass: unscaling and clipping together.
-            lows: For some parameters a bf16 or fp16 tensor that takes a copy of the new value in the same pass.
+            closure: Function that computes the loss and the gradients.
+            grad_factor: Factor of the gradients, applied first in the same pass: unscaling and clipping together.
+            lows: For some parameters, a bf16 or fp16 tensor that takes a copy of the new value in the same pass.
 
         Returns:
             The closure's loss; None without a closure.
@@ -90,16 +89,16 @@ class HostOptimizer(torch.optim.Optimizer):
         grad_factor: float = 1.0,
         threads: int | None = None,
     ) -> None:
-        """Steps some of the parameters with given gradients; ``param.grad`` is neither read nor written.
+        """Update some of the parameters with given gradients; ``param.grad`` is neither read nor written.
 
         Several threads may call it at once for different parameters.
 
         Args:
             params: Parameters of this optimizer.
-            grads: One per parameter, fp32, bf16 or fp16, of as many elements; only read.
-            lows: One bf16 or fp16 tensor, or None, per parameter: takes a copy of the new value in the same pass.
-            grad_factor: Multiplies the gradients first: unscaling and clipping together.
-            threads: The most threads per pass, by default ``torch.get_num_threads()``.
+            grads: One gradient per parameter, fp32, bf16 or fp16, with as many elements; only read.
+            lows: One tensor per parameter, bf16 or fp16, that takes a copy of the new value in the same pass; or None.
+            grad_factor: Factor of the gradients, applied first: unscaling and clipping together.
+            threads: Maximum number of threads per pass, by default ``torch.get_num_threads()``.
 
         Raises:
             HfZeroError: A tensor is no parameter of this optimizer, or tensors do not fit together.
@@ -127,10 +126,10 @@ class HostOptimizer(torch.optim.Optimizer):
         self._pass(group, param, whole)
 
     def _dense(self, group: dict[str, Any], param: Tensor, grad: Tensor) -> Tensor:
-        """Return the sparse gradient ``grad`` with its zeros, for optimizers that update nothing where a gradient is zero.
+        """Return the sparse gradient ``grad`` as a dense one; a subclass does so if its step changes nothing where a gradient is zero.
 
         Raises:
-            UnsupportedError: In all others: an update of the rows that were read alone would be another optimizer.
+            UnsupportedError: Every other optimizer also changes elements whose gradient is zero, so the sparse rows are not enough.
         """
         raise UnsupportedError(
             f"{type(self).__name__} got a sparse gradient for a parameter of shape {tuple(param.shape)}; "
@@ -138,11 +137,11 @@ class HostOptimizer(torch.optim.Optimizer):
         )
 
     def _pass(self, group: dict[str, Any], param: Tensor, tensors: PassTensors) -> None:
-        """Updates ``tensors.master``, which is ``param`` without its gradient, by way of ``working_copies``."""
+        """Update ``tensors.master``, the values of ``param``, by the native pass; called by way of ``working_copies``."""
         raise NotImplementedError
 
     def _state_of(self, param: Tensor, name: str, dtype: torch.dtype = torch.float32, start: float = 0.0) -> Tensor:
-        """Return the state ``name`` of ``param``, of its shape, contiguous, fp64 or ``dtype``; begins filled with ``start``."""
+        """Return the contiguous state ``name`` of ``param``, of its shape, fp64 or ``dtype``; a new state is filled with ``start``."""
         state = self.state[param]
         if name not in state:
             dtype = torch.float64 if param.dtype == torch.float64 else dtype
@@ -151,10 +150,10 @@ class HostOptimizer(torch.optim.Optimizer):
         return found
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load like torch, but keep the types that states have in ``state_dict``: torch rounds the states of a 16-bit parameter to its
-        type.
+        """Load like torch, but keep the dtypes that states have in ``state_dict``: torch rounds the states of a 16-bit parameter to its
+        dtype.
         """
-        given: list[dict[str, Any]] = []  # as the hooks of others leave it
+        given: list[dict[str, Any]] = []  # the state dict after other load hooks
         handle = self.register_load_state_dict_pre_hook(lambda _, state: given.append(state))
         try:
             super().load_state_dict(state_dict)
@@ -168,21 +167,21 @@ class HostOptimizer(torch.optim.Optimizer):
                         self.state[param][name] = value.to(held.device, copy=True)
 
     def _count_step(self, param: Tensor) -> int:
-        """Counts and returns the step of ``param``, from 1; kept as torch's Adam keeps it."""
+        """Add 1 to the step of ``param`` and return it, from 1; stored in the form of torch's Adam."""
         state = self.state[param]
         state["step"] = state["step"] + 1 if "step" in state else torch.ones((), dtype=torch.float32)
         return int(state["step"])
 
 
 def working_copies(whole: PassTensors) -> Iterator[PassTensors]:
-    """Yield ``whole`` itself where a kernel can update its master in place, else contiguous copies that are written back one by one.
+    """Yield ``whole`` itself where a kernel can update its master in place, else contiguous copies, each written back after its use.
 
     Args:
-        whole: Of one parameter, of any strides and floating type.
+        whole: The tensors of one parameter, of any strides and floating-point dtype.
 
     Yields:
-        Masters are fp32 (fp64 for fp64), contiguous, on the parameter's device: all of it in its shape, or, of one in 16 bit, flat pieces
-        of ``_PIECE`` elements.
+        Tensors with a contiguous fp32 master (fp64 for fp64) on the parameter's device: the whole parameter in its shape, or, for a 16-bit
+        parameter, flat pieces of ``_PIECE`` elements.
     """
     value, grad, low = whole.master, whole.grad, whole.low
     if value.dtype in (torch.float32, torch.float64) and value.is_contiguous():

@@ -1,4 +1,4 @@
-"""Optimizers; what users construct themselves is served here, on first use."""
+"""Optimizers that users may construct themselves; each is imported on first use."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Tests of how much an optimizer reads for one update: single elements, so that it may run on shards; whole tensors; or all tensors
-together.
+"""Find out which tensors an optimizer reads for one update: single elements, so that it may run on shards; whole parameters; or all
+parameters together.
 
-A shard cuts through tensors wherever the rank's range ends. An optimizer that looks at a whole tensor (its norm, its rows,
-its shape) would compute something else there, without any error; it runs where parameters are whole, see [Note: whole tensors].
-One that looks at all tensors together needs them on one rank, which is so at stage 0; else it is refused.
+A shard may begin or end inside a tensor. An optimizer that reads a whole tensor (its norm, its rows, its shape) would then compute other
+numbers, without any error. It runs where parameters are whole, see [Note: whole tensors]. An optimizer that reads all parameters
+together needs them on one rank, as at stage 0; elsewhere it is refused.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _ELEMENTWISE: frozenset[type] = frozenset(
     }
 )
 
-# Lower-case class name -> what it needs. Names rather than classes, so that no third party is imported to recognise it.
+# Lower-case class name -> why. Names rather than classes, so that no third-party library is imported to recognise a class.
 WHOLE_TENSOR: dict[str, str] = {
     "adafactor": "it factors the second moment into rows and columns of whole matrices",
     "came": "it factors the second moment into rows and columns of whole matrices",
@@ -92,26 +92,26 @@ _QUANTIZED_SUFFIXES = ("8bit", "4bit", "fp8")
 def needs_whole_tensors(
     optimizer: torch.optim.Optimizer, allow_untested: bool = False, all_here: bool = False, shards_only: bool = False
 ) -> bool:
-    """Return whether the optimizer's update of an element depends on more than that element, but on nothing outside its parameter.
+    """Return whether the update of an element depends on other elements of its parameter, but on nothing outside the parameter.
 
-    Classes known to be element-wise, or known not to be, are told by exact class or by name. Every other class, subclasses of
-    known ones included, is probed: built anew with this optimizer's hyper-parameters, over a small matrix, over the flattened
-    matrix' halves as two instances, and over the matrix beside another one, and stepped three times with the same gradients.
-    The optimizer itself and the global random state stay untouched.
+    Classes known to be element-wise, or known not to be, are recognised by exact class or by name. Every other class, subclasses of known
+    ones included, is probed. The class is built with this optimizer's hyper-parameters in three ways: over a small matrix, over the two
+    halves of the flattened matrix as two instances, and over the matrix beside another one. Each is stepped three times with the same
+    gradients. The optimizer itself and the global random state stay untouched.
 
     Args:
-        optimizer: The client's or the config's optimizer, with any parameters.
-        allow_untested: ``zero_allow_untested_optimizer``: what a probe cannot tell, or tells against, runs on whole tensors with a
-            warning.
-        all_here: Every rank updates all parameters (stage 0, or one rank), so that an optimizer may look at them together.
-        shards_only: No rank can have whole tensors (tensor parallelism, states in files): with ``allow_untested``, what a probe cannot
-            tell runs on flat shards with a warning.
+        optimizer: The user's optimizer or the one from the configuration, with any parameters.
+        allow_untested: ``zero_allow_untested_optimizer``: a class for which the probe fails or forbids the run is run on whole tensors,
+            with a warning.
+        all_here: Every rank updates all parameters (stage 0, or one rank), so an optimizer may read all parameters together.
+        shards_only: No rank can have whole tensors (tensor parallelism, states in files): with ``allow_untested``, a class for which the
+            probe fails runs on flat shards, with a warning.
 
     Returns:
-        False: it may run on flat shards. True: it needs each parameter in its own shape.
+        False: The optimizer may run on flat shards. True: it needs each parameter in its own shape.
 
     Raises:
-        UnsupportedError: It looks at all parameters together, exchanges tensors between ranks itself, or cannot be built for the probe.
+        UnsupportedError: The optimizer reads all parameters together, sends tensors between ranks itself, or cannot be built for the probe.
     """
     kind = type(optimizer)
     if kind in _ELEMENTWISE:
@@ -127,17 +127,17 @@ def needs_whole_tensors(
                 _refuse_collectives(optimizer, group)
         return True
     if whole_tensor_reason(kind) is not None or getattr(getattr(optimizer, "args", None), "optim_bits", 32) < 32:
-        return True  # bitsandbytes: tensors as small as a probe's would stay 32-bit
-    untold = _Untold(kind, allow_untested, shards_only)
-    answers = [_probe(optimizer, group, untold, all_here) for group in _distinct_groups(optimizer)]
+        return True  # bitsandbytes keeps small tensors, such as a probe's, in 32 bits
+    undecided = _Undecided(kind, allow_untested, shards_only)
+    answers = [_probe(optimizer, group, undecided, all_here) for group in _distinct_groups(optimizer)]
     return any(answers)
 
 
 def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> None:
-    """Refuses a class that is not known here, where the configuration says that none may run.
+    """Refuse an optimizer class that is in no table, where the configuration forbids untested classes.
 
     Raises:
-        ConfigError: The class is in none of the tables, and ``zero_allow_untested_optimizer`` is written down as false.
+        ConfigError: The class is in no table, and ``zero_allow_untested_optimizer`` is set to false in the configuration.
     """
     kind = type(optimizer)
     known = kind in _ELEMENTWISE or any(_named(kind, table) for table in (WHOLE_TENSOR, ALL_TENSORS, REFUSED)) or whole_tensor_reason(kind)
@@ -149,14 +149,14 @@ def require_tested(optimizer: torch.optim.Optimizer, allow_untested: bool) -> No
 
 
 def whole_tensor_reason(kind: type) -> str | None:
-    """Return the reason why a class is known to need whole tensors, or None when it is not known to."""
+    """Return the reason why a class is known to need whole tensors; None for other classes."""
     return _named(kind, WHOLE_TENSOR) or next(
         (_QUANTIZED for ancestor in kind.__mro__ if ancestor.__name__.lower().endswith(_QUANTIZED_SUFFIXES)), None
     )
 
 
 def refused_reason(kind: type) -> str | None:
-    """Return the reason why a class cannot run at any stage, or None when there is none."""
+    """Return the reason why a class cannot run at any stage; None for other classes."""
     return _named(kind, REFUSED)
 
 
@@ -166,7 +166,7 @@ def _named(kind: type, reasons: dict[str, str]) -> str | None:
 
 
 def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
-    """Return the error for a class that cannot run. ``switch`` describes the effect of the key that allows untested classes."""
+    """Return the error for a class that cannot run; ``switch`` is the sentence about the key that allows untested classes."""
     switch = switch or f'Or set "{_ALLOW_KEY}": true to run it anyway, on each rank\'s parameters by themselves, with other results.'
     stage = " Or use stage 0, where every rank updates all parameters." if refused_reason(kind) is None else ""
     return UnsupportedError(
@@ -176,11 +176,11 @@ def _refusal(kind: type, reason: str, switch: str = "") -> UnsupportedError:
 
 
 def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Return the groups' options without parameters, each different set once: options can switch the algorithm (GaLore's do)."""
+    """Return the distinct options of the groups, without parameters: options can switch the algorithm (GaLore's do)."""
     distinct: dict[str, dict[str, Any]] = {}
     for group in optimizer.param_groups:
         options = options_of(group)
-        # The rate does not change the algorithm, but one of 0 (a warm-up that has begun) would make every probe pass.
+        # The rate does not change the algorithm, but a rate of 0 (at the start of a warm-up) would make every probe pass.
         for key in ("lr", "initial_lr"):
             if isinstance(options.get(key), (int, float, Tensor)) and float(options[key]) == 0.0:
                 options[key] = 1e-2
@@ -190,7 +190,7 @@ def _distinct_groups(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 @contextmanager
 def _trial(kind: type) -> Iterator[None]:
-    """Restore the global random state after the context, and refuse a class whose step exchanges tensors between ranks itself."""
+    """Restore the global random state after the context; refuse a class whose step sends tensors between ranks itself."""
     with torch.random.fork_rng(devices=[]):
         try:
             yield
@@ -202,36 +202,36 @@ def _trial(kind: type) -> Iterator[None]:
 
 
 def _refuse_collectives(optimizer: torch.optim.Optimizer, options: dict[str, Any]) -> None:
-    """Refuse a known class that communicates; ignore its other errors on a small matrix."""
+    """Run a step of a known class, to refuse it if it communicates; ignore its other errors on a small matrix."""
     start, grads = trial_data(optimizer)
-    # It may want a device, a dtype or a size that the trial does not have.
+    # It may need a device, a dtype or a size that the trial does not have.
     with _trial(type(optimizer)), suppress(Exception):
         _result(optimizer, options, [start], [grads])
 
 
-def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _Untold, all_here: bool) -> bool:
-    """Compares one small matrix with its halves, and with itself beside another, under one set of options.
+def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], undecided: _Undecided, all_here: bool) -> bool:
+    """Compare the step of one small matrix with steps of its halves, and with the step beside another matrix, under one set of options.
 
     Returns:
-        Whether the halves differ from the whole: it needs whole tensors.
+        True if the halves differ from the whole, so that the optimizer needs whole tensors.
 
     Raises:
-        UnsupportedError: It cannot be built or stepped here, or needs more than one tensor at a time.
+        UnsupportedError: The optimizer cannot be built or stepped here, or reads more than one tensor at a time.
     """
     start, grads = trial_data(optimizer)
     with _trial(type(optimizer)):
         try:
             whole = _result(optimizer, options, [start], [grads])
-        except Exception:  # whatever a foreign constructor or step raises; perhaps at float64
+        except Exception:  # a foreign constructor or step may raise any error, perhaps at float64
             start, grads, options = start.float(), [grad.float() for grad in grads], _large_rate(options)
             try:
                 whole = _result(optimizer, options, [start], [grads])
             except Exception as error:
-                return untold(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
+                return undecided(f"could not be tried on a small matrix: {type(error).__name__}: {error}", error)
         largest = (whole - start).abs().max().item()
         if largest == 0.0:
-            return untold(f"did not move a small matrix in {TRIAL_STEPS} steps")
-        if _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest:  # a NaN is not
+            return undecided(f"did not move a small matrix in {TRIAL_STEPS} steps")
+        if _halves_differ_by(optimizer, options, start, grads, whole) <= _PROBE_TOLERANCE * largest:  # false for NaN
             return False
         if all_here:
             return True
@@ -239,10 +239,10 @@ def _probe(optimizer: torch.optim.Optimizer, options: dict[str, Any], untold: _U
         try:
             together = _result(optimizer, options, [start, other], [grads, other_grads])
         except Exception as error:
-            return untold(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
+            return undecided(f"could not be tried on two small matrices: {type(error).__name__}: {error}", error)
     difference = (whole - together).abs().max().item()
     if not difference <= _PROBE_TOLERANCE * largest:
-        untold.looks_at_all(difference, largest)
+        undecided.reads_all_tensors(difference, largest)
     return True
 
 
@@ -257,25 +257,25 @@ def _halves_differ_by(
     try:
         first = _result(optimizer, options, [flat[:middle]], [[grad[:middle] for grad in flat_grads]])
         second = _result(optimizer, options, [flat[middle:]], [[grad[middle:] for grad in flat_grads]])
-    except Exception:  # it fails on a flat part of a matrix
+    except Exception:  # the optimizer fails on a flat part of a matrix
         return float("inf")
     return (whole.flatten() - torch.cat([first, second])).abs().max().item()
 
 
 def _large_rate(options: dict[str, Any]) -> dict[str, Any]:
-    """Return options with a rate that moves float32 by more than its rounding; the algorithm stays the same."""
+    """Return the options with a learning rate that moves float32 values by more than their rounding; the algorithm stays the same."""
     rate = options.get("lr")
     return {**options, "lr": 1e-2} if isinstance(rate, float) and 0.0 < rate < 1e-2 else options
 
 
 @dataclass(frozen=True)
-class _Untold:
-    """Handling of a class for which the probe finds no answer.
+class _Undecided:
+    """Decision about a class for which the probe finds no answer.
 
     Attributes:
-        kind: The class.
-        allowed: It may run: on whole tensors, which are right for element-wise ones too.
-        shards_only: There are none: on flat shards.
+        kind: The optimizer's class.
+        allowed: The class may run: on whole tensors, which are right for element-wise optimizers too.
+        shards_only: No rank has whole tensors, so the class runs on flat shards.
     """
 
     kind: type
@@ -283,10 +283,10 @@ class _Untold:
     shards_only: bool
 
     def __call__(self, problem: str, cause: Exception | None = None) -> bool:
-        """Return whether it runs on whole tensors.
+        """Warn, and return whether the optimizer runs on whole tensors.
 
         Raises:
-            UnsupportedError: It may not run.
+            UnsupportedError: The class may not run; ``problem`` is the reason.
         """
         name = self.kind.__name__
         if not self.allowed:
@@ -299,11 +299,11 @@ class _Untold:
             warn_once(f"optimizer {name} {problem}; each parameter is updated whole, by one rank")
         return not self.shards_only
 
-    def looks_at_all(self, difference: float, update: float) -> None:
-        """Handle a matrix that differs by ``difference`` when it is stepped beside another one; its largest update is ``update``.
+    def reads_all_tensors(self, difference: float, update: float) -> None:
+        """Warn that a matrix stepped beside another one differs by ``difference``; ``update`` is its largest update.
 
         Raises:
-            UnsupportedError: It may not run.
+            UnsupportedError: The class may not run.
         """
         problem = (
             f"after {TRIAL_STEPS} steps a matrix beside another one differs by {difference:.3g} from the matrix alone (update "
@@ -317,15 +317,15 @@ class _Untold:
 def _result(
     optimizer: torch.optim.Optimizer, options: dict[str, Any], starts: Sequence[Tensor], grads: Sequence[Sequence[Tensor]]
 ) -> Tensor:
-    """Return the first of ``starts`` after a trial."""
+    """Return the first of ``starts`` after the steps of a trial."""
     return try_steps(optimizer, options, starts, grads)[1].detach()
 
 
 def check_whole_tensors(inner: torch.optim.Optimizer, split: bool, offload_device: str) -> None:
-    """Refuses combinations under which no rank has a whole parameter, or its state would not be where the configuration says.
+    """Refuse combinations under which no rank has a whole parameter, or the state would not be on the configured device.
 
     Args:
-        inner: The optimizer.
+        inner: An optimizer that needs whole tensors.
         split: Several ranks hold one model together (tensor parallelism).
         offload_device: `zero_optimization.offload_optimizer.device`.
 

@@ -1,4 +1,4 @@
-"""The ``optimizer`` section as a ``torch.optim.Optimizer``, with DeepSpeed's meaning of every parameter."""
+"""Build the ``torch.optim.Optimizer`` of the ``optimizer`` section; each parameter has DeepSpeed's meaning."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from hf_zero.system.planning import DEVICE
 _SECTION = "optimizer.params"
 OptimizerClass = Callable[..., torch.optim.Optimizer]
 
-# Where torch's fused kernels exist in every torch that we support.
+# Devices for which every supported torch version has fused kernels.
 _FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
     torch.optim.Adam: frozenset({"cpu", "cuda", DEVICE}),
     torch.optim.AdamW: frozenset({"cpu", "cuda", DEVICE}),
@@ -34,7 +34,7 @@ _FUSED_DEVICES: dict[OptimizerClass, frozenset[str]] = {
     OneBitAdam: frozenset({"cpu", "cuda", DEVICE}),
 }
 
-# Lower-case DeepSpeed type -> what to use instead.
+# Lower-case DeepSpeed type -> replacement to suggest.
 _REFUSED: dict[str, str] = {
     "onebitlamb": 'use "Lamb", or "OneBitAdam" for few bits on the network',
     "zerooneadam": 'its local steps are not provided; use "OneBitAdam"',
@@ -43,13 +43,13 @@ _REFUSED: dict[str, str] = {
     "musgd": 'build mup\'s MuSGD in code and pass it as optimizer, or use "SGD"',
 }
 
-# Keys that choose among torch's kernels, and what those can do and the native ones cannot.
+# Keys that choose among torch's kernels, and options that only torch's kernels have.
 _TORCH_KERNELS = ("foreach", "fused")
 _TORCH_ONLY = ("amsgrad", "maximize", "capturable", "differentiable")
 
 # DeepSpeed's own keys of the Adam types, beside those of torch.optim.AdamW.
 _ADAM_KEYS = ("torch_adam", "adam_w_mode", "bias_correction", "set_grad_none", "fp32_optimizer_states")
-# DeepSpeed's keys that change nothing here -> the value that they describe.
+# DeepSpeed's keys without effect here -> the value that is always used, and the reason.
 _WITHOUT_EFFECT = {
     "set_grad_none": (True, "gradients are always dropped after a step"),
     "fp32_optimizer_states": (True, "optimizer states have the dtype of the master weights, fp32"),
@@ -66,29 +66,29 @@ def build_optimizer(
     moment_dtype: torch.dtype | None = None,
     matrices: Callable[[], set[int]] = set,
 ) -> torch.optim.Optimizer:
-    """Builds the optimizer that the ``optimizer`` section asks for.
+    """Build the optimizer that the ``optimizer`` section asks for.
 
-    ``"Adam"`` is AdamW unless ``adam_w_mode`` is false, and neither decays weights unless told, as in DeepSpeed. With
-    ``torch_adam`` the rest of ``params`` goes to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01). Else,
-    on a CPU with native kernels, Adam and Lion are ``hf_zero.ops`` classes with the same numbers.
+    ``"Adam"`` is AdamW unless ``adam_w_mode`` is false; as in DeepSpeed, neither decays weights by default. With ``torch_adam`` the
+    other ``params`` go to torch's class, whose own defaults then hold (AdamW's weight decay of 0.01). Without it, on a CPU with native
+    kernels, Adam and Lion are ``hf_zero.ops`` classes that compute the same numbers.
 
     Args:
         type: Adam, AdamW, Lion, Adagrad, SGD, Lamb, Muon or another class of ``torch.optim``; letter case is ignored.
         params: ``optimizer.params``; numbers may be text. A parameter that is missing or None keeps the class' default.
-        param_groups: parameters, or group dicts whose own options win over ``params``.
-        device_type: where the optimizer will run. Torch's fused kernels are used where they exist for it, else its
-            foreach ones; ``fused`` and ``foreach`` in ``params`` overrule that.
-        offloaded: it will run in host memory, wherever the parameters are now.
-        moment_dtype: fp32 or bf16, for the moments of Adam and Lion over masters in bf16 where it runs in host memory; torch's classes,
-            which keep moments in the type of the masters, are not chosen where that is another. None is fp32 for ``hf_zero.ops``.
-        matrices: gives the ids of the parameters that Muon trains; asked for that type only.
+        param_groups: Parameters, or group dicts whose own options win over ``params``.
+        device_type: Device on which the optimizer will run. Torch's fused kernels are used where they exist for it, else its foreach
+            kernels; ``fused`` and ``foreach`` in ``params`` take precedence.
+        offloaded: The optimizer will run in host memory, wherever the parameters are now.
+        moment_dtype: fp32 or bf16, for the moments of Adam and Lion over bf16 masters in host memory. Torch's classes keep moments in the
+            masters' dtype, so they are not used where ``moment_dtype`` differs from it. None is fp32 for ``hf_zero.ops``.
+        matrices: Function that returns the ids of the parameters that Muon trains; called for the type Muon only.
 
     Returns:
         An optimizer over the given parameters, with one group per given group.
 
     Raises:
-        ConfigError: for an unknown type or parameter, a value out of its range, or no parameters at all.
-        UnsupportedError: for a type or option that needs all tensors together or is not provided.
+        ConfigError: The type or a parameter is unknown, a value is out of its range, or there are no parameters at all.
+        UnsupportedError: The type or an option needs all tensors together, or is not provided.
     """
     groups = list(param_groups)
     if not groups:
@@ -110,9 +110,9 @@ def build_optimizer(
 
 
 def _plain(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the parameters that are given, with numbers and booleans made of text."""
+    """Return the parameters that are not None, with text converted to numbers and booleans."""
     given = {key: value for key, value in params.items() if value is not None}
-    # "auto" is a value of this one key: it must not be taken for a gap.
+    # "auto" is a value of this one key, not a gap to fill.
     by_itself = name == "onebitadam" and given.get("freeze_step") in BY_ITSELF
     chosen = {"freeze_step": given.pop("freeze_step")} if by_itself else {}
     values = plain_values(_SECTION, given) | chosen
@@ -125,7 +125,7 @@ def _plain(name: str, params: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _resolve(type: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:
-    """Return the class that a type names, and its keywords."""
+    """Return the class that a type names, and its keyword arguments."""
     name = str(type).lower()
     if name in ("adam", "adamw"):
         return _resolve_adam(type, values)
@@ -138,7 +138,7 @@ def _resolve(type: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[st
 
 
 def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClass, dict[str, Any]]:
-    """Chooses the class for Adam and AdamW, and turns DeepSpeed's keys into its keywords."""
+    """Choose the class for Adam or AdamW, and convert DeepSpeed's keys into its keyword arguments."""
     torch_adam = boolean(f"{_SECTION}.torch_adam", values.get("torch_adam", False))
     adam_w_mode = boolean(f"{_SECTION}.adam_w_mode", values.get("adam_w_mode", True))
     bias_correction = boolean(f"{_SECTION}.bias_correction", values.get("bias_correction", True))
@@ -155,7 +155,7 @@ def _resolve_adam(type_name: str, values: dict[str, Any]) -> tuple[OptimizerClas
         raise UnsupportedError(
             f"{_SECTION} has bias_correction false and amsgrad true; the two are not provided together. Drop one of them."
         )
-    rest.pop("fused", None)  # asks for a faster kernel, of which this class has none; the numbers are the same
+    rest.pop("fused", None)  # this class has no fused kernel; the numbers are the same
     return UncorrectedAdam, rest | {"decoupled_weight_decay": adam_w_mode}
 
 
@@ -171,7 +171,7 @@ def _build_muon(values: dict[str, Any], groups: list[Any], matrices: set[int]) -
 
 
 def _resolve_adagrad(values: dict[str, Any]) -> dict[str, Any]:
-    """Drops the keys of DeepSpeed's host Adagrad that torch's does not have."""
+    """Return ``values`` without the keys of DeepSpeed's host Adagrad that torch's Adagrad does not have."""
     rest = _drop_without_effect(values)
     if boolean(f"{_SECTION}.amsgrad", rest.pop("amsgrad", False)):
         raise UnsupportedError(f'{_SECTION}.amsgrad is true, which Adagrad does not have. Drop it, or use type "Adam".')
@@ -179,7 +179,7 @@ def _resolve_adagrad(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _drop_without_effect(values: dict[str, Any]) -> dict[str, Any]:
-    """Leaves out the keys that change nothing here, with a warning when the user asked for another value."""
+    """Return ``values`` without the keys that have no effect here; warn where the user asked for another value than the one used."""
     for key, (held, reason) in _WITHOUT_EFFECT.items():
         if key in values and boolean(f"{_SECTION}.{key}", values[key]) is not held:
             warn_once(f"{_SECTION}.{key} {values[key]!r} has no effect: {reason}.")
@@ -197,7 +197,11 @@ def _torch_classes() -> dict[str, type[torch.optim.Optimizer]]:
 
 
 def _refuse_type(type_name: str) -> None:
-    """Raises for DeepSpeed types that are not provided and torch classes that can run nowhere here."""
+    """Refuse DeepSpeed types that are not provided, and torch classes that can run at no stage.
+
+    Raises:
+        UnsupportedError: The message names a replacement.
+    """
     remedy = _REFUSED.get(str(type_name).lower())
     if remedy is not None:
         raise UnsupportedError(f"optimizer.type {type_name!r} is not provided: {remedy}.")
@@ -211,7 +215,11 @@ def _refuse_type(type_name: str) -> None:
 
 
 def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
-    """Looks a type up in ``torch.optim``, letter case ignored."""
+    """Return the class of ``torch.optim`` with this name, letter case ignored.
+
+    Raises:
+        ConfigError: There is no such class.
+    """
     classes = _torch_classes()
     for known, value in classes.items():
         if known.lower() == str(name).lower():
@@ -223,7 +231,7 @@ def _find_torch_class(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _keywords(kind: OptimizerClass) -> set[str]:
-    """Return the keywords that a class takes beside its parameters."""
+    """Return the keyword arguments that a class takes beside its parameters."""
     return set(inspect.signature(kind).parameters) - {"params"}
 
 
@@ -250,10 +258,10 @@ def _fast_path(kind: OptimizerClass, values: Mapping[str, Any], groups: Sequence
 def _native_kind(
     kind: OptimizerClass, values: dict[str, Any], groups: Sequence[Any], moment_dtype: torch.dtype | None, anywhere: bool
 ) -> tuple[OptimizerClass, dict[str, Any]]:
-    """Chooses the optimizer over native kernels for a class that has one, where they are there and do all that is asked for.
+    """Return the optimizer class over native kernels, if one exists for ``kind``, is available and has all given options; else ``kind``.
 
-    ``anywhere``: it does not matter where the parameters are now. With ``moment_dtype`` fp32 the kernels need not be there: their
-    reference keeps such moments beside 16-bit masters, which torch's classes do not.
+    With ``anywhere``, the parameters need not be in host memory now. With ``moment_dtype`` fp32 the kernels are not needed: their
+    reference implementation keeps fp32 moments beside 16-bit masters, which torch's classes do not.
     """
     added_values: dict[Any, dict[str, bool]] = {
         torch.optim.Adam: {"decoupled_weight_decay": False},
@@ -286,7 +294,7 @@ def _tensors(group: Any) -> list[torch.Tensor]:
 
 
 def _construct(kind: OptimizerClass, values: dict[str, Any], groups: list[Any]) -> torch.optim.Optimizer:
-    """Call the class; an argument that it refuses becomes a ``ConfigError`` that shows the section."""
+    """Call the class; raise a ``ConfigError`` that shows the section if the class refuses an argument."""
     try:
         return kind(groups, **values)
     except HfZeroError:

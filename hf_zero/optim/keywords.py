@@ -1,4 +1,4 @@
-"""Keyword arguments from a JSON section: numbers that arrive as text, unknown names with the nearest known one."""
+"""Check keyword arguments from a JSON section: convert text to numbers, suggest the nearest known name for an unknown one."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from hf_zero.errors import ConfigError
 
 
 def unknown_key(section: str, key: str, allowed: Iterable[str], owner: str) -> ConfigError:
-    """Builds the error for a key that ``owner`` does not take.
+    """Return the error for a key that ``owner`` does not take.
 
     Args:
-        section: dotted path of the section, for example ``optimizer.params``.
-        key: the key found there.
-        allowed: the keys that ``owner`` takes.
-        owner: the class that the section builds, as the user wrote it.
+        section: Dotted path of the section, for example ``optimizer.params``.
+        key: A key found in the section.
+        allowed: The keys that ``owner`` takes.
+        owner: The class that the section builds, as the user wrote it.
 
     Returns:
         A ``ConfigError`` naming the key, the nearest allowed key if one is near, and all allowed keys.
@@ -29,21 +29,21 @@ def unknown_key(section: str, key: str, allowed: Iterable[str], owner: str) -> C
 
 
 def nearest(name: str, allowed: Iterable[str]) -> str | None:
-    """Returns the allowed name that most resembles ``name`` (letter case ignored), or None when none is near."""
+    """Return the allowed name that is most similar to ``name`` (letter case ignored); None when none is similar."""
     folded = {candidate.lower(): candidate for candidate in allowed}
     found = difflib.get_close_matches(name.lower(), folded, n=1, cutoff=0.6)
     return folded[found[0]] if found else None
 
 
 def number(key: str, value: object) -> float:
-    """Reads one finite or infinite number; text such as ``"1e-5"`` counts (YAML tools write it so).
+    """Read one finite or infinite number; text such as ``"1e-5"`` is accepted (YAML tools write numbers as text).
 
     Args:
-        key: dotted key, for the message.
-        value: int, float or text of a number. Integers stay integers.
+        key: Dotted key, for the message.
+        value: Int, float or text of a number. Integers stay integers.
 
     Raises:
-        ConfigError: for booleans, ``"auto"``, NaN and anything that is not a number.
+        ConfigError: ``value`` is a boolean, ``"auto"``, NaN or anything else that is not a number.
     """
     parsed = parse_number(value)
     if parsed is None or math.isnan(parsed):
@@ -53,7 +53,7 @@ def number(key: str, value: object) -> float:
 
 
 def parse_number(value: object) -> float | None:
-    """Returns ``value`` as int or float, or None when it is neither a number nor text of one."""
+    """Return ``value`` as int or float; None when it is neither a number nor the text of one."""
     if isinstance(value, bool):
         return None
     if isinstance(value, (int, float)):
@@ -69,10 +69,10 @@ def parse_number(value: object) -> float | None:
 
 
 def at_least(key: str, value: object, lowest: float) -> float:
-    """Reads a number that must not be below ``lowest``.
+    """Read a number that must not be below ``lowest``.
 
     Raises:
-        ConfigError: when it is not a number or too small.
+        ConfigError: The value is not a number, or is too small.
     """
     parsed = number(key, value)
     if parsed < lowest:
@@ -81,10 +81,10 @@ def at_least(key: str, value: object, lowest: float) -> float:
 
 
 def boolean(key: str, value: object) -> bool:
-    """Reads a boolean; the texts ``"true"`` and ``"false"`` (any letter case) and the numbers 0 and 1 count.
+    """Read a boolean; the texts ``"true"`` and ``"false"`` (any letter case) and the numbers 0 and 1 are accepted.
 
     Raises:
-        ConfigError: for anything else.
+        ConfigError: The value is anything else.
     """
     if isinstance(value, str) and value.lower() in ("true", "false"):
         return value.lower() == "true"
@@ -94,15 +94,15 @@ def boolean(key: str, value: object) -> bool:
 
 
 def per_group(key: str, value: object, groups: int) -> list[float]:
-    """Expands a number to one per parameter group, or checks a list's length.
+    """Return one number per parameter group, from one number or a list of the right length.
 
     Args:
-        key: dotted key, for the message.
-        value: one number, or a list with one number per parameter group.
-        groups: how many parameter groups the optimizer has.
+        key: Dotted key, for the message.
+        value: One number, or a list with one number per parameter group.
+        groups: Number of the parameter groups of the optimizer.
 
     Raises:
-        ConfigError: for a list of another length, or entries that are not numbers.
+        ConfigError: The list has another length, or an entry is not a number.
     """
     if not isinstance(value, (list, tuple)):
         return [number(key, value)] * groups
@@ -114,10 +114,10 @@ def per_group(key: str, value: object, groups: int) -> list[float]:
 
 
 def plain_values(section: str, params: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies ``params`` with texts of numbers and booleans turned into them, in lists too (lists become tuples).
+    """Return a copy of ``params`` in which texts of numbers and booleans are converted, in lists too (lists become tuples).
 
     Raises:
-        ConfigError: for a value that is still ``"auto"``: the constructor would take it for a text of its own.
+        ConfigError: A value is still ``"auto"``, which the constructor would take for an option of its own.
     """
     return {key: _plain(f"{section}.{key}", value) for key, value in params.items()}
 
@@ -129,7 +129,7 @@ def _plain(key: str, value: object) -> object:
     if not isinstance(value, str):
         return value
     if value == "auto":
-        raise ConfigError(f'{key} is still "auto": nothing that is known here fills it. Give it a value.')
+        raise ConfigError(f'{key} is still "auto", and hf_zero has no source for its value here. Give it a value.')
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     parsed = parse_number(value)

@@ -1,4 +1,4 @@
-"""LAMB: Adam's direction, scaled for each parameter by the ratio of its norm to the direction's."""
+"""LAMB: Adam's update direction, scaled per parameter by the ratio of the parameter's norm to the direction's norm."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Lamb(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

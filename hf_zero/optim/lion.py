@@ -14,21 +14,21 @@ from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class Lion(torch.optim.Optimizer):
-    """Train with Lion and decoupled weight decay; one state, ``exp_avg``, of the parameter's shape and dtype.
+    """Lion with decoupled weight decay; its one state, ``exp_avg``, has the parameter's shape and dtype.
 
     Per step: ``p -= lr * (sign(b1 * m + (1 - b1) * g) + weight_decay * p)``, then ``m = b2 * m + (1 - b2) * g``. Every
     operation is element-wise, so shards update exactly as whole tensors.
 
     Args:
-        params: parameters or group dicts.
-        lr: learning rate; the paper advises 3 to 10 times less than for AdamW.
-        betas: interpolation of the update, decay of the momentum. The default is DeepSpeed's; the paper's is (0.9, 0.99).
-        weight_decay: decoupled weight decay.
+        params: Parameters or group dicts.
+        lr: Learning rate; the paper advises 3 to 10 times less than for AdamW.
+        betas: Interpolation of the update, decay of the momentum. The default is DeepSpeed's; the paper's is (0.9, 0.99).
+        weight_decay: Decoupled weight decay.
         foreach: False updates parameter by parameter; None and True update lists in one call.
-        maximize: go up the gradient.
+        maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        ValueError: for a hyper-parameter out of its range.
+        ValueError: A hyper-parameter is out of its range.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Lion(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,9 +1,10 @@
-"""Muon for hidden matrices and AdamW for all else, in one optimizer.
+"""Muon for hidden matrices and AdamW for all other parameters, in one optimizer.
 
 [Note: torch.optim.Muon] torch has Muon from 2.9 on, and a script that passes ``torch.optim.Muon`` gets that class. The class here serves
-``"type": "Muon"`` of a configuration, which torch's cannot: it is one optimizer with AdamW for embeddings, heads and vectors, it takes
-tensors of more than two dimensions (convolutions), its default iteration (``ns_method`` "gram", DeepSpeed's) works on the square of the
-shorter side, and it runs on torch 2.8, the oldest version allowed. With ``ns_method`` "standard" both give the same bits (a test).
+``"type": "Muon"`` of a configuration, for which torch's class is not enough. It is one optimizer with AdamW for embeddings, heads and
+vectors; it takes tensors of more than two dimensions (convolutions); its default iteration (``ns_method`` "gram", DeepSpeed's) works on
+the square of the shorter side; and it runs on torch 2.8, the oldest version allowed. With ``ns_method`` "standard" both give the same
+bits, which a test checks.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ METHODS = ("gram", "standard")
 _COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 _ITERATIONS = 5
 _EPSILON = 1e-7
-_NOT_HIDDEN = ("embed", "lm_head")  # parts of names
+_NOT_HIDDEN = ("embed", "lm_head")  # words in parameter names
 _MUON_DEFAULTS: dict[str, Any] = {"lr": 0.02, "momentum": 0.95, "weight_decay": 0.0, "ns_method": "gram"}
 _ADAM_DEFAULTS: dict[str, Any] = {"lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.0}
 
@@ -63,7 +64,7 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -113,12 +114,12 @@ class MuonWithAuxAdam(torch.optim.Optimizer):
 
 
 def orthogonal(matrix: torch.Tensor, method: str) -> torch.Tensor:
-    """Return the nearest matrix with singular values of about 1, by five Newton-Schulz iterations.
+    """Return an orthogonalised ``matrix``, whose singular values are about 1, by five Newton-Schulz iterations.
 
     Args:
         matrix: (rows, columns).
         method: "standard" iterates on the matrix in bf16, as published. "gram" iterates on the square of its shorter side, in fp32: the
-            same polynomial, of which the matrix itself takes part in the first and the last product only.
+            same polynomial, with products of the full matrix only at the start and the end.
 
     Returns:
         (rows, columns), bf16 or fp32.
@@ -168,22 +169,22 @@ def muon_parameters(model: nn.Module) -> set[int]:
     return found
 
 
-_DIVIDED = {"params", "param_names", "use_muon", "muon_lr", "adam_lr"}  # keys of a group that its halves have in their own way
+_DIVIDED = {"params", "param_names", "use_muon", "muon_lr", "adam_lr"}  # group keys that differ between the Muon and the AdamW half
 
 
 def muon_from_config(values: Mapping[str, Any], groups: Sequence[Any], matrices: set[int]) -> MuonWithAuxAdam:
     """Return Muon from `optimizer.params`: each group is divided into its matrices and its other parameters.
 
-    `muon_lr` and `adam_lr` overrule `lr`; what a group itself says overrules both: ``use_muon`` decides for all of its parameters, and keys
-    that neither half knows are kept.
+    `muon_lr` and `adam_lr` take precedence over `lr`, and the keys of a group over both: its ``use_muon`` holds for all of its parameters.
+    Keys that neither half knows are kept.
 
     Args:
-        values: `optimizer.params`, of the types that they should have.
+        values: `optimizer.params`, with converted types.
         groups: Parameters, or groups as dicts.
         matrices: Ids of the parameters that Muon trains.
 
     Raises:
-        ConfigError: A parameter of another optimizer.
+        ConfigError: ``values`` has a parameter that Muon does not take.
     """
     rates = {True: "muon_lr", False: "adam_lr"}
     allowed = {True: set(_MUON_DEFAULTS), False: set(_ADAM_DEFAULTS)}

@@ -1,4 +1,4 @@
-"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam in the warm-up, then momentum over a frozen variance."""
+"""1-bit Adam (Tang et al., arXiv 2102.02888): Adam during the warm-up, then momentum over a frozen variance."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from hf_zero.native.codes import move
 from hf_zero.ops.foreach import buckets
 from hf_zero.optim.keywords import number
 
-# How often in 1 / (1 - beta2) steps "auto" looks at the variance.
+# Checks of the variance per 1 / (1 - beta2) steps with freeze_step "auto".
 _LOOKS = 16
 # Change of the variance's 1-norm over 1 / (1 - beta2) steps below which it counts as stable (the paper's threshold).
 _STABLE_RATIO = 0.96
-# accelerate takes "auto" in a configuration for a gap that it must fill, and raises where it has nothing to fill it with.
+# accelerate takes "auto" in a configuration for a gap that it must fill, and raises where it has no value to fill in.
 BY_ITSELF = ("auto", "stable")
 
 
 class OneBitAdam(torch.optim.AdamW):
-    """Train with Adam whose momentum can travel as one bit per number once its variance is frozen.
+    """Adam whose momentum is sent as one bit per number once its variance is frozen.
 
-    This class holds hyper-parameters and arithmetic; pass it to ``hf_zero.initialize``, whose engine communicates. For
-    ``freeze_step`` steps it is AdamW, bit for bit. From then on the second moment stays as it is, each rank adds its own gradient to
-    the common momentum, and the engine averages what comes out of that in compressed form.
+    This class holds hyper-parameters and arithmetic; pass it to ``hf_zero.initialize``, whose engine communicates. For ``freeze_step``
+    steps it is AdamW, bit for bit. From then on the second moment stays constant, each rank adds its own gradient to the common momentum,
+    and the engine averages the results in compressed form.
 
     Args:
         params: Parameters or group dicts.
@@ -34,19 +34,19 @@ class OneBitAdam(torch.optim.AdamW):
         betas: Decay of the two moments.
         eps: Added to the root of the second moment.
         weight_decay: Decoupled, in both phases.
-        freeze_step: Steps of warm-up, at least 1; "auto" ends it when the 1-norm of the second moment has changed by less than
-            4 % within ``1 / (1 - beta2)`` steps and the learning rate is not rising; "stable" says the same.
+        freeze_step: Steps of warm-up, at least 1. "auto" (or "stable") ends the warm-up when the 1-norm of the second moment has changed by
+            less than 4 % within ``1 / (1 - beta2)`` steps and the learning rate is not rising.
         bias_correction: Divide the moments by ``1 - beta ** step``; after the freeze the second one keeps its last divisor.
         eps_inside_sqrt: Add ``eps`` under the root.
         max_grad_norm: Clip gradients to this norm; 0 is off. The same as ``gradient_clipping`` of the configuration.
         amsgrad: Must be False.
-        cuda_aware: Accepted; the process group's back end decides.
-        comm_backend_name: Accepted, likewise.
+        cuda_aware: Ignored; the process group's back end decides.
+        comm_backend_name: Ignored; the process group's back end decides.
         foreach: As in torch's AdamW, for the warm-up.
-        fused: Likewise.
+        fused: As in torch's AdamW, for the warm-up.
 
     Raises:
-        ConfigError: ``freeze_step`` is neither a number of steps nor "auto", or ``amsgrad`` is asked for.
+        ConfigError: ``freeze_step`` is neither a number of steps nor "auto", ``amsgrad`` is set, or ``max_grad_norm`` is negative.
     """
 
     def __init__(
@@ -89,20 +89,20 @@ class OneBitAdam(torch.optim.AdamW):
 
     @property
     def frozen_at(self) -> int | None:
-        """Return the last step of the warm-up, once it is over."""
+        """Return the last step of the warm-up; None while the warm-up goes on."""
         return self.param_groups[0]["frozen_at"] if self.param_groups else None
 
     @property
     def adam_freeze_key(self) -> bool:
-        """Tell whether the warm-up is over; DeepSpeed's name."""
+        """Return whether the warm-up is over; DeepSpeed's name for it."""
         return self.frozen_at is not None
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Take one step of the warm-up: AdamW.
+        """Take one step of the warm-up, which is AdamW's.
 
         Raises:
-            StateError: The warm-up is over; only an engine can go on.
+            StateError: The warm-up is over; later steps need an engine.
         """
         if self.frozen_at is not None:
             raise StateError(
@@ -139,7 +139,7 @@ class OneBitAdam(torch.optim.AdamW):
 
     @property
     def freezes_by_itself(self) -> bool:
-        """Tell whether ``freeze_step`` is "auto"."""
+        """Return whether ``freeze_step`` is "auto", so that the optimizer itself decides when the warm-up ends."""
         return bool(self.param_groups) and self.param_groups[0]["freeze_step"] == "auto"
 
     def steps_taken(self) -> int:
@@ -148,15 +148,15 @@ class OneBitAdam(torch.optim.AdamW):
         return max([counted, *(int(state["step"]) for state in self.state.values() if "step" in state)])
 
     def look_interval(self) -> int:
-        """Return the steps between two looks at the variance."""
+        """Return the number of steps between two checks of the variance."""
         return max(1, _window(self.param_groups[0]) // _LOOKS)
 
     def note_variance(self, norm: float, rate: float) -> float | None:
-        """Note the 1-norm of the variance and the learning rate; call it every ``look_interval`` steps, with the same values on all ranks.
+        """Record the 1-norm of the variance and the learning rate; call every ``look_interval`` steps, with equal values on all ranks.
 
         Returns:
-            How much the norm has changed within ``1 / (1 - beta2)`` steps, as a factor below 1, when that is little enough to
-            freeze the variance; else None.
+            The change of the norm within ``1 / (1 - beta2)`` steps, as a factor below 1, if it is small enough to freeze the variance; else
+            None.
         """
         group = self.param_groups[0]
         looks = max(1, _window(group) // self.look_interval())
@@ -171,14 +171,14 @@ class OneBitAdam(torch.optim.AdamW):
         return ratio if ratio >= _STABLE_RATIO and not rising else None
 
     def freeze(self) -> None:
-        """Ends the warm-up with the present step."""
+        """End the warm-up with the present step."""
         step = self.steps_taken()
         for group in self.param_groups:
             group["frozen_at"], group["variance_norms"] = step, []
 
 
 def _window(group: dict[str, Any]) -> int:
-    """Steps over which the second moment remembers."""
+    """Return the number of steps that the second moment averages over: ``1 / (1 - beta2)``."""
     return max(1, round(1 / (1 - float(group["betas"][1]))))
 
 

@@ -1,4 +1,4 @@
-"""Builds the scheduler that the ``scheduler`` section names: one of ours, or one of torch's."""
+"""Build the scheduler that the ``scheduler`` section names: one of hf_zero's schedules, or one of torch's."""
 
 from __future__ import annotations
 
@@ -37,16 +37,16 @@ _NOT_FROM_JSON = {
 
 
 def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any) -> LRScheduler:
-    """Builds the scheduler that the ``scheduler`` section asks for.
+    """Build the scheduler that the ``scheduler`` section asks for.
 
     Args:
-        type: one of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
+        type: One of ``VALID_LR_SCHEDULES`` or a class of ``torch.optim.lr_scheduler``; letter case is ignored.
         params: ``scheduler.params``; numbers may be text.
-        optimizer: for our schedules anything with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
+        optimizer: For hf_zero's schedules any object with live ``param_groups``; torch's need a ``torch.optim.Optimizer``.
 
     Raises:
-        ConfigError: for an unknown type, an unknown or missing parameter, or a value out of its range.
-        UnsupportedError: for a torch class that JSON cannot describe.
+        ConfigError: The type is unknown, a parameter is unknown or missing, or a value is out of its range.
+        UnsupportedError: The type is a torch class that JSON cannot describe.
     """
     kind = _find_class(type)
     values = dict(params or {})
@@ -68,7 +68,12 @@ def build_scheduler(type: str, params: Mapping[str, Any] | None, optimizer: Any)
 
 
 def _find_class(name: str) -> Callable[..., LRScheduler]:
-    """Looks a type up among ours, then torch's, letter case ignored."""
+    """Return the scheduler class with this name among hf_zero's, then torch's, letter case ignored.
+
+    Raises:
+        ConfigError: There is no such class.
+        UnsupportedError: JSON cannot describe the class's arguments, or the engine cannot step it.
+    """
     torch_names = [key for key in torch_schedules.__all__ if key not in _NOT_FROM_JSON]
     for refused, reason in _NOT_FROM_JSON.items():
         if str(name).lower() == refused.lower():

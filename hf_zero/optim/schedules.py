@@ -26,28 +26,28 @@ _WARMUP_TYPES = ("log", "linear")
 class IterationSchedule(LRScheduler):
     """A schedule that computes every group's rate from ``last_batch_iteration`` alone.
 
-    It is a torch ``LRScheduler`` to ``isinstance``, but needs no more of its optimizer than a live ``param_groups``, so it
-    works on wrappers too; unlike torch's it does not replace ``optimizer.step``.
+    It is an instance of torch's ``LRScheduler``, but needs only live ``param_groups`` of its optimizer, so it works on wrappers too;
+    unlike torch's it does not replace ``optimizer.step``.
 
     Args:
-        optimizer: anything with ``param_groups``, a list of dicts with ``lr`` (float or tensor).
-        last_batch_iteration: the iteration to continue from; -1 starts afresh.
+        optimizer: Any object with ``param_groups``, a list of dicts with ``lr`` (float or tensor).
+        last_batch_iteration: The iteration to continue from; -1 starts afresh.
 
     Attributes:
-        last_batch_iteration: the iteration whose rate is set; also readable as torch's ``last_epoch``.
-        base_lrs: the rate that each group had before any schedule changed it.
+        last_batch_iteration: The iteration whose rate is set; also readable as torch's ``last_epoch``.
+        base_lrs: The rate that each group had before any schedule changed it.
 
     Raises:
-        ConfigError: by a subclass, for parameters out of their range.
+        ConfigError: A parameter is out of its range; raised by subclasses.
     """
 
     def __init__(self, optimizer: Any, last_batch_iteration: int = -1) -> None:
         self.optimizer = optimizer
         groups = optimizer.param_groups
         for group in groups:
-            # Torch's convention: schedules built one after the other share one base, whatever the first one did to "lr".
+            # Torch's convention: schedules built one after the other share one base rate, even if the first has changed "lr".
             group.setdefault("initial_lr", _as_float(group["lr"]))
-        # Twice the same numbers: torch declares base_lrs as float or tensor, the formulas below need floats.
+        # The same numbers twice: torch declares base_lrs as float or tensor, but the formulas below need floats.
         self._peaks = [_as_float(group["initial_lr"]) for group in groups]
         self.base_lrs = list(self._peaks)
         self.last_batch_iteration = int(at_least(f"{SECTION}.last_batch_iteration", last_batch_iteration, -1))
@@ -64,15 +64,15 @@ class IterationSchedule(LRScheduler):
         self.last_batch_iteration = value
 
     def rates(self, iteration: int) -> list[float]:
-        """Returns one rate per parameter group for ``iteration`` (-1 or more), without changing anything."""
+        """Return one rate per parameter group for ``iteration`` (-1 or more), without changing any state."""
         raise NotImplementedError
 
     def get_lr(self) -> list[float | torch.Tensor]:
-        """Returns the rates of the present iteration, one per parameter group."""
+        """Return the rates of the present iteration, one per parameter group."""
         return list(self.rates(self.last_batch_iteration))
 
     def get_last_lr(self) -> list[float | torch.Tensor]:
-        """Returns the rates that are set, one per parameter group; valid from construction on.
+        """Return the rates that are set, one per parameter group; valid from construction on.
 
         DeepSpeed raises an ``AssertionError`` here before the first step of some schedules, which Trainer logs as rate 0;
         here the rate that the first step will use is known and returned.
@@ -80,11 +80,11 @@ class IterationSchedule(LRScheduler):
         return list(self._last_lr)
 
     def step(self, last_batch_iteration: int | None = None, *, batch_iteration: int | None = None) -> None:
-        """Moves to the next iteration, or to the one given, and writes its rates into ``param_groups``.
+        """Move to the next iteration, or to the given one, and write its rates into ``param_groups``.
 
         Args:
-            last_batch_iteration: the iteration to move to; None for the next one.
-            batch_iteration: the same; OneCycle and LRRangeTest of DeepSpeed spell it so.
+            last_batch_iteration: The iteration to move to; None for the next one.
+            batch_iteration: The iteration to move to; name of this argument in DeepSpeed's OneCycle and LRRangeTest.
         """
         target = batch_iteration if last_batch_iteration is None else last_batch_iteration
         self.last_batch_iteration = self.last_batch_iteration + 1 if target is None else int(target)
@@ -92,14 +92,14 @@ class IterationSchedule(LRScheduler):
         self._apply()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return plain JSON values: only the iteration, so that a changed config takes effect on resuming."""
+        """Return the iteration as plain JSON; no other state is saved, so that a changed config takes effect on resuming."""
         return {"last_batch_iteration": self.last_batch_iteration}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Moves to the saved iteration and writes its rates into ``param_groups``.
+        """Move to the saved iteration and write its rates into ``param_groups``.
 
         Raises:
-            CheckpointError: when the state has no whole number ``last_batch_iteration`` of -1 or more.
+            CheckpointError: ``last_batch_iteration`` in the state is missing, or is not a whole number of -1 or more.
         """
         iteration = state_dict.get("last_batch_iteration")
         if isinstance(iteration, bool) or not isinstance(iteration, int) or iteration < -1:
@@ -111,7 +111,7 @@ class IterationSchedule(LRScheduler):
         self._apply()
 
     def _apply(self) -> None:
-        """Writes the present rates into the groups; subclasses call it at the end of their constructor."""
+        """Write the present rates into the groups; subclasses call it at the end of their constructor."""
         groups, rates = self._groups(), self.rates(self.last_batch_iteration)
         for group, rate in zip(groups, rates, strict=True):
             if isinstance(group["lr"], torch.Tensor):
@@ -121,7 +121,7 @@ class IterationSchedule(LRScheduler):
         self._last_lr = list(rates)
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Return the optimizer's groups, as many as when the schedule was built."""
+        """Return the optimizer's groups; raise a ``StateError`` if their number has changed since the schedule was built."""
         groups = self.optimizer.param_groups
         if len(groups) != len(self.base_lrs):
             raise StateError(
@@ -132,20 +132,20 @@ class IterationSchedule(LRScheduler):
 
 
 class WarmupLR(IterationSchedule):
-    """Rises from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then stays.
+    """Rise from ``warmup_min_lr`` to ``warmup_max_lr`` in ``warmup_num_steps``, then a constant rate.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        warmup_min_lr: rate at iteration 0; a number, or a list with one per group.
-        warmup_max_lr: rate after the warm-up; a number, a list, or None for each group's own rate.
-        warmup_num_steps: length of the warm-up. 1 counts as 2, as in DeepSpeed; so does 0, which HF libraries write for
+        optimizer: Any object with ``param_groups``.
+        warmup_min_lr: Rate at iteration 0; a number, or a list with one per group.
+        warmup_max_lr: Rate after the warm-up; a number, a list, or None for each group's own rate.
+        warmup_num_steps: Length of the warm-up. 1 counts as 2, as in DeepSpeed; so does 0, which HF libraries write for
             "no warm-up".
-        warmup_type: ``"log"``: the fraction of the way is log(iteration + 1) / log(warmup_num_steps); ``"linear"``:
-            iteration / warmup_num_steps.
-        last_batch_iteration: the iteration to continue from.
+        warmup_type: ``"log"``: the rise is log(iteration + 1) / log(warmup_num_steps) of the difference; ``"linear"``: iteration /
+            warmup_num_steps of it.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(
@@ -165,12 +165,12 @@ class WarmupLR(IterationSchedule):
         self._apply()
 
     def rates(self, iteration: int) -> list[float]:
-        """Returns ``min + (max - min) * fraction`` for each group."""
+        """Return ``min + (max - min) * fraction`` for each group."""
         way = self._fraction(iteration)
         return [low + (high - low) * way for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _fraction(self, iteration: int) -> float:
-        """Return the part of the way from the lowest to the highest rate, 0 to 1."""
+        """Return the rate's fraction of the way from the lowest to the highest rate, 0 to 1."""
         return _warmup_fraction(iteration, self.warmup_num_steps, self.warmup_type)
 
 
@@ -178,16 +178,16 @@ class WarmupDecayLR(WarmupLR):
     """WarmupLR, then a linear fall back to ``warmup_min_lr`` at ``total_num_steps``.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        total_num_steps: length of the whole schedule in optimizer steps.
-        warmup_min_lr: rate at iteration 0 and at the end; a number or a list.
-        warmup_max_lr: rate after the warm-up; a number or a list.
-        warmup_num_steps: length of the warm-up, as in WarmupLR.
+        optimizer: Any object with ``param_groups``.
+        total_num_steps: Length of the whole schedule in optimizer steps.
+        warmup_min_lr: Rate at iteration 0 and at the end; a number or a list.
+        warmup_max_lr: Rate after the warm-up; a number or a list.
+        warmup_num_steps: Length of the warm-up, as in WarmupLR.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: the iteration to continue from.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(
@@ -200,7 +200,7 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        # Before the base class, whose constructor already asks for a rate.
+        # Before the base class, whose constructor already computes a rate.
         self.total_num_steps = at_least(f"{SECTION}.total_num_steps", total_num_steps, 0)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
         _warn_short(self.total_num_steps, self.warmup_num_steps)
@@ -213,21 +213,21 @@ class WarmupDecayLR(WarmupLR):
 
 
 class WarmupCosineLR(IterationSchedule):
-    """Rises to each group's own rate, then falls along half a cosine to ``cos_min_ratio`` of it and stays there.
+    """Rise to each group's own rate, then a fall along half a cosine to ``cos_min_ratio`` of it, then a constant rate.
 
-    Before the first ``step()`` the rate is 0 whatever ``warmup_min_ratio`` says, as in DeepSpeed.
+    Before the first ``step()`` the rate is 0 for every ``warmup_min_ratio``, as in DeepSpeed.
 
     Args:
-        optimizer: anything with ``param_groups``; their rates are the peaks.
-        total_num_steps: length of the whole schedule in optimizer steps.
-        warmup_min_ratio: fraction of the peak at iteration 0.
-        warmup_num_steps: length of the warm-up, as in WarmupLR.
-        cos_min_ratio: fraction of the peak at the end.
+        optimizer: Any object with ``param_groups``; their rates are the peaks.
+        total_num_steps: Length of the whole schedule in optimizer steps.
+        warmup_min_ratio: Fraction of the peak at iteration 0.
+        warmup_num_steps: Length of the warm-up, as in WarmupLR.
+        cos_min_ratio: Fraction of the peak at the end.
         warmup_type: ``"log"`` or ``"linear"``.
-        last_batch_iteration: the iteration to continue from.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range.
+        ConfigError: A value is out of its range.
     """
 
     def __init__(
@@ -249,16 +249,16 @@ class WarmupCosineLR(IterationSchedule):
         self._apply()
 
     def rates(self, iteration: int) -> list[float]:
-        """Returns each group's own rate times the ratio of ``iteration``."""
+        """Return each group's own rate times the ratio of ``iteration``."""
         ratio = self._ratio(iteration)
         return [peak * ratio for peak in self._peaks]
 
     def get_lr_ratio(self) -> float:
-        """Returns the fraction of the peak rates at the present iteration."""
+        """Return the fraction of the peak rates at the present iteration."""
         return self._ratio(self.last_batch_iteration)
 
     def _ratio(self, iteration: int) -> float:
-        """Return the fraction of the peak rate, 0 to 1."""
+        """Return the fraction of the peak rate at ``iteration``, 0 to 1."""
         if iteration < 0:
             return 0.0
         if iteration < self.warmup_num_steps:
@@ -271,29 +271,29 @@ class WarmupCosineLR(IterationSchedule):
 
 
 class OneCycle(IterationSchedule):
-    """One rise and fall of the rate, with Adam's first beta going the other way, then a decay.
+    """One rise and fall of the rate, while Adam's first beta falls and rises; then a decay.
 
-    The cycle looks one iteration ahead: iteration i has the rate of position i + 1. ``betas[1]`` becomes 0.99 while the
-    momentum is cycled. Before the first ``step()`` beta 1 is ``cycle_min_mom``, as in DeepSpeed.
+    The cycle is one iteration ahead: iteration i has the rate of position i + 1. ``betas[1]`` becomes 0.99 while the momentum is
+    cycled. Before the first ``step()`` beta 1 is ``cycle_min_mom``, as in DeepSpeed.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        cycle_min_lr: rate at both ends of the cycle; a number or a list.
-        cycle_max_lr: rate in the middle; a number or a list.
-        decay_lr_rate: after the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``; 0 keeps it.
-        cycle_first_step_size: length of the rise.
-        cycle_second_step_size: length of the fall; None for that of the rise.
-        cycle_first_stair_count: the rise goes in this many stairs; 0 for a line.
-        cycle_second_stair_count: the fall goes in this many stairs; None for as many as the rise.
-        decay_step_size: iterations per decay interval; 0 turns both decays off.
-        cycle_momentum: whether to cycle beta 1; off, with one warning, for optimizers without ``betas``.
-        cycle_min_mom: beta 1 in the middle of the cycle; a number or a list.
-        cycle_max_mom: beta 1 at its ends; a number or a list.
-        decay_mom_rate: after the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
-        last_batch_iteration: the iteration to continue from.
+        optimizer: Any object with ``param_groups``.
+        cycle_min_lr: Rate at both ends of the cycle; a number or a list.
+        cycle_max_lr: Rate in the middle; a number or a list.
+        decay_lr_rate: After the cycle the rate is ``cycle_min_lr / (1 + decay_lr_rate * intervals)``; 0 keeps it.
+        cycle_first_step_size: Length of the rise in iterations.
+        cycle_second_step_size: Length of the fall in iterations; None for the length of the rise.
+        cycle_first_stair_count: Number of stairs of the rise; 0 for a straight line.
+        cycle_second_stair_count: Number of stairs of the fall; None for as many as the rise has.
+        decay_step_size: Iterations per decay interval; 0 turns both decays off.
+        cycle_momentum: Cycle beta 1; switched off, with one warning, for optimizers without ``betas``.
+        cycle_min_mom: Beta 1 in the middle of the cycle; a number or a list.
+        cycle_max_mom: Beta 1 at both ends of the cycle; a number or a list.
+        decay_mom_rate: After the cycle beta 1 is ``cycle_max_mom * (1 + decay_mom_rate * intervals)``; 0 keeps it.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     _SECOND_BETA = 0.99
@@ -336,16 +336,16 @@ class OneCycle(IterationSchedule):
 
     @property
     def total_size(self) -> float:
-        """Return the length of the whole cycle."""
+        """Return the number of iterations of the whole cycle."""
         return self.first_step_size + self.second_step_size
 
     @property
     def step_ratio(self) -> float:
-        """Return which part of the cycle is the rise."""
+        """Return the fraction of the cycle in which the rate rises."""
         return self.first_step_size / self.total_size
 
     def rates(self, iteration: int) -> list[float]:
-        """Returns each group's rate in the cycle, or in the decay after it."""
+        """Return each group's rate in the cycle, or in the decay after it."""
         if iteration < self.total_size:
             height = self._height(iteration + 1)
             return [low + (high - low) * height for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
@@ -353,7 +353,7 @@ class OneCycle(IterationSchedule):
         return [low / factor for low in self.min_lrs]
 
     def momenta(self, iteration: int) -> list[float]:
-        """Returns each group's beta 1 of ``iteration`` (-1 or more)."""
+        """Return each group's beta 1 of ``iteration`` (-1 or more)."""
         if iteration < self.total_size:
             height = self._height(iteration + 1)
             return [high - (high - low) * height for low, high in zip(self.min_moms, self.max_moms, strict=True)]
@@ -361,7 +361,7 @@ class OneCycle(IterationSchedule):
         return [high * factor for high in self.max_moms]
 
     def get_mom(self) -> list[tuple[float, float]] | None:
-        """Returns the betas of the present iteration, one pair per group, or None when momentum is not cycled."""
+        """Return the betas of the present iteration, one pair per group; None when momentum is not cycled."""
         if not self.cycle_momentum:
             return None
         return [(momentum, self._SECOND_BETA) for momentum in self.momenta(self.last_batch_iteration)]
@@ -372,7 +372,7 @@ class OneCycle(IterationSchedule):
             climbed, steps, stairs = position, self.first_step_size, self.first_stair_count
         else:
             climbed, steps, stairs = self.total_size - position, self.second_step_size, self.second_stair_count
-        # Multiplied before divided: a whole number of stairs must come out whole, or floor() loses one.
+        # Multiply before dividing: a whole number of stairs must stay whole, or floor() loses one.
         return math.floor(climbed * stairs / steps) / stairs if stairs else climbed / steps
 
     def _decay_intervals(self, iteration: int) -> float:
@@ -380,7 +380,7 @@ class OneCycle(IterationSchedule):
         return (iteration - self.total_size + 1) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _has_betas(self) -> bool:
-        """Return whether every group has ``betas``; warns once otherwise."""
+        """Return whether every group has ``betas``; warn once otherwise."""
         if all("betas" in group for group in self.optimizer.param_groups):
             return True
         warn_once(
@@ -391,24 +391,24 @@ class OneCycle(IterationSchedule):
 
     def _apply(self) -> None:
         super()._apply()
-        # Before the first step DeepSpeed's groups have the lowest momentum, while its get_mom() tells the highest.
+        # Before the first step DeepSpeed's groups have the lowest momentum, while its get_mom() returns the highest.
         for group, betas, lowest in zip(self._groups(), self.get_mom() or [], self.min_moms, strict=False):
             group["betas"] = betas if self.last_batch_iteration >= 0 else (lowest, self._SECOND_BETA)
 
 
 class LRRangeTest(IterationSchedule):
-    """Sweeps the rate upwards to find where training diverges: ``min_lr * (1 + step_rate * (iteration + 1) / step_size)``.
+    """Sweep of the rate upwards, to find where training diverges: ``min_lr * (1 + step_rate * (iteration + 1) / step_size)``.
 
     Args:
-        optimizer: anything with ``param_groups``.
-        lr_range_test_min_lr: first rate; a number or a list.
-        lr_range_test_step_size: iterations per interval.
-        lr_range_test_step_rate: growth per interval.
-        lr_range_test_staircase: whether the rate changes only at whole intervals.
-        last_batch_iteration: the iteration to continue from.
+        optimizer: Any object with ``param_groups``.
+        lr_range_test_min_lr: First rate; a number or a list.
+        lr_range_test_step_size: Iterations per interval.
+        lr_range_test_step_rate: Growth per interval.
+        lr_range_test_staircase: Change the rate only at whole intervals.
+        last_batch_iteration: The iteration to continue from.
 
     Raises:
-        ConfigError: for a value out of its range, or a list that does not match the groups.
+        ConfigError: A value is out of its range, or a list does not match the groups.
     """
 
     def __init__(
@@ -428,7 +428,7 @@ class LRRangeTest(IterationSchedule):
         self._apply()
 
     def rates(self, iteration: int) -> list[float]:
-        """Returns each group's rate in the sweep."""
+        """Return each group's rate in the sweep."""
         interval = (iteration + 1) / self.step_size
         if self.staircase:
             interval = math.floor(interval)
@@ -441,7 +441,7 @@ def _as_float(rate: float | torch.Tensor) -> float:
 
 
 def _read_warmup(num_steps: object, kind: object) -> tuple[float, str]:
-    """Checks the two warm-up parameters; the length comes out as at least 2, so that its logarithm divides."""
+    """Check the two warm-up parameters; return the length, raised to at least 2 so that its logarithm is not 0, and the type."""
     steps = at_least(f"{SECTION}.warmup_num_steps", num_steps, 0)
     if kind not in _WARMUP_TYPES:
         near = nearest(str(kind), _WARMUP_TYPES)
@@ -460,7 +460,7 @@ def _warmup_fraction(iteration: int, num_steps: float, kind: str) -> float:
 
 
 def _warn_short(total: float, warmup: float) -> None:
-    """Warns about a schedule that ends before its warm-up does."""
+    """Warn about a schedule whose total length is less than its warm-up."""
     if total < warmup:
         warn_once(
             f"{SECTION}.total_num_steps is {total:g}, less than warmup_num_steps {warmup:g}: the rate drops to its "

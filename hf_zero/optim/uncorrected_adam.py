@@ -11,23 +11,23 @@ from hf_zero.ops.foreach import buckets, require_hyperparameters, signed
 
 
 class UncorrectedAdam(torch.optim.Optimizer):
-    """Adam or AdamW whose moments are used as they are, not divided by ``1 - beta ** step``.
+    """Adam or AdamW without the division of the moments by ``1 - beta ** step``.
 
     Per step: ``m = b1 * m + (1 - b1) * g``, ``v = b2 * v + (1 - b2) * g * g``, ``p -= lr * m / (sqrt(v) + eps)``. The
     states are ``exp_avg`` and ``exp_avg_sq``, of the parameter's shape and dtype. Every operation is element-wise.
 
     Args:
-        params: parameters or group dicts.
-        lr: learning rate.
-        betas: decay of the two moments.
-        eps: added to the root of the second moment.
-        weight_decay: decoupled (``p *= 1 - lr * weight_decay``) or added to the gradient.
+        params: Parameters or group dicts.
+        lr: Learning rate.
+        betas: Decay factors of the two moments.
+        eps: Number added to the root of the second moment.
+        weight_decay: Decoupled (``p *= 1 - lr * weight_decay``) or added to the gradient.
         decoupled_weight_decay: True for AdamW's weight decay, False for Adam's.
         foreach: False updates parameter by parameter; None and True update lists in one call.
-        maximize: go up the gradient.
+        maximize: Maximize the loss instead of minimizing it.
 
     Raises:
-        ValueError: for a hyper-parameter out of its range.
+        ValueError: A hyper-parameter is out of its range.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class UncorrectedAdam(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """Updates every parameter that has a gradient; returns the closure's loss if there is a closure."""
+        """Update every parameter that has a gradient; return the closure's loss if there is a closure."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Collect gradients of parameters that get several in one backward: autograd adds the later ones to the flat buffer itself."""
+"""Collect gradients of parameters that get several per backward: autograd adds the second and later ones to the flat buffer itself."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ from hf_zero.pipeline.self_divided import DividesItself
 
 
 def collector_of(model: nn.Module) -> type[Collector]:
-    """Return the class that collects the gradients of ``model``: another one if parts of a batch run through stages of it."""
+    """Return the class that collects the gradients of ``model``: ``InPlaceCollector`` where batches run in parts through pipeline
+    stages.
+    """
     return InPlaceCollector if pipeline_of(model) is not None or isinstance(model, DividesItself) else Collector
 
 
@@ -24,9 +26,9 @@ class InPlaceCollector(Collector):
     """Gradients of one unit, to which autograd adds in place.
 
     [Note: added in place] Where a parameter gets several gradients in one backward (the micro-batches of a pipeline), the first one is
-    copied ([Note: stolen gradients]). Autograd adds the others to it, while they are in the cache, without a hook: the same
-    sums in the same order, where gradient and buffer are of one type and nothing is scaled. Until the backward ends, ``param.grad`` is the
-    parameter's place in the flat buffer.
+    copied into the flat buffer ([Note: stolen gradients]). Autograd adds the following gradients to that place, without a hook, while they
+    are in the cache. The sums and their order stay the same, because this is done only where gradient and buffer have one dtype and nothing
+    is scaled. Until the backward ends, ``param.grad`` is the parameter's place in the flat buffer.
     """
 
     def __init__(self, unit: Unit, policy: GradientPolicy, pool: BufferPool) -> None:
@@ -41,7 +43,7 @@ class InPlaceCollector(Collector):
             self._begin_in_place({index: self.place(flat, index) for index in grads})
 
     def _begin_in_place(self, places: Mapping[int, torch.Tensor]) -> None:
-        """Let autograd add the following gradients of these parameters to their places, which hold the first ones."""
+        """Point ``param.grad`` at these places, which hold the first gradients, so that autograd adds the following ones there."""
         for index, place in places.items():
             param = self._unit.params[index]
             if param is not None:
@@ -58,12 +60,12 @@ class InPlaceCollector(Collector):
     def clear(self, total: torch.Tensor | None) -> None:
         """Discard all gradients; see ``Collector.clear``.
 
-        [Note: kept memory] On a host, fresh memory costs more than writing to it. In a backward of several gradients each the memory is in
-        use from the first part's backward on, when most activations exist: freeing it gains nothing. So the next step's gradients take
-        it, if this rank has all of the sum. Scripts may have kept a view of the memory that was shown to them; then they do not.
+        [Note: kept memory] On a host, allocating memory costs more than writing to it. With several gradients per backward, the memory is
+        in use from the first part's backward on, when most activations exist, so freeing it gains nothing. The next step's gradients
+        therefore reuse it, if this rank holds the whole sum and no script has kept a view of it.
         """
         super().clear(total)
-        # On a device the sum may be the host's.
+        # The sum may be on the host while the unit is on a device.
         whole = total is not None and total.numel() == self._unit.layout.padded_numel and total.device.type == "cpu"
         if total is not None and whole and self._several and self._unit.collectives.topology.device.type == "cpu" and is_only_view(total):
             self.pool.give(total)

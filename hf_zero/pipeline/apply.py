@@ -1,4 +1,4 @@
-"""Divides the layers of a model over the stages of a pipeline, in place."""
+"""Divide the layers of a model over the stages of a pipeline, in place."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from hf_zero.tensor_parallel.same_data import SameData, equal_random_state
 from hf_zero.tensor_parallel.skeleton import skeleton
 from hf_zero.tensor_parallel.split import equal_weights
 
-_PIPELINE = "_hf_zero_pipeline"  # of a divided model
+_PIPELINE = "_hf_zero_pipeline"  # attribute of a divided model
 
 
 @dataclass(frozen=True)
 class Pipeline:
-    """A model over stages.
+    """A model divided over the stages of a pipeline.
 
     Attributes:
-        plan: Who runs and holds what.
-        placement: Which rank of the pipeline runs which stage.
+        plan: The stage of each call, and the holders of each parameter.
+        placement: The rank of the pipeline that runs each stage.
         skeleton: The whole model without values.
-        ranks: The ranks of the pipeline, as the default group counts them.
-        micro_batches: Parts of a batch; None takes what divides it.
-        schedule: Of ``train_batch``.
-        by_stage: The model was loaded so: ranks have what they hold, and nothing of the rest.
+        ranks: The ranks of the pipeline, numbered as in the default group.
+        micro_batches: Number of parts per batch; None chooses a divisor of the batch.
+        schedule: Name of the schedule of ``train_batch``.
+        by_stage: The model was loaded by stages: each rank has loaded only the layers that it holds.
     """
 
     plan: PipelinePlan
@@ -60,16 +60,14 @@ class Pipeline:
 
     @property
     def held_by(self) -> dict[str, tuple[int, ...]]:
-        """Return the name of each parameter -> the ranks that hold it; all ranks for a trained single number, which cannot be left
-        empty.
-        """
+        """Return the ranks that hold each parameter, by its name; all ranks for a trainable 0-dim parameter, which cannot be left empty."""
         single = {name for name, param in self.skeleton.named_parameters() if param.dim() == 0 and param.requires_grad}
         every = tuple(range(self.placement.ranks))
         return {name: every if name in single else self.placement.ranks_of(stages) for name, stages in self.plan.holders.items()}
 
     @property
     def tied(self) -> list[tuple[int, ...]]:
-        """Return the different sets of ranks that hold a parameter together, in an order that is the same everywhere."""
+        """Return the distinct sets of ranks that share a parameter, in the same order on every rank."""
         return sorted({ranks for ranks in self.held_by.values() if len(ranks) > 1})
 
 
@@ -80,25 +78,25 @@ def pipeline_of(model: nn.Module) -> Pipeline | None:
 
 
 def plan_pipeline(model: nn.Module, section: Mapping[str, Any], topology: Topology) -> Pipeline | None:
-    """Decide which parts of ``model`` each stage gets, before anything of ``model`` is divided; collective over the pipeline. Return None
+    """Decide which parts of ``model`` each stage gets, before ``model`` is divided in any way; collective over the pipeline. Return None
     without a pipeline.
 
     Args:
-        model: Whole, the same on every rank; a model that is divided already stays so.
+        model: A whole model, the same on every rank; a model that is already divided keeps its division.
         section: The configuration's ``pipeline``.
         topology: The engine's axes.
 
     Raises:
-        ConfigError: More stages than blocks, or a ``partition_method`` that is none.
-        UnsupportedError: The model's forward cannot be cut; or experts would be divided beside a list of layers.
-        StateError: It is divided already, over other ranks; or it was loaded by stages for other ones, or not so on every rank.
+        ConfigError: There are more stages than blocks, or ``partition_method`` is unknown.
+        UnsupportedError: The model's forward cannot be cut, or a model of layers in a list would also have experts divided.
+        StateError: The model is already divided over other ranks, was loaded for other stages, or was loaded differently on some rank.
     """
     present, pipe = pipeline_of(model), topology.pipe
     if present is not None:
         if pipe is None or present.ranks != pipe.ranks:
             raise StateError(
-                f"the layers of this model are divided over {present.placement.ranks} ranks, for an engine before this one, which asks for "
-                f"{pipe.world if pipe is not None else 1}: load the model anew"
+                f"an earlier engine divided the layers of this model over {present.placement.ranks} ranks, and this engine needs them over "
+                f"{pipe.world if pipe is not None else 1}: load the model again"
             )
         return present
     if pipe is None:
@@ -145,14 +143,14 @@ def placement_of(settings: Settings, ranks: int) -> Placement:
     """Return which rank of a pipeline runs which stage.
 
     Raises:
-        ConfigError: The schedule is none, or wants another number of stages on each rank.
+        ConfigError: The schedule is unknown, or needs another number of stages on each rank.
     """
     check_schedule(settings.schedule, settings.stages_per_rank)
     return Placement(settings.stages_per_rank * ranks, ranks, settings.schedule in FOLDED)
 
 
 def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, collectives: Collectives) -> None:
-    """Refuse a plan that gives a rank layers it has not loaded: the model has changed since it was loaded; collective."""
+    """Refuse a plan that gives a rank layers it has not loaded, because the model has changed since; collective."""
     here = [name for name, ranks in pipeline.held_by.items() if name in held.missing and rank in ranks]
     wanted = next((names[0] for names in collectives.gather_objects(here, "parameters without values") if names), None)
     if wanted is not None:
@@ -164,7 +162,7 @@ def _require_values(model: str, held: Held, pipeline: Pipeline, rank: int, colle
 
 
 def _agree(collectives: Collectives, model: nn.Module, stages: int, method: str, starts: Sequence[tuple[str, int]] | None) -> PipelinePlan:
-    """Return the plan that the first rank makes, on every rank; an error in it is every rank's error."""
+    """Return the plan that the first rank makes, on every rank; an error of the first rank is raised on every rank."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0 or collectives.pretended:
         try:
@@ -184,7 +182,7 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
 
     Args:
         model: The module that ``pipeline`` was planned for; tensor parallelism may have split it since.
-        pipeline: What ``plan_pipeline`` gave.
+        pipeline: The result of ``plan_pipeline``.
         topology: The engine's axes.
     """
     pipe, everyone = topology.pipe, topology.model
@@ -205,7 +203,7 @@ def divide_layers(model: nn.Module, pipeline: Pipeline, topology: Topology) -> N
 
 
 def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> None:
-    """Puts the pipeline in the place of the forward of ``model``, which is divided in every way; collective."""
+    """Replace ``model.forward`` by the pipeline, after every other division of ``model``; collective."""
     pipe, everyone = topology.pipe, topology.model
     if pipe is None or everyone is None or isinstance(model, DividesItself) or pipelined(model) is not None:
         return
@@ -222,13 +220,13 @@ def put_forward(model: nn.Module, pipeline: Pipeline, topology: Topology) -> Non
 
 
 def _plan_for(pipeline: Pipeline, given: Mapping[str, Any]) -> PipelinePlan:
-    """Return the plan for a call with other arguments than the one that the model was divided by."""
+    """Return the plan for a call with other arguments than the call that the model was divided by."""
     with looking_aside():
         return replan(pipeline.skeleton, pipeline.plan, with_values(dict(given)))
 
 
 def _keep(param: nn.Parameter, holders: tuple[int, ...], pipe: Topology, tensor_ranks: int) -> None:
-    """Mark the part of ``param`` that this rank of the pipeline, one of ``holders``, holds, or empty the parameter."""
+    """Mark the part of ``param`` that this rank of the pipeline holds if it is one of ``holders``; else empty the parameter."""
     if param.dim() == 0:  # cannot be left empty: every stage has it
         if param.requires_grad:
             mark_on_all_stages(param, holders)
@@ -248,7 +246,7 @@ def _emptied(param: nn.Parameter, dim: int) -> torch.Tensor:
 
 
 def _counted(part: TpShard, size: int, holders: int) -> tuple[tuple[Range, int], ...]:
-    """Return the runs along the divided dimension that several ranks hold, where ``holders`` stages hold the parameter."""
+    """Return the ranges along the divided dimension that several ranks hold, each with their number, for ``holders`` stages."""
     found, at = [], 0
     for run, count in (*part.copies, (Range(size, size), 1)):
         found += [(Range(at, run.start), holders), (run, count * holders)]
@@ -257,7 +255,7 @@ def _counted(part: TpShard, size: int, holders: int) -> tuple[tuple[Range, int],
 
 
 def summary(plan: PipelinePlan, model: nn.Module) -> str:
-    """Return one line with the stages and the number of calls that each runs."""
+    """Return one line with the first and last call of each stage, and the weights that several stages share."""
     spans = [plan.span(stage) for stage in range(plan.stages)]
     told = "; ".join(
         f"stage {stage} from {plan.calls[span.start].path} to {plan.calls[span.stop - 1].path}" for stage, span in enumerate(spans)

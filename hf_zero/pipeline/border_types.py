@@ -1,4 +1,4 @@
-"""Element types of what goes over borders under ``torch.autocast``, where operations decide about them."""
+"""Element types of the tensors that cross borders under ``torch.autocast``, where operations choose the types."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ _LABEL = "types of activations"
 class BorderTypes:
     """The types of the tensors of each border, for calls of one kind.
 
-    [Note: types under autocast] A stage that does not run a module finds the shape of its result by a copy without values, where no
-    autocast works. So with the first part of a kind the types go ahead, as numbers, from the stage that has the tensors.
+    [Note: types under autocast] A stage that does not run a module finds the shape of its result with a copy without values, where autocast
+    has no effect. So the stage that has the tensors sends their types, as numbers, ahead of the first part of each kind.
 
     Attributes:
-        sent: Whether calls of this kind run under autocast: nothing is sent else.
+        sent: Calls of this kind run under autocast; otherwise no types are sent.
     """
 
     def __init__(self, sent: bool) -> None:
         self.sent = sent
-        self._known: dict[int, list[torch.dtype]] = {}  # by border
+        self._known: dict[int, list[torch.dtype]] = {}  # border -> types
 
     @property
     def known(self) -> bool:
@@ -43,20 +43,20 @@ class BorderTypes:
         return not self.sent or bool(self._known)
 
     def of(self, border: int, metas: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return ``metas`` with the types that have crossed ``border``."""
+        """Return ``metas`` with the types of the tensors that crossed ``border``."""
         dtypes = self._known.get(border, [meta.dtype for meta in metas])
         return [torch.empty(meta.shape, dtype=dtype, device="meta") for meta, dtype in zip(metas, dtypes, strict=True)]
 
-    def tell(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
-        """Sends the types of ``tensors`` ahead of them, once."""
+    def send(self, border: int, tensors: Sequence[torch.Tensor], link: Link, target: int) -> None:
+        """Send the types of ``tensors`` ahead of the tensors themselves, once per border."""
         if not self.sent or border in self._known:
             return
         self._known[border] = [tensor.dtype for tensor in tensors]
         numbers = torch.tensor([_TYPES.index(tensor.dtype) for tensor in tensors], device=tensors[0].device)
         link.send([numbers], target, _LABEL)
 
-    def hear(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
-        """Return ``metas`` with the types in which the rank ``source`` sends them."""
+    def receive(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
+        """Return ``metas`` with the types in which rank ``source`` sends the tensors."""
         if not self.sent:
             return list(metas)
         if border not in self._known:

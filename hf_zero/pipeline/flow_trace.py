@@ -29,18 +29,18 @@ from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plai
 
 @dataclass(frozen=True)
 class Read:
-    """A parameter that glue reads, by its first name."""
+    """A parameter that glue reads, by its name in ``named_parameters()``."""
 
     parameter: str
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A tensor made or changed inside a call that is not among its results: the module keeps it somewhere for others.
+    """A tensor that a call makes or changes but does not return: the module keeps it where other code can read it.
 
     Attributes:
         call: Position of the call.
-        how: The operation that made it.
+        how: Name of the operation that made it.
     """
 
     call: int
@@ -49,12 +49,12 @@ class Kept:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Random numbers that glue draws: every stage would draw others.
+    """Random numbers that glue draws; each stage would draw different ones.
 
     Attributes:
-        number: Which of the operations that draw.
-        how: The operation.
-        place: Dotted name of the module whose code runs it.
+        number: Position among the drawing operations of the forward.
+        how: Name of the operation.
+        place: Dotted name of the module whose code runs the operation.
     """
 
     number: int
@@ -75,9 +75,9 @@ class FlowCall:
         nth: Which call of this module it is, from 0.
         kind: Name of the module's class.
         block: The module is one of the model's repeated blocks.
-        parameters: First names of the module's own ones.
-        needs: What it is made of through glue alone.
-        operations: Floating point operations of its products.
+        parameters: Names of the module's own parameters, as in ``named_parameters()``.
+        needs: Sources that the call depends on through glue alone.
+        operations: Floating point operations of its matrix products.
     """
 
     path: str
@@ -94,16 +94,16 @@ class FlowCall:
 
 @dataclass
 class Flow:
-    """A forward as calls of items.
+    """A forward as a sequence of calls of items.
 
     Attributes:
         model: Name of the model's class.
-        calls: In their order.
-        result: What the tensors that the model returns are made of through glue alone.
-        parameters: First name -> number of elements, in the model's order.
+        calls: The calls in execution order.
+        result: Sources that the model's returned tensors depend on through glue alone.
+        parameters: Name -> number of elements, in the model's order.
         changed: Results that glue, or a later call, changes in place.
-        hidden: Positions of the first and last call inside of each ``torch.autograd.Function`` of the model's own: gradients of what such a
-            call returns do not come by the graph.
+        hidden: Positions of the first and last call inside each ``torch.autograd.Function`` of the model; gradients of the results of these
+            calls do not flow through the graph.
     """
 
     model: str
@@ -121,8 +121,8 @@ class Flow:
 
 
 def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the blocks of a model by dotted name: those of ``find_blocks``, or of its outermost lists, which may be inside a block that is
-    called often.
+    """Return the repeated blocks of a model by dotted name: those of ``find_blocks``, or the members of its outermost lists, which may be
+    inside a block that is called often.
 
     A list cannot be called: its members are the blocks (ALBERT has one that is called many times, Funnel lists of lists).
     """
@@ -133,7 +133,7 @@ def find_repeated(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
-    """Return members of the outermost lists."""
+    """Return the members of the outermost lists."""
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)) and not any(name.startswith(f"{block}.") for block in found):
@@ -142,7 +142,7 @@ def _in_lists(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
-    """Return the module, or the members of a list; nothing where it has no parameters."""
+    """Return the module by name, or the members of a list; an empty dict where the module has no parameters."""
     if next(module.parameters(), None) is None:
         return {}
     if not isinstance(module, nn.ModuleList):
@@ -151,10 +151,10 @@ def _callable(name: str, module: nn.Module) -> dict[str, nn.Module]:
 
 
 def possible_items(model: nn.Module) -> dict[str, nn.Module]:
-    """Return by dotted name the modules whose calls count as items when no other item is running.
+    """Return, by dotted name, the modules whose calls count as items while no other item is running.
 
-    These are the blocks, modules outside of them that have parameters and hold no block, and dropout. Of nested ones the outermost that is
-    called counts: where a model calls the layers of a head one by one, they are the items and not the head.
+    These are the blocks, modules outside of the blocks that have parameters and hold no block, and dropout. Of nested modules the outermost
+    one that is called counts: where a model calls the layers of a head one by one, these layers are the items and not the head.
     """
     blocks = find_repeated(model)
     holding = {name[:end] for name in blocks for end in _ends(name)}
@@ -168,11 +168,11 @@ def possible_items(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _ends(name: str) -> list[int]:
-    """Return where the names of the modules around ``name`` end in it; the root's is empty."""
+    """Return the positions in ``name`` at which the names of the enclosing modules end; the root's name is empty."""
     return [0, *(place for place, letter in enumerate(name) if letter == ".")]
 
 
-# The shape of their results depends on values, so whatever the code does next may, too.
+# The shape of their results depends on values, so every later operation may depend on these values, too.
 _SHAPED_BY_VALUES = frozenset({"nonzero", "masked_select", "bincount", "_unique2", "unique_dim", "unique_consecutive"})
 _UNIFORM_DRAWS = frozenset({"rand", "rand_like", "uniform_"})  # from 0 to 1, 1 excluded
 _COMPARISONS = frozenset({"lt", "le", "gt", "ge"})
@@ -186,18 +186,19 @@ class _Known(NamedTuple):
 
 
 class FlowTracer:
-    """Follows tensors through a forward.
+    """Recorder of the flow of tensors through a forward.
 
-    [Note: sources] What a call returns is made of that call alone, whatever went in: a stage that does not run it gets the result. What
-    glue makes is made of all that it reads. An operation in place changes every tensor of the same storage from then on. A decision that
-    the code takes on a value (``if``, ``int(tensor)``, a shape) makes all later calls of it.
+    [Note: sources] The result of a call has that call as its only source, whatever the arguments were: a stage that does not run the call
+    receives the result. A tensor that glue makes has the sources of all tensors that it is made of. An operation in place changes the
+    sources of every tensor of the same storage from then on. A decision that the code takes on a value (``if``, ``int(tensor)``, a shape)
+    adds its sources to all later calls.
 
     Attributes:
         calls: The calls of items so far.
-        control: What decisions in glue were made of.
+        control: Sources of the decisions that glue has taken.
         changed: Results that are changed in place after their call.
-        hidden: As in ``Flow``.
-        silent: Not zero while operations are not to be looked at.
+        hidden: See ``Flow``.
+        silent: Above zero while operations are not recorded.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -228,7 +229,7 @@ class FlowTracer:
 
     @property
     def _place(self) -> str:
-        """Return the module whose code runs, for messages."""
+        """Return the name of the module whose code is running, for messages."""
         return (self._places[-1] if self._places else "") or self._model
 
     def _note(self, tensor: torch.Tensor, sources: Sources) -> None:
@@ -237,7 +238,7 @@ class FlowTracer:
         self._shared[storage] |= sources
 
     def sources(self, tensor: torch.Tensor) -> Sources:
-        """Return the sources of a tensor; a tensor that no recorded operation has made is a constant."""
+        """Return the sources of a tensor; a tensor that no recorded operation has made is a constant and has none."""
         storage = _storage(tensor)
         known = self._known.get(id(tensor))
         if known is None:
@@ -286,7 +287,7 @@ class FlowTracer:
                 self._note(output, kept)
 
     def _decided(self, name: str, args: Any) -> bool:
-        """Return whether a comparison of a uniform random number has one result only: dropping layers with probability 0."""
+        """Return whether a comparison of a uniform random number has a fixed result, as with layer dropout of probability 0."""
         if name not in _COMPARISONS or len(args) < 2 or isinstance(args[1], torch.Tensor):
             return False
         return _storage(args[0]) in self._uniform and not 0 < args[1] < 1
@@ -309,8 +310,8 @@ class FlowTracer:
             self._depth = len(self._places)
 
     def leave(self, output: Any) -> Any:
-        """Note that the call ends. Return its output, in which input tensors are replaced by new objects of the same values: results of
-        this call.
+        """Note that the call ends. Return its output, in which input tensors are replaced by new objects of the same values, so that they
+        count as results of this call.
         """
         ends = self._inside is not None and len(self._places) == self._depth
         self._places.pop()
@@ -345,7 +346,7 @@ def _operations(name: str, args: Any, kwargs: Any, outputs: list[torch.Tensor]) 
 
 
 class _Answers(TorchFunctionMode):
-    """Functions that read values are answered, and told to the tracer."""
+    """Mode that gives functions which read values a made-up answer, and reports the read to the tracer."""
 
     def __init__(self, tracer: FlowTracer) -> None:
         super().__init__()
@@ -371,7 +372,7 @@ def _reporting(tracer: FlowTracer, path: str, original: Callable[..., Any]) -> C
 
 @contextmanager
 def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
-    """Replace every module's forward, as a stage does, because some models call the forward without the module's hooks."""
+    """Replace every module's forward with a reporting one, because some models call ``forward`` without the module's hooks."""
     before = [(module, module.__dict__.get("forward")) for module in model.modules()]
     for path, module in model.named_modules():
         module.forward = _reporting(tracer, path, module.forward)
@@ -387,7 +388,7 @@ def _watching(model: nn.Module, tracer: FlowTracer) -> Iterator[None]:
 
 @contextmanager
 def _noticing_functions(tracer: FlowTracer) -> Iterator[None]:
-    """Notes which calls run inside of an autograd function: a reversible network's, say."""
+    """Note inside the context which calls run inside an autograd function, for example of a reversible network."""
     original = torch.autograd.Function.__dict__["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
@@ -408,11 +409,12 @@ def trace_flow(skeleton: nn.Module, inputs: Mapping[str, Any]) -> Flow:
     """Return the flow of ``skeleton(**inputs)``.
 
     Args:
-        skeleton: A model without values (``tensor_parallel.trace.skeleton``), in the mode (training or not) that is asked about.
-        inputs: The call. Tensors on the device "meta" or with values; with values, what depends on no parameter is computed.
+        skeleton: A model without values (``tensor_parallel.trace.skeleton``), in the mode (training or evaluation) to trace.
+        inputs: Arguments of the call. Tensors on the device "meta" or with values; with values, results that depend on no parameter are
+            computed.
 
     Raises:
-        Exception: What the model raises when it runs without the values of its parameters.
+        Exception: Any error that the model raises when it runs without the values of its parameters.
     """
     tracer = FlowTracer(skeleton)
     values = any(tensor.device.type != "meta" for _, tensor in tensors_in(inputs))

@@ -1,4 +1,4 @@
-"""The forward of a model that is divided over stages, as scripts call it: on every rank of the pipeline, with the same arguments."""
+"""The forward of a model that is divided over stages: scripts call it on every rank of the pipeline, with the same arguments."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from hf_zero.system.trees import map_tensors, tensors_in
 from hf_zero.tensor_parallel import same_data
 
 _NOT_KEPT = ("output_hidden_states", "output_attentions")
-_COUNT = "num_items_in_batch"  # another number in every batch, which changes nothing of what runs
-_CLOSE = 1e-3  # relative: how far the loss of parts may be from that of the whole, which is rounding
+_COUNT = "num_items_in_batch"  # its value differs in every batch but changes no operation
+_CLOSE = 1e-3  # relative rounding error that the loss of parts may have
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """Knowledge about calls with arguments of one kind: the order of calls, how losses of parts add up (None: one part only), types."""
+    """Calls with arguments of one kind: the plan, how the losses of parts add up (None: one part only), the types at borders."""
 
     plan: PipelinePlan
     weighs: str | None
@@ -44,7 +44,7 @@ class _Kind:
 
 @dataclass(frozen=True)
 class Batch:
-    """The calls of one optimizer step: of one kind, with the arguments of each, and the context of each forward."""
+    """The calls of one optimizer step: their kind, the arguments of each, and the context of each forward."""
 
     kind: _Kind
     given: Sequence[Mapping[str, Any]]
@@ -55,19 +55,19 @@ class PipelinedForward:
     """Replacement of ``model.forward``.
 
     Attributes:
-        begin_backward: Called with the number of parts before gradients reach parameters; the engine's.
-        parts: Into how many the last batch was divided.
-        together: The ranks that hold the model: those of the pipeline, each with who shares its layers.
+        begin_backward: Function that is called with the number of parts before gradients reach parameters; the engine sets it.
+        parts: Number of parts of the last batch.
+        together: The ranks that hold the model: each rank of the pipeline with the ranks that share its layers.
 
     Args:
         own: This rank's stages.
         pipe: The ranks of the pipeline.
-        together: As the attribute.
-        wanted: Parts of a batch; None takes what divides it.
-        schedule: Of ``train``.
-        plan_for: Makes the plan for a call, from its arguments.
-        beside: Ranks that train on other samples and whose modules compute with this one's (experts), so that parts of their batches go
-            through side by side; None where each computes alone.
+        together: See the attribute.
+        wanted: Number of parts of a batch; None chooses a divisor of the batch.
+        schedule: Name of the schedule of ``train``.
+        plan_for: Function that makes the plan for a call from its arguments.
+        beside: Ranks that train on other samples and whose experts compute together with this rank's, so that all run the same number of
+            parts at the same time; None where each computes alone.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PipelinedForward:
         self._engines += 1
 
     def remove(self) -> None:
-        """Gives the model its own forwards back when no engine is left."""
+        """Restore the model's own forwards when no engine is left."""
         self._engines -= 1
         if not self._engines and self._own.model.__dict__.get("forward") is self:
             self._own.remove()
@@ -112,7 +112,7 @@ class PipelinedForward:
 
     @property
     def whole(self) -> bool:
-        """Return whether this rank has the parameters of all stages for a while, and runs the model as it is."""
+        """Return whether this rank temporarily holds the parameters of all stages and runs the whole model itself."""
         return self._own.whole
 
     @whole.setter
@@ -122,7 +122,7 @@ class PipelinedForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return the model's result, on every rank; collective over the pipeline.
 
-        The loss has its value everywhere; other tensors come from the last stage when they are looked at, at once where gradients are off.
+        The loss has its value on every rank. Other tensors are fetched from the last stage when they are read, at once without gradients.
         """
         if self.whole:
             return self._original(*args, **kwargs)
@@ -143,11 +143,11 @@ class PipelinedForward:
         """Prepare several calls of the model for ``train``; collective.
 
         Args:
-            calls: Arguments of each; all of one kind, with tensors of any sizes.
+            calls: Arguments of each call; all of one kind, with tensors of any sizes.
             around: Context of each forward.
 
         Raises:
-            UnsupportedError: They are of several kinds.
+            UnsupportedError: The calls are of several kinds.
         """
         same_data.look(self._own.model, calls[0])
         given = [self._arguments((), kwargs) for kwargs in calls]
@@ -158,7 +158,7 @@ class PipelinedForward:
                     "pipeline: the micro-batches of one train_batch differ in the names or types of their arguments, or in arguments that "
                     "are no tensors, so other modules may run for each. Give all the same, or train with forward, backward and step"
                 )
-            if not first.types.known:  # a schedule must know before what types go over borders
+            if not first.types.known:  # a schedule must know the types at the borders in advance
                 with torch.no_grad(), evaluating(self._own.model):
                     self._once(first.plan, given[0], first.types)
         return Batch(first, given, around)
@@ -167,8 +167,8 @@ class PipelinedForward:
         """Run forward and backward of a batch in the order of the schedule; return the mean of its losses, on every rank. Collective.
 
         Args:
-            batch: What ``prepare`` gave.
-            scale: Of each loss before backward.
+            batch: The result of ``prepare``.
+            scale: Factor of each loss before its backward.
         """
         own, losses = self._own, list[torch.Tensor]()
         rest = self._original, batch.given, batch.kind.types, batch.around, self._borders, losses
@@ -201,7 +201,7 @@ class PipelinedForward:
         return given
 
     def _common(self, rows: int) -> int:
-        """Return the greatest common divisor of the batch rows of all ranks that run beside this one; collective over these ranks."""
+        """Return the greatest common divisor of the batch rows of all ranks that compute beside this one; collective over these ranks."""
         return rows if self._beside is None else math.gcd(*self._beside.gather_objects(rows, "rows of a batch"))
 
     # -- kinds of calls -------------------------------------------------------------------------------------------------
@@ -222,30 +222,32 @@ class PipelinedForward:
         return self._kinds[key]
 
     def _is_new(self, key: Any) -> bool:
-        """Return whether a kind is to be found; together where ranks compute side by side, because that runs the model."""
+        """Return whether a kind of call is new; where ranks compute side by side, whether it is new on any, since finding a kind runs the
+        model.
+        """
         new = key not in self._kinds
         return new if self._beside is None else self._beside.any_rank(new, "a new kind of batch")
 
     def _find_weights(self, plan: PipelinePlan, given: Mapping[str, Any], count: int, types: BorderTypes) -> str | None:
-        """Return how the losses of parts add up, tried with this batch and without dropout; None where they do not.
+        """Return how the losses of parts add up, tried with this batch and without dropout; None where no way is right.
 
-        [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no
-        mean at all. So the first batch goes through whole and in parts, with some labels of the first part masked, and what agrees is
-        taken. Where nothing does, batches go through whole: exact, and without overlap.
+        [Note: losses of parts] Some losses are means over tokens, others over samples, and some (a mixture's load balance) are no mean at
+        all. So the first batch runs whole and in parts, with some labels of the first part masked, and the way whose result agrees is
+        taken. Where none agrees, batches run whole: the result is exact, and stages do not overlap.
         """
         given = _with_uneven_labels(given, count)
         with torch.no_grad(), evaluating(self._own.model):
             whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
-            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.ways_to_weigh(given))
+            found = self._agreeing(whole[0], parts, micro_batches.split(given, count), micro_batches.possible_weights(given))
         found = self._pipe.broadcast_object(found, self._source, "how losses of parts add up")
         if self._beside is not None and self._beside.any_rank(found is None, "how losses of parts add up"):
-            found = None  # parts go through side by side
+            found = None  # ranks side by side run the same number of parts
         if found is None:
             log_rank0(
-                "pipeline: the output of %s for a batch cannot be put together from outputs for parts of the batch; each batch "
-                "goes through the %d stages as a whole, so stages wait for each other",
+                "pipeline: the output of %s for a batch cannot be computed from the outputs for parts of the batch; each batch "
+                "runs through the %d stages undivided, so stages wait for each other",
                 type(self._own.model).__name__,
                 self._pipe.world,
             )
@@ -260,7 +262,7 @@ class PipelinedForward:
         if expected is None:
             return "samples"
         errors: dict[str, float] = {}
-        for how in ways:  # several may be near: losses of an untrained model are much alike, so the nearest one counts
+        for how in ways:  # losses of an untrained model are alike, so several may agree: take the nearest
             loss = micro_batches.loss_of(micro_batches.merge(results, micro_batches.weights_of(parts, how)))
             if loss is not None and bool((loss - expected).abs() <= _CLOSE * expected.abs()):
                 errors[how] = float((loss - expected).abs())
@@ -269,19 +271,19 @@ class PipelinedForward:
     # -- results on every stage -----------------------------------------------------------------------------------------
 
     def _everywhere(self, given: Mapping[str, Any], result: Any) -> Any:
-        """Return the result of the last stage on every rank."""
+        """Return the result of the last stage, on every rank."""
         template, _ = self._shapes.agree(given, result)
         values = iter([tensor for _, tensor in tensors_in(result)])
         return map_tensors(template, lambda meta: self._broadcast(next(values) if self._last else meta))
 
     def _broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor of the last stage on every rank; other stages pass a tensor of its shape."""
+        """Return a tensor of the last stage, on every rank; other stages pass a tensor of its shape."""
         value = tensor.detach().contiguous() if self._last else torch.empty(tensor.shape, dtype=tensor.dtype, device=self._own.device)
         self._pipe.broadcast(value, self._source, "result")
         return value
 
     def _for_training(self, given: Mapping[str, Any], passes: Passes, results: Sequence[Any], weights: Any) -> Any:
-        """Return the result with a graph: the loss at once, other tensors when they are used."""
+        """Return the result with a graph: the loss at once, other tensors as ``PendingTensor``, fetched when they are used."""
         by_part, token = passes.joined(results)
         merged = None
         if self._last:
@@ -319,18 +321,18 @@ class PipelinedForward:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put ``model`` into evaluation mode inside the context."""
+    """Keep ``model`` in evaluation mode inside the context."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
         yield
     finally:
-        for module in training:  # a script may have left some of them in evaluation
+        for module in training:  # a script may have put some modules into evaluation mode
             module.training = True
 
 
 def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
-    """Return the arguments, with half of the labels of the first part masked where labels are tokens: parts then count differently."""
+    """Return the arguments, with half of the first part's labels masked where labels are tokens, so that the parts' weights differ."""
     labels = given.get("labels")
     if (
         not isinstance(labels, torch.Tensor)
@@ -345,6 +347,6 @@ def _with_uneven_labels(given: Mapping[str, Any], count: int) -> dict[str, Any]:
 
 
 def pipelined(model: nn.Module) -> PipelinedForward | None:
-    """Return the object that replaces the forward of ``model``, where it is divided over stages."""
+    """Return the object that replaces the forward of ``model``; None where the model is not divided over stages."""
     found = model.__dict__.get("forward")
     return found if isinstance(found, PipelinedForward) else None

@@ -1,4 +1,4 @@
-"""``generate()`` of a model whose layers are divided over stages: the layers of the others are brought here for the call."""
+"""``generate()`` of a model whose layers are divided over stages: each rank gets the layers of all other stages for the call."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class WholeGeneration(StandsBefore):
     of the other stages' parameters during the call.
 
     Args:
-        forward: The pipeline in the place of the module's forward.
+        forward: The pipeline that replaces the module's forward.
         module: The user's module.
         pipe: The ranks of the pipeline.
-        synced: Ranks run their forwards together: they hold experts for each other.
+        synced: Ranks hold experts for each other and so run their forwards together.
     """
 
     def __init__(self, forward: PipelinedForward, module: nn.Module, pipe: Collectives, synced: bool = False) -> None:
@@ -40,7 +40,7 @@ class WholeGeneration(StandsBefore):
         self._here = False
 
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
-        """Calls ``generate``, which runs ``module``; collective over the pipeline."""
+        """Call ``generate``, which runs ``module``, with all layers on every rank; collective over the pipeline."""
         if self._here:
             return generate()
         with self.whole():
@@ -72,7 +72,7 @@ class WholeGeneration(StandsBefore):
                 continue
             mine = name in own
             value = param.data.contiguous() if mine else param.data.new_empty(held[source][name])
-            if value.numel():  # none of an expert that another rank has
+            if value.numel():  # an expert that another rank holds has no values
                 self._pipe.broadcast(value.view(-1), source, name)
             if not mine:
                 brought.append((param, param.data))

@@ -1,9 +1,9 @@
 """Models that were loaded with the layers of this rank's stages alone, until an engine divides them.
 
-[Note: held stages] Who reads a checkpoint finds the cuts from the model without values, before there is an engine and its groups. What
-other stages hold becomes a placeholder: its shape, and one NaN in place of all values. Which calls begin a stage is noted on the
-modules themselves, because the engine may get the model inside of another one (an adapter, a class of the script), or a copy of it: its
-plan begins the stages with the same calls.
+[Note: held stages] The reader of a checkpoint finds the cuts from the model without values, before an engine and its groups exist. A
+parameter of another stage becomes a placeholder: its shape, and one NaN in place of all values. The modules themselves record which calls
+begin a stage, because the engine may get the model inside another one (an adapter, a class of the script), or a copy of it. The engine's
+plan then begins the stages with the same calls.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, unmark_tp_shard
 from hf_zero.pipeline.plan import PipelinePlan
 from hf_zero.pipeline.templates import placeholder
 
-_NOTE = "_hf_zero_held_stages"  # of a module
+_NOTE = "_hf_zero_held_stages"  # attribute of a module
 
 
 @dataclass
 class _Note:
-    """Knowledge about one module: the stages that begin with a call of it (stage, which call), and its parameters of other stages."""
+    """Record on one module: the stages that begin with a call of it (stage, number of the call), and its parameters of other stages."""
 
     begins: tuple[tuple[int, int], ...] = ()
     elsewhere: tuple[str, ...] = ()
@@ -36,7 +36,7 @@ class Held:
     """The layers of a model that one rank has loaded.
 
     Attributes:
-        starts: Path and number of the call that each stage but the first begins with.
+        starts: Path and number of the call that begins each stage except the first.
         missing: Names of parameters without values here.
     """
 
@@ -45,7 +45,7 @@ class Held:
 
 
 def make_room(model: nn.Module, names: Mapping[str, torch.dtype]) -> None:
-    """Replaces parameters of ``model`` by placeholders of these types; local."""
+    """Replace the parameters ``names`` of ``model`` by placeholders of the given types; local."""
     for name, dtype in names.items():
         path, _, leaf = name.rpartition(".")
         owner = model.get_submodule(path)
@@ -56,7 +56,9 @@ def make_room(model: nn.Module, names: Mapping[str, torch.dtype]) -> None:
 
 
 def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
-    """Notes on ``model``, loaded for ``plan``, that the parameters ``names`` are other stages', and guards it until an engine is made."""
+    """Record on ``model``, loaded for ``plan``, that other stages hold the parameters ``names``; refuse its calls until an engine
+    exists.
+    """
     for stage in range(1, plan.stages):
         first = plan.calls[plan.span(stage).start]
         note = _note(model.get_submodule(first.path))
@@ -72,12 +74,12 @@ def hold(model: nn.Module, plan: PipelinePlan, names: Iterable[str]) -> None:
 
 
 def is_held(model: nn.Module) -> bool:
-    """Return whether ``model`` was loaded so, and no engine has divided it."""
+    """Return whether ``model`` was loaded by stages and no engine has divided it yet."""
     return any(_NOTE in module.__dict__ for module in model.modules())
 
 
 def let_go(model: nn.Module) -> Held | None:
-    """Takes notes, marks and guards off: the model is an engine's now. None where it was loaded whole."""
+    """Remove records, marks and guards from ``model``, which an engine now owns. Return None where it was loaded whole."""
     starts: list[tuple[int, str, int]] = []
     missing: set[str] = set()
     for path, module in model.named_modules():

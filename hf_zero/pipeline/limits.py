@@ -7,10 +7,10 @@ from hf_zero.errors import UnsupportedError
 
 
 def require_served(config: ZeroConfig) -> None:
-    """Refuses what cannot be combined with stages of a pipeline.
+    """Refuse options that cannot be combined with the stages of a pipeline.
 
     Raises:
-        UnsupportedError: Stage 3, quantized collectives, parameters off the device.
+        UnsupportedError: Stage 3, quantized collectives, or parameters off the device.
     """
     refuse_sharded_parameters(config)
     zero = config.zero_optimization
@@ -21,10 +21,10 @@ def require_served(config: ZeroConfig) -> None:
 
 
 def refuse_sharded_parameters(config: ZeroConfig) -> None:
-    """Refuses stage 3.
+    """Refuse ZeRO stage 3 beside a pipeline.
 
     Raises:
-        UnsupportedError: It is stage 3.
+        UnsupportedError: The configuration asks for stage 3.
     """
     if config.zero_optimization.stage == 3:
         raise UnsupportedError(

@@ -1,4 +1,4 @@
-"""A batch in parts that follow each other through a pipeline, and their results as one."""
+"""Split a batch into parts that follow each other through a pipeline, and merge their results."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from hf_zero.errors import ConfigError, UnsupportedError
 from hf_zero.system.trees import map_tensors, tensors_in
 
 _FIRST = ("input_ids", "inputs_embeds", "pixel_values", "labels")
-IGNORED = -100  # labels that no loss of transformers counts
+IGNORED = -100  # label that losses of transformers ignore
 WEIGHTS = ("sum", "next tokens", "tokens", "samples")
-"""How the losses of parts make up that of the whole: added up (``num_items_in_batch`` is given), or averaged by what each part has of:
-labels behind the first position, labels, samples. Labels of ``IGNORED`` do not count."""
+"""How the losses of parts make up the batch's loss: a sum (``num_items_in_batch`` is given), or a mean weighted by each part's number of
+labels after the first position, of labels, or of samples. Labels equal to ``IGNORED`` do not count."""
 
 
 def rows_of(kwargs: Mapping[str, Any]) -> int:
@@ -31,7 +31,7 @@ def rows_of(kwargs: Mapping[str, Any]) -> int:
 
 
 def count_for(rows: int, wanted: int | None, stages: int) -> int:
-    """Return the number of parts of a batch of ``rows``: ``wanted``, or, with None, the largest divisor up to two per stage.
+    """Return the number of parts of a batch of ``rows``: ``wanted``, or, with None, the largest divisor of at most twice ``stages``.
 
     Raises:
         ConfigError: ``wanted`` does not divide ``rows``.
@@ -48,10 +48,10 @@ def count_for(rows: int, wanted: int | None, stages: int) -> int:
 
 
 def split(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
-    """Return the arguments of each part: rows of the tensors that have one per sample, all else as it is.
+    """Return the arguments of each part: its rows of the tensors with one row per sample, all other arguments unchanged.
 
     Raises:
-        UnsupportedError: A tensor has another number of rows, in more than one dimension.
+        UnsupportedError: A tensor of more than one dimension has another number of rows.
     """
     rows = rows_of(kwargs)
     size = rows // count
@@ -73,7 +73,7 @@ def split(kwargs: Mapping[str, Any], count: int) -> list[dict[str, Any]]:
 
 
 def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | torch.Tensor:
-    """Return the weight of each part's loss, (parts,)."""
+    """Return the weight of each part's loss, shape (parts,)."""
     if how == "sum":
         return [1.0] * len(parts)
     if how == "samples":
@@ -83,8 +83,8 @@ def weights_of(parts: Sequence[Mapping[str, Any]], how: str) -> list[float] | to
     return counts / counts.sum()
 
 
-def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
-    """Return the entries of ``WEIGHTS`` that may be right for a batch, likeliest first."""
+def possible_weights(kwargs: Mapping[str, Any]) -> list[str]:
+    """Return the entries of ``WEIGHTS`` that may be right for a batch, the likeliest first."""
     labels = kwargs.get("labels")
     if kwargs.get("num_items_in_batch") is not None:
         return ["sum"]
@@ -94,9 +94,7 @@ def ways_to_weigh(kwargs: Mapping[str, Any]) -> list[str]:
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
-    """Return the loss in a model's result: the entry of that name, or the result itself or its first tensor where that is a single
-    number.
-    """
+    """Return the loss in a model's result: the entry ``loss`` of a mapping, or else the first tensor if it is 0-dim."""
     if isinstance(result, Mapping):
         found = result.get("loss")
         return found if isinstance(found, torch.Tensor) else None
@@ -105,13 +103,13 @@ def loss_of(result: Any) -> torch.Tensor | None:
 
 
 def mergeable(result: Any, rows: int) -> bool:
-    """Return whether the results of parts make up that of the whole: a loss, and tensors with a row per sample."""
+    """Return whether the results of parts can be merged: each tensor is the loss or has a row per sample."""
     loss = loss_of(result)
     return all(tensor is loss or (tensor.dim() > 0 and tensor.shape[0] == rows) for _, tensor in tensors_in(result))
 
 
 def merge(results: Sequence[Any], weights: Sequence[float] | torch.Tensor) -> Any:
-    """Return the results of all parts as one: rows joined, losses added up by ``weights``; differentiable."""
+    """Return the results of all parts as one: rows concatenated, losses summed with ``weights``; differentiable."""
     if len(results) == 1:
         return results[0]
     loss = loss_of(results[0])

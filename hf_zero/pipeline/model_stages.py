@@ -1,4 +1,4 @@
-"""Work of the stages of a divided model on the calls of one optimizer step."""
+"""Work of one stage of a divided model on the calls of one optimizer step."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Border = tuple[torch.Tensor, ...]
 
 @dataclass
 class ModelStage:
-    """One stage in one step.
+    """One stage of the pipeline during one optimizer step.
 
     Attributes:
         own: The stages of this rank.
-        index: Which of them.
-        plan: For calls of this kind.
-        forward_of_model: The model's own.
+        index: Number of this stage.
+        plan: Plan for calls of this kind.
+        forward_of_model: The model's own forward.
         calls: Arguments of each part.
-        types: Of what goes over borders.
+        types: Element types at the borders.
         around: Context of each forward.
-        borders: What is known of borders, by kind of call; grows.
-        losses: Of each part, where the last stage is.
+        borders: Tensors of the known borders, by kind of call; new kinds are added.
+        losses: Loss of each part, on the rank of the last stage.
     """
 
     own: OwnStages
@@ -48,7 +48,9 @@ class ModelStage:
     losses: list[torch.Tensor] = field(default_factory=list)
 
     def expected(self, part: int) -> Border:
-        """Return the tensors that the previous stage sends: found by a forward that runs no item, once for calls of a kind."""
+        """Return the tensors, without values, that the previous stage sends; a forward that runs no item finds them once per kind of
+        call.
+        """
         key = (id(self.plan), self.index, _kind_of(self.calls[part]))
         if key not in self.borders:
             self.borders[key] = self._border(part)
@@ -72,7 +74,7 @@ class ModelStage:
         return [loss]
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters that this stage may read: schedules that divide the backward look at each of them in every part."""
+        """Yield the parameters that this stage may read: schedules that divide the backward examine each of them in every part."""
         return iter(self._parameters)
 
     @cached_property
@@ -96,5 +98,5 @@ class ModelStage:
 
 
 def _kind_of(call: Mapping[str, Any]) -> Hashable:
-    """Return a key for the arguments on which shapes and types at the borders depend, beside the plan."""
+    """Return a key of the arguments that shapes and types at the borders depend on, beside the plan."""
     return frozenset((name, value.shape, value.dtype) for name, value in call.items() if isinstance(value, torch.Tensor))

@@ -1,9 +1,9 @@
-"""The stages of one rank of a pipeline: the model's own forward, in which calls of other stages' modules are left out.
+"""The stages of one rank of a pipeline: the model's own forward, without the calls of other stages' modules.
 
 [Note: one forward for all stages] Every rank runs the model's Python code from its beginning. A call of an item ([Note: items]) of an
-earlier stage returns a placeholder of the right shape, or what has been received where something crosses the border; calls of this
-stage's items run; the first call of a later stage's item ends the forward here. So masks, position tables and whatever a model computes
-between its blocks need no list of names, and the last stage ends where the model itself does, with its loss.
+earlier stage returns a placeholder of the right shape, or the received tensors where they cross the border; calls of this stage's items
+run; the first call of a later stage's item ends the forward here. So masks, position tables and all other computations between blocks
+need no list of names, and the last stage ends with the model's own loss.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ Receive = Callable[[Sequence[torch.Tensor]], list[torch.Tensor]]
 
 
 class _StageIsOver(BaseException):
-    """Ends a forward; no model catches it."""
+    """Signal that ends a forward; a ``BaseException``, so that no model catches it."""
 
 
 class OwnStages:
-    """This rank's part of a model.
+    """The stages of a divided model that this rank runs.
 
     Attributes:
-        model: The whole model; what other ranks hold is empty.
-        placement: Who runs which stage.
-        rank: This one's, in the pipeline.
-        whole: Parameters of all stages are here for a while: modules run as they are.
+        model: The whole model; parameters that other ranks hold are empty.
+        placement: The rank that runs each stage.
+        rank: This rank's number in the pipeline.
+        whole: The parameters of all stages are on this rank for a while: modules run unchanged.
 
     Args:
-        model: As the attribute.
-        placement: As the attribute.
-        rank: As the attribute.
-        paths: The items.
+        model: See the attribute.
+        placement: See the attribute.
+        rank: See the attribute.
+        paths: Dotted names of the items.
         templates: Results of items without values.
-        device: Of this rank.
+        device: Device of this rank.
     """
 
     def __init__(
@@ -62,11 +62,11 @@ class OwnStages:
         for path in paths:
             module = model.get_submodule(path)
             for key, hook in list(module._forward_pre_hooks.items()):
-                if hook is refuse:  # of an engine that was destroyed
+                if hook is refuse:  # left by an engine that was destroyed
                     del module._forward_pre_hooks[key]
-            self._stand_before(path, module)
+            self._replace_forward(path, module)
 
-    def _stand_before(self, path: str, module: nn.Module) -> None:
+    def _replace_forward(self, path: str, module: nn.Module) -> None:
         original = module.forward
         self._originals[path] = original
 
@@ -80,13 +80,13 @@ class OwnStages:
         module.forward = forward
 
     def _require_here(self, path: str) -> None:
-        """Refuses a call of a module that other stages hold, outside of a forward of the whole model."""
+        """Refuse a call of a module that another stage holds, outside a forward of the whole model."""
         module = self.model.get_submodule(path)
         if _is_other(module):
             refuse(module)
 
     def remove(self) -> None:
-        """Restore the forwards of modules; modules of other stages refuse to be called."""
+        """Restore the forwards of modules; modules of other stages refuse calls from then on."""
         for path, original in self._originals.items():
             module = self.model.get_submodule(path)
             give_back(module, original)
@@ -98,14 +98,14 @@ class OwnStages:
         """Run one forward of one stage.
 
         Args:
-            plan: For calls with arguments of this kind.
-            index: Which stage; one of this rank's.
-            receive: Gives what comes over the border before this stage, in order.
-            forward: The model's own.
-            kwargs: Of the whole model.
+            plan: Plan for calls with arguments of this kind.
+            index: The stage to run; one of this rank's.
+            receive: Function that returns the tensors of the border before this stage, in order.
+            forward: The model's own forward.
+            kwargs: Arguments of the whole model.
 
         Raises:
-            UnsupportedError: The model calls its modules in another order than ``plan`` says.
+            UnsupportedError: The model calls its modules in another order than ``plan`` has.
         """
         if self._run is not None:
             raise StateError("pipeline: a forward of the model inside a forward of the model")
@@ -120,7 +120,7 @@ class OwnStages:
         return run
 
     def look(self, plan: PipelinePlan, index: int, receive: Receive, forward: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Run a forward of any stage up to its first call, for the shapes of the stage's input."""
+        """Run a forward of any stage up to its first call, to find the shapes of the stage's input."""
         self._run = Run(self, plan, index, receive, only_before=True)
         try:
             with suppress(_StageIsOver):
@@ -129,7 +129,7 @@ class OwnStages:
             self._run = None
 
     def _recompute_own_alone(self, plan: PipelinePlan) -> None:
-        """Calls of other stages are no work: transformers' layers shall not checkpoint them."""
+        """Switch off activation checkpointing in items of other stages, whose calls compute nothing here."""
         if self._elsewhere is None or self._elsewhere[0] is not plan:
             own = {call.path for call in plan.calls if self.placement.rank_of(call.stage) == self.rank}
             self._elsewhere = plan, [vars(self.model.get_submodule(path)) for path in self._originals if path not in own]
@@ -139,11 +139,11 @@ class OwnStages:
 
 
 class Run:
-    """One forward of a stage.
+    """One forward of one stage.
 
     Attributes:
-        received: What came over the border before this stage.
-        result: The model's own, on the last stage.
+        received: Tensors that crossed the border before this stage.
+        result: The model's own result, on the last stage.
     """
 
     def __init__(self, own: OwnStages, plan: PipelinePlan, index: int, receive: Receive, only_before: bool = False) -> None:
@@ -156,11 +156,11 @@ class Run:
         self._receive = receive
         self._place = 0
         self._values: dict[Crossing, torch.Tensor] = {}
-        self._incoming = plan.crossings_by_call[index - 1]  # of the first stage: those behind the last one, which are none
+        self._incoming = plan.crossings_by_call[index - 1]  # index -1 for the first stage is the empty entry
         self._outgoing = plan.crossings_by_call[index]
         self._changed = plan.changed_by_call
         self._grad = torch.is_grad_enabled()
-        self._inside = False  # an item runs: what it calls is its own affair
+        self._inside = False  # an item is running: calls inside it are not items
 
     @property
     def sent(self) -> list[torch.Tensor]:
@@ -169,7 +169,7 @@ class Run:
         return [] if last else [self._values[crossing] for crossing in self._plan.crossings[self._index]]
 
     def call(self, path: str, original: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Run one call of an item, or return a replacement of its result."""
+        """Run one call of an item of this stage, or return a replacement of the result of an earlier stage's call."""
         if self._inside:
             return original(*args, **kwargs)
         place, calls = self._place, self._plan.calls
@@ -193,7 +193,7 @@ class Run:
         return self._copied(result, self._changed[place]) if place in self._changed else result
 
     def _refuse_reentrant(self, path: str) -> None:
-        """Refuse reentrant checkpointing, because gradients must cross the border; a model that switches gradients off is not affected."""
+        """Refuse reentrant checkpointing, through which no gradient could cross the border; a model that switches gradients off may run."""
         if getattr(self._own.model.get_submodule(path), "gradient_checkpointing", False):
             raise UnsupportedError(
                 f"pipeline: {path} is checkpointed with use_reentrant=True, where no gradient would come back to it over a border. Set "
@@ -213,7 +213,7 @@ class Run:
         return map_tensors(result, lambda tensor: tensor.clone() if next(counted) in leaves else tensor)
 
     def _stand_in(self, path: str, place: int, args: Any, kwargs: Any) -> Any:
-        """Return the replacement, on this rank, of the result of an earlier stage's call."""
+        """Return a replacement of the result of an earlier stage's call: received tensors and placeholders."""
         templates, device = self._own.templates, self._own.device
         if place not in self._incoming:
             return templates.stand_in(path, args, kwargs, device)
@@ -231,9 +231,9 @@ class Run:
         return map_tensors(template, fill)
 
     def check(self) -> None:
-        """Refuses a forward that ended before its time.
+        """Refuse a forward that ended before it had called this stage's items.
 
-        The last stage need not call all of its items: a loss that reads a head's weight itself is one that nothing follows.
+        The last stage need not call all of its items: a loss that reads the head's weight directly never calls the head.
         """
         span = self._plan.span(self._index)
         if self._place < (span.stop if self._index < self._plan.stages - 1 else span.start + 1):
@@ -244,7 +244,7 @@ class Run:
 
 
 def give_back(module: nn.Module, original: Callable[..., Any]) -> None:
-    """Restore the forward ``original`` of ``module``, the class's own or another's."""
+    """Restore the forward ``original`` of ``module``: of the class, or one that another library had set."""
     if getattr(original, "__func__", None) is type(module).forward and getattr(original, "__self__", None) is module:
         module.__dict__.pop("forward", None)
     else:

@@ -22,15 +22,15 @@ from hf_zero.tensor_parallel.skeleton import argument_names, example_inputs, req
 
 
 def balanced_runs(weights: Sequence[float], runs: int) -> list[range]:
-    """Return positions in ``weights`` by run: no run is empty, the heaviest is as light as possible, and among such divisions the most even
-    one.
+    """Divide ``weights`` into contiguous runs; return the positions of each run. No run is empty, the heaviest is as light as possible, and
+    among such divisions the most even one is taken.
 
     Dynamic programming over the prefixes, first for the heaviest run, then for the sum of squares with no run above it:
     O(runs * len(weights) ** 2).
 
     Args:
-        weights: At least as many as ``runs``, none below 0.
-        runs: Their number, at least 1.
+        weights: At least as many as ``runs``, none negative.
+        runs: Number of runs, at least 1.
     """
     sums = [0, *accumulate(weights)]
     heaviest = _divide(sums, runs, max, float("inf"))
@@ -39,7 +39,7 @@ def balanced_runs(weights: Sequence[float], runs: int) -> list[range]:
 
 
 def _divide(sums: Sequence[float], runs: int, join: object, limit: float) -> list[range]:
-    """Return the division of least cost, where ``join(cost so far, weight of a run)`` is the cost and no run is heavier than ``limit``."""
+    """Return the division of least cost with no run heavier than ``limit``; ``join(cost so far, weight of a run)`` gives the cost."""
     assert callable(join)
     count = len(sums) - 1
     costs = [[float("inf")] * (count + 1) for _ in range(runs + 1)]
@@ -76,17 +76,17 @@ def make_plan(
 
     Args:
         model: Any model; values and device of its parameters do not matter, and ``zero.Init`` may hold them.
-        stages: Their number.
-        method: What is balanced: ``parameters`` (elements of the parameters that a stage's calls use), ``uniform`` (calls of blocks),
-            ``operations`` (of products of matrices), or ``type:REGEX`` (calls of modules whose class name the expression is found in, upper
+        stages: Number of stages.
+        method: The quantity to balance: ``parameters`` (elements of the parameters that a stage's calls use), ``uniform`` (calls of
+            blocks), ``operations`` (of matrix products), or ``type:REGEX`` (calls of modules whose class name matches the expression, upper
             and lower case alike).
-        inputs: A call that runs the model; None makes one up for transformers' models.
-        starts: Path and number of the call that each stage but the first begins with; None finds them.
+        inputs: Arguments of a call that runs the model; None makes them up for transformers' models.
+        starts: Path and number of the call that begins each stage except the first; None finds them.
 
     Raises:
-        ConfigError: More stages than calls of blocks, an unknown method, or a model for which no call is known or that does not run
-            without the values of its parameters.
-        UnsupportedError: What goes from block to block cannot go over so many borders.
+        ConfigError: There are more stages than calls of blocks, the method is unknown, no call of the model is known, or the model does not
+            run without the values of its parameters.
+        UnsupportedError: Tensors that pass from block to block cannot cross so many borders.
     """
     copy = _bare(skeleton(model).train())
     flow = _first_flow(copy, inputs)
@@ -100,17 +100,17 @@ def make_plan(
 
 
 def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -> PipelinePlan:
-    """Return the plan for another kind of call (with labels, in evaluation, with other arguments): stages begin with the same calls as
+    """Return the plan for another kind of call (with labels, in evaluation, with other arguments); stages begin with the same calls as
     before.
 
     Args:
-        skeleton: The model without values, in training mode or not, as the call finds it.
-        plan: The plan that the stages hold their parameters by.
-        inputs: The call; tensors may be on the device "meta".
+        skeleton: The model without values, in training or evaluation mode like the model that is called.
+        plan: The plan by which the stages hold their parameters.
+        inputs: Arguments of the call; tensors may be on the device "meta".
 
     Raises:
-        UnsupportedError: The call does not run what a stage begins with, needs a parameter on a stage that does not hold it, or what it
-            keeps from block to block cannot go over a border.
+        UnsupportedError: The call does not run the first call of a stage, needs a parameter on a stage that does not hold it, or keeps a
+            tensor between blocks that cannot cross a border.
     """
     flow = _first_flow(_bare(skeleton), inputs)
     firsts = [plan.calls[plan.span(stage).start] for stage in range(1, plan.stages)]
@@ -127,7 +127,7 @@ def replan(skeleton: nn.Module, plan: PipelinePlan, inputs: Mapping[str, Any]) -
 
 
 def _from_starts(flow: Flow, starts: Sequence[tuple[str, int]], inputs: Mapping[str, Any]) -> list[int]:
-    """Return the stage of each call where stages begin with ``starts``."""
+    """Return the stage of each call, where the calls ``starts`` begin the stages after the first."""
     places = {(call.path, call.nth): place for place, call in enumerate(flow.calls)}
     found, stages = [places.get(start, -1) for start in starts], len(starts) + 1
     what = f"this call of {flow.model} ({', '.join(inputs)})" if inputs else flow.model
@@ -153,8 +153,8 @@ def _bare(copy: nn.Module) -> nn.Module:
 def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
     """Return the flow of the first call that runs.
 
-    A function that a library has put in the place of ``forward`` may call the one that was there, which a copy of the model does not
-    have: TRL's does where it is not asked for its own loss. So the classes' own forwards are tried too.
+    A library may have replaced ``forward`` by a function that calls the former one, which a copy of the model does not have: TRL's does
+    so where its own loss is not asked for. So the forwards of the classes are tried too.
     """
     error: Exception | None = None
     for call in _calls(copy, inputs):
@@ -177,7 +177,7 @@ def _first_flow(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Flow:
 
 
 def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
-    """Return advice to describe a call: arguments without a known value need a default."""
+    """Return advice for the message: pass a call, or give arguments without a known value a default."""
     needed = [name for name in required_arguments(copy) if inputs is None and name not in example_inputs(copy)]
     if not needed:
         return "Make a call that runs it known (inputs=...)"
@@ -191,7 +191,7 @@ def _remedy(copy: nn.Module, inputs: Mapping[str, Any] | None) -> str:
 
 @contextmanager
 def _forwards(copy: nn.Module, put: Mapping[nn.Module, Any]) -> Iterator[None]:
-    """Give modules in ``put`` these forwards, and all other modules their class' own, inside the context."""
+    """Give modules in ``put`` these forwards, and all other modules the forward of their class, inside the context."""
     present = {module: module.__dict__.pop("forward") for module in copy.modules() if "forward" in module.__dict__}
     for module, forward in put.items():
         module.__dict__["forward"] = forward
@@ -205,7 +205,7 @@ def _forwards(copy: nn.Module, put: Mapping[nn.Module, Any]) -> Iterator[None]:
 
 
 def _calls(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """Calls to try, the truest first: with values decisions fall as they will, without them more models run."""
+    """Yield arguments of calls to try: first with values, so that decisions are the real ones, then without, which more models accept."""
     if inputs is None:
         for values in (True, False):
             for length in _LENGTHS:
@@ -218,7 +218,7 @@ def _calls(copy: nn.Module, inputs: Mapping[str, Any] | None) -> Iterator[Mappin
 
 @dataclass(frozen=True)
 class _Constraint:
-    """Calls ``first`` to ``last`` are one stage's."""
+    """A range of calls, ``first`` to ``last``, that one stage must run, and the reason."""
 
     first: int
     last: int
@@ -256,7 +256,12 @@ def _kept(flow: Flow, source: Kept, reader: int, sources: object) -> str:
 
 
 def _atoms(flow: Flow, stages: int) -> list[range]:
-    """Runs of calls that no border divides, each with a block; at least ``stages`` of them."""
+    """Return ranges of calls that no border may divide, each with one block or more; at least ``stages`` ranges.
+
+    Raises:
+        ConfigError: The model has fewer calls of blocks than ``stages``.
+        UnsupportedError: Constraints leave fewer ranges than ``stages``.
+    """
     blocks = _block_calls(flow)
     if stages > len(blocks):
         kinds = ", ".join(f"{count} of {kind}" for kind, count in Counter(flow.calls[place].kind for place in blocks).items())
@@ -275,7 +280,7 @@ def _atoms(flow: Flow, stages: int) -> list[range]:
 
 
 def _block_calls(flow: Flow) -> list[int]:
-    """Return the positions of the calls of blocks: of classes that are called more than once, where there are such."""
+    """Return the positions of the calls of blocks; only of classes that are called more than once, if there are any."""
     often = Counter(call.kind for call in flow.calls if call.block)
     repeated = {kind for kind, count in often.items() if count > 1} or set(often)
     return [place for place, call in enumerate(flow.calls) if call.block and call.kind in repeated]
@@ -304,7 +309,7 @@ def _weights(flow: Flow, method: str) -> list[int]:
 
 
 def _used(flow: Flow, of_stage: Sequence[int]) -> Iterator[tuple[str, int]]:
-    """Yield parameters with the stages that read them."""
+    """Yield pairs of a parameter's name and a stage that reads it."""
     for place, sources in flow.readers():
         stage = of_stage[place]
         yield from ((source.parameter, stage) for source in sources if isinstance(source, Read))
@@ -312,8 +317,8 @@ def _used(flow: Flow, of_stage: Sequence[int]) -> Iterator[tuple[str, int]]:
 
 
 def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
-    """Return the plan in which call ``i`` is stage ``of_stage[i]``'s."""
-    wanted: dict[Crossing, int] = {}  # the last stage that needs it
+    """Return the plan in which stage ``of_stage[i]`` runs call ``i``."""
+    wanted: dict[Crossing, int] = {}  # crossing -> the last stage that needs it
     for place, sources in flow.readers():
         for source in sources:
             if isinstance(source, Crossing):
@@ -328,7 +333,7 @@ def _laid_out(flow: Flow, stages: int, of_stage: Sequence[int]) -> PipelinePlan:
 
 
 def _holders(flow: Flow, of_stage: Sequence[int]) -> dict[str, tuple[int, ...]]:
-    """Return the stages that hold each parameter; a parameter that no call reads goes with the one before it."""
+    """Return the stages that hold each parameter; a parameter that no call reads stays with the one before it in the model."""
     used: dict[str, set[int]] = {name: set() for name in flow.parameters}
     for name, stage in _used(flow, of_stage):
         used[name].add(stage)

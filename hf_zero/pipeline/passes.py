@@ -1,9 +1,9 @@
-"""The forward of a batch through all stages, and its backward: each part of the batch follows the one before.
+"""Run the forward of a batch through all stages, and its backward; the parts of the batch follow each other.
 
-[Note: two passes] A script calls the model, makes a loss of what it returns, and calls ``backward``. So all parts go forward in the first
-call and backward in the second, as in GPipe (arXiv 1811.06965): the bubble is that of 1F1B, (stages - 1) / (parts + stages - 1), and a
-stage keeps the activations of one call of the script, as any model does. Where the script leaves both to the engine (``train_batch``)
-the schedule can be another.
+[Note: two passes] A script calls the model, makes a loss of the result, and calls ``backward``. So all parts run forward in the first
+call and backward in the second, as in GPipe (arXiv 1811.06965). The bubble is the bubble of 1F1B, (stages - 1) / (parts + stages - 1),
+and a stage keeps the activations of one call of the script, as any model does. Where the script leaves both to the engine
+(``train_batch``) the schedule can be another.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Passes:
     """One call of the model: forward of all its parts, and later their backward, once.
 
     Attributes:
-        ends_here: The last stage is this rank's.
+        ends_here: This rank runs the last stage.
 
     Args:
         own: This rank's stages.
-        plan: For calls of this kind.
-        link: Between the ranks of the pipeline.
-        begin_backward: Called with the number of parts before the first gradient reaches a parameter.
-        types: Of what goes over borders.
+        plan: Plan for calls of this kind.
+        link: Sends and receives between the ranks of the pipeline.
+        begin_backward: Function that is called with the number of parts before the first gradient reaches a parameter.
+        types: Element types at the borders.
     """
 
     def __init__(self, own: OwnStages, plan: PipelinePlan, link: Link, begin_backward: Callable[[int], None], types: BorderTypes) -> None:
@@ -45,15 +45,13 @@ class Passes:
         self._indices = own.placement.stages_of(own.rank)
         self._runs: dict[tuple[int, int], Run] = {}  # by stage and part
         self._ends: list[list[torch.Tensor]] = []  # per part, the differentiable tensors of the result
-        self._here: dict[
-            tuple[int, int], list[torch.Tensor]
-        ] = {}  # what goes from a stage of this rank to another, by where and which part
+        self._here: dict[tuple[int, int], list[torch.Tensor]] = {}  # tensors between two stages of this rank, by target stage and part
         self.ends_here = own.placement.rank_of(plan.stages - 1) == own.rank
 
     # -- forward ------------------------------------------------------------------------------------------------------------
 
     def forward(self, forward: Callable[..., Any], parts: Sequence[Mapping[str, Any]]) -> list[Any]:
-        """Runs every part; returns the results of the parts where the last stage is, None for each elsewhere."""
+        """Run every part; return the result of each part on the rank of the last stage, None for each part elsewhere."""
         grad, results = torch.is_grad_enabled(), []
         for index in self._indices:
             for place, part in enumerate(parts):
@@ -72,7 +70,7 @@ class Passes:
             waiting = self._here[at]
             found = [waiting.pop(0).detach() for _ in metas]
         else:
-            metas = self._types.hear(at[0] - 1, metas, self._link, source)
+            metas = self._types.receive(at[0] - 1, metas, self._link, source)
             found = self._link.receive(metas, source, "activations of the stage before")
         return [tensor.requires_grad_(grad and tensor.is_floating_point()) for tensor in found]
 
@@ -83,14 +81,14 @@ class Passes:
         if target == self._own.rank:
             self._here[to] = list(tensors)
         else:
-            self._types.tell(to[0] - 1, tensors, self._link, target)
+            self._types.send(to[0] - 1, tensors, self._link, target)
             self._link.send(tensors, target, "activations to the next stage")
 
     def joined(self, results: Sequence[Any]) -> tuple[list[dict[int, torch.Tensor]], torch.Tensor]:
-        """Return the tensors that a script may differentiate: per part, those of its result by position; and a token through which backward
-        reaches this node.
+        """Return the tensors that a script may differentiate: per part, those of its result by position; and a token through which the
+        script's backward reaches this node.
 
-        The token alone where the last stage is elsewhere.
+        Ranks without the last stage get only the token.
         """
         wanted = [
             [(place, tensor) for place, (_, tensor) in enumerate(tensors_in(result)) if tensor.requires_grad] if self.ends_here else []
@@ -108,10 +106,10 @@ class Passes:
         """Run the backward of every part, the last one first.
 
         Args:
-            gradients: Of what ``joined`` gave, in order.
+            gradients: Gradients of the tensors that ``joined`` returned, in order.
 
         Raises:
-            StateError: There was one already.
+            StateError: The backward has already run.
         """
         if not self._runs:
             raise StateError(
@@ -158,13 +156,13 @@ class Passes:
 
 
 class _Outer(torch.autograd.Function):
-    """Node between the graph of a script and the passes of the pipeline."""
+    """Node that joins the graph of a script to the passes of the pipeline."""
 
     @staticmethod
     def forward(ctx: Any, anchor: torch.Tensor, passes: Passes, tensors: Sequence[torch.Tensor]) -> Any:
         ctx.passes = passes
         ctx.set_materialize_grads(False)
-        # Scripts scale a loss in place; it must not be the one that the passes differentiate.
+        # Scripts scale a loss in place, so they get a copy of the loss that the passes differentiate.
         return (anchor.detach().clone(), *(tensor.detach().clone() if tensor.dim() == 0 else tensor.detach() for tensor in tensors))
 
     @staticmethod
@@ -174,7 +172,7 @@ class _Outer(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """Values of the last stage on another rank: a backward through them comes to the passes of this one."""
+    """Values of the last stage, on another rank; their backward reaches this rank's passes through the token."""
 
     @staticmethod
     def forward(ctx: Any, token: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

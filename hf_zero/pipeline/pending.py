@@ -1,4 +1,4 @@
-"""Return results of the last stage on every rank: shapes at once, values when a script reads them (logits mostly are not)."""
+"""Return results of the last stage on every rank: shapes at once, values when a script reads them (most logits are never read)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 from hf_zero.comm.collectives import Collectives
 from hf_zero.system.trees import map_tensors, without_values
 
-# What these read of a tensor is known before its values are.
+# These attributes and functions are known before the values are.
 _KNOWN = {
     *(vars(torch._C.TensorBase)[name].__get__ for name in ("shape", "dtype", "device", "ndim", "layout", "is_cuda")),
     torch.Tensor.size,
@@ -29,20 +29,20 @@ _GRAD_FN = vars(torch._C.TensorBase)["grad_fn"].__get__
 
 
 class PendingTensor(torch.Tensor):
-    """A tensor whose values are fetched with the first operation on it; collective over the ranks of a pipeline then.
+    """A tensor whose values the first operation on it fetches; that operation is collective over the ranks of a pipeline.
 
-    Shape, type and device are known without. Every rank of the pipeline has to do something with it, as scripts do that run alike on all.
-    Who watches what a model returns for its gradient (the engine) looks at no values: hooks wait for the tensor.
+    Shape, type and device are known without the values. Every rank of the pipeline has to run the same operation, as scripts that run alike
+    on all ranks do. The engine registers hooks on the model's results without reading values: such hooks wait for the tensor.
     """
 
     _fetch: Callable[[], torch.Tensor]
     _value: torch.Tensor | None
     _source: Any
-    _hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]  # one that a RemovableHandle can refer to
+    _hooks: OrderedDict[int, Callable[[torch.Tensor], Any]]  # a type that a RemovableHandle can refer to
 
     @staticmethod
     def __new__(cls, like: torch.Tensor, device: torch.device, fetch: Callable[[], torch.Tensor], source: Any) -> PendingTensor:
-        """Return a placeholder for the result of ``fetch``, with the shape and type of ``like``; its gradient goes to the node
+        """Return a placeholder for the result of ``fetch``, with the shape and type of ``like``; its gradient flows to the node
         ``source``.
         """
         made: PendingTensor = torch.Tensor._make_wrapper_subclass(cls, like.shape, dtype=like.dtype, device=device)
@@ -51,21 +51,21 @@ class PendingTensor(torch.Tensor):
 
     @property
     def value(self) -> torch.Tensor:
-        """Return the tensor itself; collective the first time."""
+        """Return the tensor itself; the first call is collective."""
         if self._value is None:
             self._value = self._fetch()
-            for hook in self._hooks.values() if self._value.requires_grad else ():  # on the last stage it may turn out to want none
+            for hook in self._hooks.values() if self._value.requires_grad else ():  # on the last stage it may need no gradient
                 self._value.register_hook(hook)
         return self._value
 
     def _hold(self, hook: Callable[[torch.Tensor], Any]) -> RemovableHandle:
-        """Registers ``hook`` as soon as the tensor is here."""
+        """Keep ``hook`` and register it when the tensor has been fetched."""
         handle = RemovableHandle(self._hooks)
         self._hooks[handle.id] = hook
         return handle
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        """Return the values if they are here, else the shape."""
+        """Return the values if they have been fetched, else the shape."""
         if self._value is not None:
             return repr(self._value)
         return f"PendingTensor(shape={tuple(self.shape)}, dtype={self.dtype}, on the last stage of the pipeline)"
@@ -91,14 +91,14 @@ class PendingTensor(torch.Tensor):
 
 
 class ResultShapes:
-    """Results without values, by what the model was called with; sent when they are new, else a vote says that they are as before.
+    """Results without values, by the arguments of the model; broadcast when they are new, else a vote confirms that they are unchanged.
 
-    A result may have another shape with each batch, whatever the arguments are; so that ranks go on together, the last stage always says
-    whether it has.
+    A result may have another shape with each batch, even for equal arguments. So the last stage always reports whether its shape has
+    changed, and all ranks take the same path.
 
     Args:
         pipe: The ranks of the pipeline.
-        source: Which of them has the last stage.
+        source: The rank of the pipeline that runs the last stage.
     """
 
     def __init__(self, pipe: Collectives, source: int) -> None:
@@ -110,9 +110,9 @@ class ResultShapes:
         """Return the last stage's ``result`` with tensors on the device "meta", and its ``more``, on every rank; collective.
 
         Args:
-            given: Arguments of the model, of the same shapes everywhere.
-            result: Here, where the last stage is.
-            more: Something small beside it.
+            given: Arguments of the model, of the same shapes on every rank.
+            result: The result, on the rank of the last stage; ignored elsewhere.
+            more: A small object to broadcast with it.
         """
         here, key = self._pipe.rank == self._source, _described(given)
         own = (map_tensors(result, without_values), more) if here else None

@@ -19,7 +19,7 @@ class ItemCall:
     Attributes:
         path: Dotted name of the module.
         nth: Which call of this module it is in a forward, from 0.
-        stage: Who runs it.
+        stage: The stage that runs the call.
     """
 
     path: str
@@ -29,11 +29,11 @@ class ItemCall:
 
 @dataclass(frozen=True)
 class Crossing:
-    """A tensor that goes over a border.
+    """A tensor that crosses a border between two stages.
 
     Attributes:
-        call: Position in ``PipelinePlan.calls`` of the call whose result it is part of.
-        leaf: Which of the tensors of that result, in the order of ``trees.tensors_in``.
+        call: Position in ``PipelinePlan.calls`` of the call that returns the tensor.
+        leaf: Position among the tensors of that result, in the order of ``trees.tensors_in``.
     """
 
     call: int
@@ -42,15 +42,15 @@ class Crossing:
 
 @dataclass(frozen=True)
 class PipelinePlan:
-    """A model over the stages of a pipeline.
+    """Division of a model over the stages of a pipeline.
 
     Attributes:
-        stages: Their number.
-        calls: All calls of items in the order of a forward; their stages never fall.
-        crossings: Per border (stage s to s + 1), what goes over it, in the order of the results: results of calls of the stages up to s
-            that calls of later stages, or the model's own result, are made of.
-        holders: First name of each parameter -> the stages whose calls, or glue between these, read it, rising; several for tied ones.
-        changed: Results that glue, or a later call, changes in place: these get copies, because every stage changes them.
+        stages: Number of stages.
+        calls: All calls of items in the order of a forward; their stages never decrease.
+        crossings: Per border (stage s to s + 1) the tensors that cross it, in the order of the results: results of calls of the stages
+            up to s that calls of later stages, or the model's own result, depend on.
+        holders: Name of each parameter -> the stages whose calls, or glue between these, read it, ascending; several for tied ones.
+        changed: Results that glue, or a later call, changes in place: each stage gets a copy, because every stage runs the change.
     """
 
     stages: int
@@ -70,14 +70,14 @@ class PipelinePlan:
 
     @cached_property
     def crossings_by_call(self) -> list[dict[int, list[Crossing]]]:
-        """Return per border the tensors that cross it, by the call whose result they are part of; nothing crosses the last one, behind
-        the last stage.
+        """Return, for each border, the tensors that cross it, by position of the call that returns them; the entry after the last stage is
+        empty.
         """
         return [_by_call(border) for border in (*self.crossings, ())]
 
     @cached_property
     def changed_by_call(self) -> dict[int, set[int]]:
-        """Leaves of ``changed`` by their call."""
+        """Return the positions of the ``changed`` tensors in the result of each call, by position of the call."""
         return {call: {crossing.leaf for crossing in found} for call, found in _by_call(self.changed).items()}
 
     def to_dict(self) -> dict[str, Any]:
@@ -105,12 +105,12 @@ def _by_call(crossings: Iterable[Crossing]) -> dict[int, list[Crossing]]:
 
 @dataclass(frozen=True)
 class Placement:
-    """Which rank of a pipeline runs which stages: one each, or several that go round the ranks.
+    """Assignment of stages to the ranks of a pipeline: one stage each, or several in rounds over the ranks.
 
     Attributes:
-        stages: All of them.
-        ranks: Ranks of the pipeline.
-        folded: The second round goes back the way the first has come (zero-bubble schedules of the shape of a V), else it begins anew.
+        stages: Number of stages.
+        ranks: Number of ranks of the pipeline.
+        folded: The second round runs over the ranks in reverse (zero-bubble schedules in the shape of a V); else it starts at rank 0 again.
     """
 
     stages: int
@@ -123,9 +123,9 @@ class Placement:
         return self.ranks - 1 - place if self.folded and turn % 2 else place
 
     def stages_of(self, rank: int) -> list[int]:
-        """Return the stages that ``rank`` runs, in rising order."""
+        """Return the stages that ``rank`` runs, ascending."""
         return [stage for stage in range(self.stages) if self.rank_of(stage) == rank]
 
     def ranks_of(self, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return the ranks that run any of ``stages``, in rising order."""
+        """Return the ranks that run any of ``stages``, ascending."""
         return tuple(sorted({self.rank_of(stage) for stage in stages}))

@@ -1,4 +1,4 @@
-"""Run ``torch.distributed.pipelining``'s schedules over the stages of this rank: the order of passes, and each stage's work."""
+"""Run torch's pipeline schedules (``torch.distributed.pipelining``) over the stages of this rank."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ class StageWork(Protocol):
     """Work of one stage on the parts of a batch."""
 
     def expected(self, part: int) -> Sequence[torch.Tensor]:
-        """Return the tensors that the previous stage sends of ``part``, as shapes and types; nothing on the first stage."""
+        """Return the tensors, as shapes and types, that the previous stage sends of ``part``; none on the first stage."""
 
     def forward(self, part: int, received: Sequence[torch.Tensor]) -> Sequence[torch.Tensor]:
-        """Run the stage; return the tensors for the next one, or on the last stage the loss alone."""
+        """Run the stage on ``part``; return the tensors for the next stage, or on the last stage the loss alone."""
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield the parameters that gradients may be computed for."""
 
 
 class ScheduledStage:
-    """One stage in the hands of a schedule; its attributes and methods are those that torch's schedules ask of a stage.
+    """Adapter that torch's schedules drive as one pipeline stage, with the attributes and methods that they use.
 
-    Tensors go over borders in the order in which the work returns them, of any shapes. Of those with floating-point values a gradient comes
-    back, of zeros where a stage did not use it. Where the pipeline's back end serves a device from the host, copies on the host travel.
+    Tensors of any shapes cross a border in the order in which the work returns them. Each floating-point tensor gets a gradient back, zeros
+    where the other stage did not use it. Where the back end serves a device from the host (gloo), copies on the host are sent.
 
     Args:
-        index: Which stage.
-        placement: Who runs which.
-        pipe: The ranks.
+        index: Number of this stage.
+        placement: The rank that runs each stage.
+        pipe: The ranks of the pipeline.
 
     Attributes:
-        work: What the stage does in this step.
+        work: Work of the stage in the current step.
         scale: Factor of the gradient of each part's loss.
-        failed: The error that the work has raised in this step: not the schedule's, and not the network's.
+        failed: Error that the work raised in this step; errors of the schedule or the network do not count.
     """
 
-    submod = None  # torch asks whether it shards its parameters
+    submod = None  # torch checks whether it shards its parameters
 
     def __init__(self, index: int, placement: Placement, pipe: Topology) -> None:
         self.stage_index, self.num_stages = index, placement.stages
@@ -62,14 +62,14 @@ class ScheduledStage:
         self.device = pipe.device
         self.has_backward = True
         self.output_chunks: list[torch.Tensor] = []
-        self.args_recv_info: dict[int, tuple[()]] = {0: ()}  # neighbours alone are sent to
+        self.args_recv_info: dict[int, tuple[()]] = {0: ()}  # stages send to their neighbours alone
         self.act_send_info: dict[int, list[int]] = {}
         self.work: StageWork | None = None
         self.scale = 1.0
         self.failed: Exception | None = None
         by_host = pipe.device.type != "cpu" and serving_backend(pipe.group, pipe.device) == "gloo"
         self._transport = torch.device("cpu") if by_host else pipe.device
-        self._arriving: dict[int, list[torch.Tensor]] = {}  # by part
+        self._arriving: dict[int, list[torch.Tensor]] = {}  # this and the following ones: by part
         self._received: dict[int, list[torch.Tensor]] = {}
         self._sent: dict[int, list[torch.Tensor]] = {}
         self._gradients: dict[int, list[torch.Tensor]] = {}
@@ -87,13 +87,13 @@ class ScheduledStage:
         return [self._operation(dist.irecv, place, -1) for place in self._arriving[part]]
 
     def forward_one_chunk(self, part: int, *_args: Any, **_kwargs: Any) -> Any:
-        """Run ``part``; return its output, on the last stage its loss."""
+        """Run the forward of ``part``; return its output, on the last stage its loss."""
         received = [tensor.to(self.device) for tensor in self._arriving.pop(part, ())]
         for tensor in received:
             tensor.requires_grad_(self.has_backward and tensor.is_floating_point())
         with self._own_errors() as work:
             sent = list(work.forward(part, received))
-        self.output_chunks.append(_NOTHING)  # which schedules join at the end; the work keeps its results itself
+        self.output_chunks.append(_NOTHING)  # schedules join these at the end; the work keeps its results itself
         self._sent[part] = sent
         if self.has_backward:
             self._received[part] = [tensor for tensor in received if tensor.is_floating_point()]
@@ -114,14 +114,14 @@ class ScheduledStage:
 
     def get_bwd_recv_ops(self, part: int) -> list[dist.P2POp]:
         """Return the receive operations before the backward of ``part``."""
-        if self.is_last or not self.has_backward:  # of which GPipe's schedule takes no notice
+        if self.is_last or not self.has_backward:  # GPipe's schedule calls this in evaluation, too
             return []
         self._gradients[part] = [_place(tensor, self._transport) for tensor in self._sent[part] if tensor.is_floating_point()]
         return [self._operation(dist.irecv, place, 1) for place in self._gradients[part]]
 
     def backward_one_chunk(self, part: int, loss: torch.Tensor | None = None, full_backward: bool = True, **_kwargs: Any) -> None:
-        """Run the backward of ``part``, on the last stage from its ``loss``; without ``full_backward`` weights get their gradients
-        later.
+        """Run the backward of ``part``, on the last stage from its ``loss``; without ``full_backward``, defer the gradients of weights to
+        ``backward_weight_one_chunk``.
         """
         sent = self._sent.pop(part, [])
         if not self.has_backward:
@@ -131,7 +131,7 @@ class ScheduledStage:
         with self._own_errors() as work:
             if full_backward:
                 _backward(outputs, gradients)
-            elif self.is_first:  # nothing goes back, so all of it can wait
+            elif self.is_first:  # no gradient is sent back, so the whole backward can wait
                 self._later[part] = lambda: _backward(outputs, gradients)
             else:
                 _, groups = stage_backward_input(outputs, gradients, received, work.parameters())
@@ -139,7 +139,7 @@ class ScheduledStage:
         self._returned[part] = [tensor.grad if tensor.grad is not None else torch.zeros_like(tensor) for tensor in received]
 
     def backward_weight_one_chunk(self, part: int, **_kwargs: Any) -> None:
-        """Compute the gradients of weights that ``backward_one_chunk`` has left out."""
+        """Compute the gradients of weights that ``backward_one_chunk`` deferred."""
         with self._own_errors():
             self._later.pop(part)()
 
@@ -158,17 +158,17 @@ class ScheduledStage:
         return [self._operation(dist.isend, _carried(gradient, self._transport), -1) for gradient in self._returned.pop(part, ())]
 
     def get_local_bwd_output(self, part: int) -> list[torch.Tensor]:
-        """Return the gradients for another stage of this rank."""
+        """Return the gradients of ``part``'s inputs, for the previous stage on this rank."""
         return self._returned.pop(part)
 
     def set_local_bwd_input(self, gradients: list[torch.Tensor], part: int) -> None:
         """Set the gradients of ``part`` that another stage of this rank has computed."""
         self._gradients[part] = gradients
 
-    # -- what else schedules call -----------------------------------------------------------------------------------------
+    # -- other methods that schedules call --------------------------------------------------------------------------------
 
     def clear_runtime_states(self) -> None:
-        """Forgets what a step has left."""
+        """Drop all tensors that a step has left."""
         self.output_chunks.clear()
         for kept in (self._arriving, self._received, self._sent, self._gradients, self._returned, self._later):
             kept.clear()
@@ -192,7 +192,7 @@ class ScheduledStage:
 
     @contextmanager
     def _own_errors(self) -> Iterator[StageWork]:
-        """Note errors of the work that runs in this context."""
+        """Yield the work of this stage; record an error that it raises in ``failed``."""
         assert self.work is not None
         try:
             yield self.work
@@ -221,14 +221,14 @@ def _backward(outputs: Sequence[torch.Tensor], gradients: Sequence[torch.Tensor]
 SCHEDULES = ("1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FOLDED = ("ZBVZeroBubble", "DualPipeV")
 SINGLE = ("1F1B", "GPipe")
-_WITH_FEW = "GPipe"  # which takes fewer parts than there are stages
+_WITH_FEW = "GPipe"  # runs with fewer parts than there are stages, too
 
 
 def check_schedule(name: str, stages_each: int) -> None:
-    """Refuses a schedule that is none, or that wants another number of stages on each rank.
+    """Refuse an unknown schedule, or one that needs another number of stages on each rank.
 
     Raises:
-        ConfigError: With those that would fit.
+        ConfigError: The message lists the schedules, or numbers of stages, that are allowed.
     """
     if name not in SCHEDULES:
         raise ConfigError(f"pipeline.schedule is {name!r}; {', '.join(SCHEDULES)} are allowed")
@@ -243,21 +243,21 @@ def check_schedule(name: str, stages_each: int) -> None:
 
 @dataclass(frozen=True)
 class _Order:
-    """A schedule of torch for some number of parts, with the stages that it runs."""
+    """A schedule of torch for one number of parts, with the stages that it runs."""
 
     schedule: Any
     stages: list[ScheduledStage]
 
 
 class Scheduler:
-    """Runs the parts of a batch through the stages in the order of a schedule; collective over the pipeline.
+    """Runner of the parts of a batch through the stages, in the order of a schedule; collective over the pipeline.
 
-    With 1F1B (arXiv 2104.04473) a stage keeps activations of no more parts than there are stages behind it; with fewer parts than stages,
-    which it does not take, GPipe runs. Gradients are added up in the order of the parts in both.
+    With 1F1B (arXiv 2104.04473) a stage keeps activations of no more parts than there are stages behind it. It does not accept fewer parts
+    than stages; GPipe runs then. Both sum gradients in the order of the parts.
 
     Args:
-        placement: Who runs which stage.
-        pipe: The ranks.
+        placement: The rank that runs each stage.
+        pipe: The ranks of the pipeline.
         name: One of ``SCHEDULES``.
     """
 
@@ -265,18 +265,18 @@ class Scheduler:
         self._placement = placement
         self._pipe = pipe
         self._name = name
-        self._orders: dict[tuple[str, int], _Order] = {}  # one is found once: that of many parts takes time
+        self._orders: dict[tuple[str, int], _Order] = {}  # kept, because building one for many parts takes time
 
     def train(self, works: Mapping[int, StageWork], parts: int, scale: float = 1.0) -> None:
         """Run forward and backward of all ``parts``; gradients arrive in ``param.grad``, or in hooks of parameters.
 
         Args:
-            works: What each stage of this rank does.
-            parts: How many.
+            works: Work of each stage of this rank.
+            parts: Number of parts.
             scale: Factor of the gradient of each part's loss.
 
         Raises:
-            ConfigError: The schedule wants more parts.
+            ConfigError: The schedule needs more parts.
         """
         few = self._name == "1F1B" and parts < self._placement.stages
         self._run(_WITH_FEW if few else self._name, works, parts, True, scale)
@@ -286,7 +286,7 @@ class Scheduler:
         self._run(_WITH_FEW, works, parts, False, 1.0)
 
     def _run(self, name: str, works: Mapping[int, StageWork], parts: int, trains: bool, scale: float) -> None:
-        order = self._orders.pop((name, parts), None) or self._order(name, parts)  # one that an error has interrupted is not used again
+        order = self._orders.pop((name, parts), None) or self._order(name, parts)  # not kept after an error: its state is unknown
         for stage in order.stages:
             stage.work, stage.scale = works[stage.stage_index], scale
         numbers = torch.arange(parts)
@@ -306,7 +306,7 @@ class Scheduler:
     def _order(self, name: str, parts: int) -> _Order:
         stages = [ScheduledStage(index, self._placement, self._pipe.topology) for index in self._placement.stages_of(self._pipe.rank)]
         kind: Any = get_schedule_class(name)
-        # The loss is the work's own; torch computes one of the output where it is given a function, and wants a target for it.
+        # The work computes the loss itself. Given a function, torch takes the output as the loss, but wants a target.
         loss = {"loss_fn": lambda output, target: output, "scale_grads": False}
         try:
             return _Order(kind(stages if issubclass(kind, PipelineScheduleMulti) else stages[0], parts, **loss), stages)

@@ -1,4 +1,4 @@
-"""Models that say themselves who runs what, and of which each rank has built its own part."""
+"""Models that define their own stages (a PipelineModule), of which each rank has built only its own layers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ class DividesItself(Protocol):
     """A model that knows its stages, one on each rank, and runs them itself."""
 
     def pipeline_plan(self) -> PipelinePlan:
-        """Return the plan that assigns layers to stages."""
+        """Return the plan that assigns calls and parameters to stages."""
 
 
 def schedule_of(settings: Pipeline) -> str:
     """Return the schedule that the configuration's ``pipeline`` names.
 
     Raises:
-        ConfigError: It is one for several stages on each rank, or such are asked for.
+        ConfigError: The schedule, or ``stages_per_rank``, needs several stages on each rank.
     """
     name, each = settings.schedule, settings.stages_per_rank
     if name not in SINGLE or each != 1:
@@ -43,9 +43,9 @@ def equal_where_shared(model: nn.Module, held_by: Mapping[str, tuple[int, ...]],
     """Give parameters that several ranks of a pipeline hold the values of the first of these ranks; collective over the pipeline.
 
     Args:
-        model: Its parameters are whole on the ranks that hold them.
-        held_by: Name -> these ranks, rising.
-        pipe: The ranks.
+        model: A model whose parameters are whole on the ranks that hold them.
+        held_by: Name of each parameter -> the ranks that hold it, ascending.
+        pipe: The ranks of the pipeline.
     """
     for name, param in model.named_parameters():
         holders = held_by[name]

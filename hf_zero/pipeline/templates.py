@@ -15,7 +15,7 @@ from hf_zero.tensor_parallel.trace import answer_function, plain_attention, plai
 
 
 class _Answers(TorchFunctionMode):
-    """Functions that read values get made-up ones."""
+    """Mode that gives functions which read values a made-up answer."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         made_up = answer_function(func, args)
@@ -23,10 +23,10 @@ class _Answers(TorchFunctionMode):
 
 
 class Templates:
-    """Results of a model's modules by the shapes of what they are given.
+    """Results of a model's modules without values, by the shapes of their arguments.
 
-    [Note: shapes of a block] A module with one tensor as its result, of the shape and type of its first argument, is taken to keep these
-    for other sizes too. All others are run again for each new size.
+    [Note: shapes of a block] A module that returns one tensor, of the shape and type of its first argument, is assumed to do so for other
+    sizes too. All other modules are run again for each new size.
 
     Args:
         skeleton: The whole model without values.
@@ -40,7 +40,7 @@ class Templates:
         self._placeholders: dict[tuple[torch.Size, torch.dtype], torch.Tensor] = {}
 
     def follow(self, model: nn.Module) -> None:
-        """Takes the element types of ``model``, which an engine may have cast, and whether it trains."""
+        """Take over the element types of ``model``, which an engine may have cast, and its training mode."""
         self._skeleton.train(model.training)
         own = {**dict(self._skeleton.named_parameters()), **dict(self._skeleton.named_buffers())}
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -69,24 +69,24 @@ class Templates:
         return self._known[key]
 
     def stand_in(self, path: str, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """Return the result of a call of the module ``path`` with placeholders for its tensors; as ``result``."""
+        """Return the result of a call of the module ``path`` with placeholders for its tensors; see ``result``."""
         first = args[0] if args else None
         if path in self._keeps_shape and isinstance(first, torch.Tensor):  # nearly all calls
             return self.placeholder(first, device)
         return map_tensors(self.result(path, args, kwargs), lambda meta: self.placeholder(meta, device))
 
     def placeholder(self, like: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Do the same as ``placeholder`` for ranks that make many: all placeholders of one shape and type share one number."""
+        """Return a placeholder like the function ``placeholder``, with one shared number per shape and type, since ranks make many."""
         key = like.shape, like.dtype
         if key not in self._placeholders:
-            with torch.inference_mode(False):  # it is for training, too
+            with torch.inference_mode(False):  # training will use the placeholder, too
                 self._placeholders[key] = placeholder(like, device)
-        return self._placeholders[key].detach()  # a script's hook may ask for a gradient
+        return self._placeholders[key].detach()  # a script's hook may set requires_grad
 
     def _run(self, path: str, args: Any, kwargs: Any) -> Any:
         module = self._modules[path]
         first: Exception | None = None
-        for values in (False, True):  # [Note: values] of the trace: tokens and masks, where a module does not run without
+        for values in (False, True):  # some modules run only with the values of tokens and masks ([Note: values])
             given = map_tensors([args, kwargs], lambda tensor: _shape_only(tensor, values))  # noqa: B023
             try:
                 with torch.no_grad(), valueless(_Answers(), None, values):

@@ -21,69 +21,71 @@ T = TypeVar("T")
 
 
 def require_iterator(source: Any) -> Iterator[Any]:
-    """Return ``source`` if it is an iterator; else raise an error.
+    """Return ``source`` if it is an iterator.
 
     Raises:
-        ConfigError: It is no iterator.
+        ConfigError: ``source`` is no iterator.
     """
     if not isinstance(source, Iterator):
         raise ConfigError(f"data_iter is a {type(source).__name__}; an iterator is allowed, iter(loader) for example")
     return source
 
 
-def read_together(networks: Sequence[Collectives], read: Callable[[], T], tell: Callable[[T], Any] = lambda _: None) -> tuple[T, list[Any]]:
-    """Return the result of ``read``, and the reports of the ranks of the first network about theirs; collective over all networks, one
-    after the other.
+def read_together(
+    networks: Sequence[Collectives], read: Callable[[], T], report: Callable[[T], Any] = lambda _: None
+) -> tuple[T, list[Any]]:
+    """Return the result of ``read`` on this rank, and the reports that the ranks of the first network make of theirs; collective over all
+    networks, one after the other.
 
-    No rank goes on without the others: one that had no data would leave them waiting in the batch.
+    No rank goes on alone: a rank without data would leave the others waiting in the batch.
 
     Args:
-        networks: Axes that lead to every rank of the batch.
-        read: Gives this rank's data.
-        tell: Something to send, made of it.
+        networks: Axes that together reach every rank of the batch.
+        read: Function that returns this rank's data.
+        report: Function that makes this rank's report from its data.
 
     Raises:
         StopIteration: On every rank, if data ended on one.
-        StateError: On the others, if a rank failed to read for another reason, which is raised there.
+        StateError: On the other ranks, if a rank failed to read for another reason; that rank raises its own error.
     """
     found: T | None = None
     failure: Exception | None = None
     try:
         found = read()
-    except Exception as error:  # also what a data set raises
+    except Exception as error:  # also errors of a data set
         failure = error
     rank = dist.get_rank() if dist.is_initialized() else 0
     why = failure and (isinstance(failure, StopIteration), f"rank {rank} has no data for this batch: {type(failure).__name__}: {failure}")
-    told: list[Any] = []
+    reports: list[Any] = []
     for network in networks:
-        answers = network.gather_objects((None if told or found is None else tell(found), why), "data of a batch")
-        told = told or [answer for answer, _ in answers]
+        answers = network.gather_objects((None if reports or found is None else report(found), why), "data of a batch")
+        reports = reports or [answer for answer, _ in answers]
         why = next((other for _, other in answers if other), None)
     if failure is not None:
         raise failure
     if why:
         raise StopIteration(why[1]) if why[0] else StateError(why[1])
     assert found is not None
-    return found, told
+    return found, reports
 
 
 def train_batch(engine: Engine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:
-    """Trains one batch: ``gradient_accumulation_steps`` micro-batches forward and backward, and a step; collective.
+    """Train one batch: ``gradient_accumulation_steps`` micro-batches forward and backward, and one step; collective.
 
-    Over ``pipeline.stages`` they go through the stages in the order of ``pipeline.schedule``, so that a stage keeps the activations of few
-    of them; without a pipeline one after the other.
+    With ``pipeline.stages`` the micro-batches run through the stages in the order of ``pipeline.schedule``, so that a stage keeps the
+    activations of few of them. Without a pipeline they run one after the other.
 
     Args:
-        engine: Trains a model that returns its loss.
-        data_iter: Gives the arguments of the model for one micro-batch each time, a dict; the same on all ranks that hold one model.
+        engine: An engine whose model returns its loss.
+        data_iter: Iterator over the arguments of the model, a dict for each micro-batch; the same on all ranks that hold one model.
 
     Returns:
         The mean loss of all micro-batches and data-parallel ranks, 0-dim, on every rank.
 
     Raises:
-        StateError: The engine does not train.
-        ConfigError: What the iterator gives are no arguments.
-        StopIteration: On every rank, where one has not enough data for a batch.
+        StateError: The engine has no optimizer.
+        ConfigError: The iterator yields an object that is no dict of arguments.
+        StopIteration: On every rank, where one rank has too few micro-batches for a batch.
         UnsupportedError: The model returns no loss, or the micro-batches are of several kinds.
     """
     _require_training(engine)
@@ -119,17 +121,17 @@ def _micro_step(engine: Engine, call: Mapping[str, Any]) -> torch.Tensor:
 
 
 def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Tensor:
-    """Computes and reduces the gradients of the mean loss of ``calls``, which make up an optimizer step; collective.
+    """Compute and reduce the gradients of the mean loss of ``calls``, which make up one optimizer step; collective.
 
     Args:
-        engine: Its module is divided over stages.
-        calls: Arguments of the module for each micro-batch, of one kind.
+        engine: An engine whose module is divided over stages.
+        calls: Arguments of the module for each micro-batch, all of one kind.
 
     Returns:
         The mean of the losses on this rank's samples, 0-dim fp32, on every rank of the pipeline.
 
     Raises:
-        StateError: The module is not divided, or the engine does not train.
+        StateError: The module is not divided over stages, or the engine has no optimizer.
     """
     forward = pipelined(engine.module)
     if forward is None:
@@ -145,10 +147,11 @@ def backward_of(engine: Engine, calls: Sequence[Mapping[str, Any]]) -> torch.Ten
 
 @contextmanager
 def whole_step(engine: Engine) -> Iterator[None]:
-    """Treat all forwards and backwards in the context, in any order, as the micro-steps of one optimizer step; its end reduces. Collective.
+    """Count all forwards and backwards in the context, in any order, as the micro-steps of one optimizer step; reduce at the end.
+    Collective.
 
     Raises:
-        StateError: The engine does not train.
+        StateError: The engine has no optimizer.
     """
     _require_training(engine)
     assert engine.stepper is not None
@@ -171,7 +174,7 @@ def _require_training(engine: Engine) -> None:
 
 
 def _take_left(reducer: Reducer) -> None:
-    """Take gradients that are in ``param.grad``: schedules that compute weight gradients separately run no hook of a parameter."""
+    """Collect gradients left in ``param.grad``: schedules that compute weight gradients separately run no hook of a parameter."""
     for entry in reducer.gradients:
         for index in range(len(entry.unit.params)):
             reducer.collect(entry, index)

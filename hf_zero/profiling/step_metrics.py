@@ -17,6 +17,7 @@ from hf_zero.core.holdings import taken
 from hf_zero.core.schedule.torch_internals import in_backward
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.profiling.costs import ModelOperations
+from hf_zero.profiling.slow_ranks import SlowRanks
 from hf_zero.profiling.waits import WaitTimes
 from hf_zero.system.sizes import gib
 
@@ -104,12 +105,21 @@ class StepMetrics:
         own: ``step_metrics``, the optimizer steps between two records, and ``peak_tflops``; without it the device is looked up.
         sharers: Ranks that compute on the same tokens (tensor parallelism).
         blocks_host: Waiting for a collective stops the host.
+        slow_ranks: Compares the waits of all ranks.
         on_disk: Bytes of this rank's state in files.
     """
 
     def __init__(
-        self, module: nn.Module, device: torch.device, own: OwnSettings, sharers: int, blocks_host: bool, on_disk: Callable[[], int]
+        self,
+        module: nn.Module,
+        device: torch.device,
+        own: OwnSettings,
+        sharers: int,
+        blocks_host: bool,
+        slow_ranks: SlowRanks,
+        on_disk: Callable[[], int],
     ) -> None:
+        self._slow_ranks = slow_ranks
         self._module, self._device, self._on_disk = module, device, on_disk
         self._every, self._sharers = own.step_metrics, sharers
         self._waits = WaitTimes(device, blocks_host)
@@ -167,7 +177,7 @@ class StepMetrics:
     # -- what is told ---------------------------------------------------------------------------------------------------
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return this rank's metrics since the last record; empty unless a record is due at ``step``. Local."""
+        """Return this rank's metrics since the last record; empty unless a record is due at ``step``, which makes the call collective."""
         window, self._step = self._window, step
         window.steps += 1
         if self._counting is not None:
@@ -181,6 +191,7 @@ class StepMetrics:
         found = {f"{SPEED}seconds_per_step": seconds / window.steps, **self._speed(window, seconds), **self._memory()}
         found |= {f"{WAITED}{kind}": waited for kind, waited in waits.items()}
         log_rank0("step=%d, rank 0: %s", step, line_of(found))
+        found |= self._slow_ranks.measure(step, window.steps, seconds / window.steps, waits)
         self._begin_window()
         return found
 

@@ -14,7 +14,10 @@ import torch
 from hf_zero import observe
 from hf_zero.comm.watch import DeviceWatch, HostWatch, Watch
 
-WAITS = ("gathers", "reductions", "exchanges", "votes", "offload", "data")
+# Waits that other ranks cause, and waits that only this rank's host, disk and data loader cause.
+PEER_WAITS = ("gathers", "reductions", "exchanges", "votes")
+OWN_WAITS = ("offload", "data")
+WAITS = (*PEER_WAITS, *OWN_WAITS)
 
 
 class WaitTimes:

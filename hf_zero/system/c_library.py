@@ -1,4 +1,4 @@
-"""Access functions of the C library that Linux has and Python does not offer."""
+"""Call functions of the C library that Linux has and Python does not offer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def linux_function(name: str, *argument_types: Any) -> Any:
-    """Return the function ``name``; None on other systems, or if the library has no such function."""
+    """Return the C function ``name``; None on other systems, or if the library has no such function."""
     if not sys.platform.startswith("linux"):
         return None
     try:

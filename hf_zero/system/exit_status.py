@@ -1,8 +1,8 @@
-"""Set the exit status of a process that ends before it has learned that background work of it has failed.
+"""Set the exit status of a process that ends before it has learned that its background work has failed.
 
-[Note: a status after the end] When the interpreter ends it has decided on its exit status already, and ignores exceptions of exit
+[Note: a status after the end] When the interpreter ends it has already decided on its exit status, and ignores exceptions of exit
 handlers. ``os._exit`` there would skip later handlers, and files that are flushed when their objects are freed. But Python promises that
-the status is 120 when the last flush of the standard streams fails. So this module makes that flush fail, and nothing is skipped. A
+the status is 120 when the last flush of the standard streams fails. So this module makes that flush fail, and no handler is skipped. A
 process that ends with an exception keeps its status. Children that multiprocessing forked never reach this point: they end with
 ``os._exit``.
 """
@@ -22,24 +22,24 @@ from hf_zero.observe import logger
 STATUS = 120
 Lost = Callable[[bool], str]
 _promises: list[Lost] = []
-_listening_in = 0  # the process that checks them when it ends
+_listening_in = 0  # number of the process that has registered the check at its end
 
 
 def promise(lost: Lost) -> Callable[[], None]:
     """Check at the end of this process whether background work has failed, and set its exit status.
 
     Args:
-        lost: Returns a description of the loss, or nothing if there was none. Its argument says whether threads may still run, so that it
-            can wait.
+        lost: Function that returns a description of the loss, or an empty text. Its argument is true while threads may still run, so that
+            it can wait for them.
 
     Returns:
-        A function that cancels the check, once the caller's own code knows the outcome; a second call does nothing.
+        A function that cancels the check once the caller itself knows the outcome; a second call does nothing.
     """
     global _listening_in
     if _listening_in != os.getpid():
         _promises.clear()  # entries of the parent process from which this one was forked
         _listening_in = os.getpid()
-        # Late among the functions that multiprocessing calls at the end, of child processes too: those skip atexit handlers.
+        # Late among multiprocessing's functions at the end of a process; these run in child processes, too, which skip atexit handlers.
         multiprocessing.util.Finalize(None, _at_end, exitpriority=-1000)
     _promises.append(lost)
 

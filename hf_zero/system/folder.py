@@ -1,4 +1,4 @@
-"""Create, rename and delete files in an open folder through its descriptor, whatever happens to its name meanwhile.
+"""Create, rename and delete files in an open folder through its descriptor, even if its path changes meanwhile.
 
 [Note: by descriptor] Each call that gets a path looks it up anew. Between a check and the next call, another process may replace the
 checked folder by a link, or by another folder. A descriptor stays with the folder that was opened, and names in it are used literally:
@@ -21,19 +21,19 @@ _AT_ONCE = getattr(os, "O_NONBLOCK", 0)  # opening a pipe does not wait for its 
 
 
 class Folder:
-    """An open folder; a context manager that closes it.
+    """An open folder, as a context manager that closes it.
 
     Attributes:
-        path: Its name when it was opened, for messages.
+        path: Path of the folder when it was opened, for messages.
         descriptor: Descriptor of the open folder.
 
     Args:
-        path: Its name.
-        ours: Whether this package created it, so that it cannot be a link. A link that a user names as a folder is followed.
-        above: The open folder that it is opened in; ``path`` is the whole path all the same.
+        path: Path of the folder.
+        ours: hf_zero created the folder, so it cannot be a link. A link that a user names as a folder is followed.
+        above: The open parent folder through which it is opened; ``path`` is still the whole path.
 
     Raises:
-        OSError: It cannot be opened, or is not a folder; the message names ``path``.
+        OSError: The folder cannot be opened, or is not a folder; the message names ``path``.
     """
 
     descriptor: int
@@ -43,7 +43,7 @@ class Folder:
         where = path.name if above is not None else os.fspath(path)
         hidden = path.name.startswith(".") and path.name.endswith((".part", ".former"))  # only this package gives such names
         flags = _DIRECTORY | (_NOT_THROUGH_LINKS if ours or hidden or above is not None else 0)
-        with told_of(path):
+        with errors_name(path):
             self.descriptor = os.open(where, flags, dir_fd=above.descriptor if above is not None else None)
 
     def __enter__(self) -> Folder:
@@ -64,20 +64,20 @@ class Folder:
 
     @property
     def for_libraries(self) -> Path:
-        """Return a path that leads to this folder as long as it is open, for code that accepts only paths."""
+        """Return a path that stays valid for this folder while it is open, for code that accepts only paths."""
         stable = Path(f"/proc/self/fd/{self.descriptor}")
         return stable if stable.exists() else self.path
 
     # -- queries ------------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """Return the names in it, sorted."""
-        with told_of(self.path):
+        """Return the names of the folder's entries, sorted."""
+        with errors_name(self.path):
             return sorted(os.listdir(self.descriptor))
 
     def status(self, name: str) -> os.stat_result:
         """Return the status of ``name`` itself; a link is not followed."""
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             return os.stat(name, dir_fd=self.descriptor, follow_symlinks=False)
 
     def has(self, name: str) -> bool:
@@ -89,11 +89,11 @@ class Folder:
             return False
 
     def is_own(self, beside: Folder) -> bool:
-        """Return whether this user made it.
+        """Return whether this user created the folder.
 
         Args:
-            beside: The folder that contains it. Network drives give their files owners of their own; there a temporary file
-                in ``beside`` shows the owner that this user's files get.
+            beside: The parent folder. Network drives may give files owners of their own; there a temporary file in ``beside`` shows the
+                owner that this user's files get.
         """
         owner = os.fstat(self.descriptor).st_uid
         return owner == os.geteuid() or owner == beside.owner_of_new_files()
@@ -119,14 +119,14 @@ class Folder:
         Args:
             name: Name of the new file.
             mode: Permission bits, reduced by the process' umask.
-            reads: Whether to open it for reading as well.
+            reads: Open it for reading as well.
 
         Raises:
             FileExistsError: An entry has this name.
             OSError: The file system refuses.
         """
         flags = (os.O_RDWR if reads else os.O_WRONLY) | os.O_CREAT | os.O_EXCL | _NOT_THROUGH_LINKS
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             return os.open(name, flags, mode, dir_fd=self.descriptor)
 
     def reopen(self, name: str, flags: int = os.O_RDWR) -> int:
@@ -135,7 +135,7 @@ class Folder:
         Raises:
             OSError: It is a link, a pipe, a device, a folder, or has a second name elsewhere (a hard link); or the file system refuses.
         """
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             descriptor = os.open(name, flags | _NOT_THROUGH_LINKS | _AT_ONCE, 0o666, dir_fd=self.descriptor)
             found = os.fstat(descriptor)
             if not stat.S_ISREG(found.st_mode) or found.st_nlink != 1:
@@ -154,7 +154,7 @@ class Folder:
 
     def make_folder(self, name: str, mode: int = 0o777) -> None:
         """Create the folder ``name``."""
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             os.mkdir(name, mode, dir_fd=self.descriptor)
 
     def move(self, name: str, new: str, target: Folder | None = None) -> None:
@@ -166,12 +166,12 @@ class Folder:
             target: The folder that it moves to; None is this one.
         """
         where = target if target is not None else self
-        with told_of(where.path / new):
+        with errors_name(where.path / new):
             os.rename(name, new, src_dir_fd=self.descriptor, dst_dir_fd=where.descriptor)
 
     def sync(self) -> None:
         """Force the names in the folder to the disk."""
-        with told_of(self.path):
+        with errors_name(self.path):
             os.fsync(self.descriptor)
 
     # -- deleting -----------------------------------------------------------------------------------------------------
@@ -182,7 +182,7 @@ class Folder:
         Raises:
             OSError: It is a folder, does not exist, or the file system refuses.
         """
-        with told_of(self.path / name):
+        with errors_name(self.path / name):
             os.unlink(name, dir_fd=self.descriptor)
 
     def remove_empty(self, inner: Folder) -> None:
@@ -193,7 +193,7 @@ class Folder:
         """
         name, held = inner.path.name, os.fstat(inner.descriptor)
         found = self.status(name)
-        with told_of(inner.path):
+        with errors_name(inner.path):
             if (found.st_dev, found.st_ino) != (held.st_dev, held.st_ino):
                 raise OSError(errno.ESTALE, "something else has its name by now")
             os.rmdir(name, dir_fd=self.descriptor)
@@ -201,13 +201,11 @@ class Folder:
 
 def other_spelling(path: Path) -> OSError:
     """Return the error about a name that exists with other capitals, on a disk that ignores case."""
-    return OSError(
-        errno.EEXIST, "it is there under a name with other capitals, which this disk does not tell apart; move it away", str(path)
-    )
+    return OSError(errno.EEXIST, "it exists under a name with other capitals, and this disk ignores capitals; move it away", str(path))
 
 
 @contextmanager
-def told_of(path: object) -> Iterator[None]:
+def errors_name(path: object) -> Iterator[None]:
     """Complete an ``OSError`` of the system with the full ``path``, if it names no file, or a name without its folder."""
     try:
         yield

@@ -1,10 +1,10 @@
-"""Report the exception that ends a rank to its launcher, and decide how much of it the ranks print.
+"""Report the exception that ends a rank to its launcher, and decide how much of it each rank prints.
 
-[Note: the first failure] torchrun and accelerate end with the failure that they take for the first: the one with the earliest time among
-the files that ``TORCHELASTIC_ERROR_FILE`` names, in whole seconds. A rank that dies tears the network from under its neighbours, which fail
-within the same second, so an error that only says that others are gone is dated later, and printed without its traceback. Where all
-ranks end with one and the same exception, the first of each node prints it: the others find its file beside their own, and print nothing.
-What the launcher itself prints in the end is in ``launcher_report``.
+[Note: the first failure] torchrun and accelerate report the failure that they take for the first: the one with the earliest time, in whole
+seconds, among the files that ``TORCHELASTIC_ERROR_FILE`` names. A rank that dies breaks the network connections of its neighbours, which
+fail within the same second. So an error that only says that other ranks are gone gets a later time, and is printed without its
+traceback. Where all ranks end with the same exception, the first rank of each node prints it: the others find its file beside their own,
+and print nothing. ``launcher_report`` describes what the launcher itself prints at the end.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from hf_zero.system.stacks import is_of_the_script
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _VARIABLE = "TORCHELASTIC_ERROR_FILE"
-_LATER_SECONDS = 10  # more than the time between a rank's death and the moment at which its launcher notices it
+_LATER_SECONDS = 10  # longer than a launcher takes to notice a rank's death
 _PATIENCE_SECONDS = 2.0
-_SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, one of them while another still imports
-_PRINTING_SECONDS = 0.2  # a launcher ends all ranks as soon as one has ended
+_SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, while another rank may still import
+_PRINTING_SECONDS = 0.2  # a launcher ends all ranks soon after one has ended
 MARK = "hf_zero"
 """Key of the entries that this module has written, with one of the following kinds."""
 SETTINGS, INTERRUPTED, OTHER = "settings", "interrupted", "other"
@@ -45,11 +45,11 @@ def tell_launcher() -> None:
 
 
 def leave(text: str, where: str = "", seconds: float | None = None, kind: str = OTHER) -> None:
-    """Write the reason of this process' end to the launcher's file, unless it has one; do nothing without a launcher that reads it.
+    """Write the reason for this process's end to the launcher's file, unless it has one; do nothing without a launcher that reads it.
 
     Args:
-        text: The reason, which is compared over ranks.
-        where: Lines in front of it for the launcher's report.
+        text: The reason; ranks compare it.
+        where: Lines to put before it in the launcher's report.
         seconds: Time of the failure, since the epoch; by default now.
         kind: Kind of the failure, which selects the launcher's report.
     """
@@ -74,7 +74,7 @@ class _Hook:
         self._former = former
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Report the reason, and print the parts of it that no other rank has printed."""
+        """Report the reason to the launcher, and print the parts that no other rank has printed."""
         frames = traceback.extract_tb(trace)
         own = next((frame for frame in reversed(frames) if is_of_the_script(frame.filename)), None)
         if isinstance(error, KeyboardInterrupt):
@@ -86,15 +86,15 @@ class _Hook:
             return
         text, follows, now = f"{kind.__name__}: {error}", _follows(error), time.time()
         of_settings = isinstance(error, (ConfigError, UnsupportedError))
-        # Lines in the script, and the line that raised; lines of this package where a key is looked up do not help.
+        # Lines in the script, and the line that raised; lines of hf_zero where a key is looked up do not help.
         shown = [frame for frame in (own, None if of_settings else frames[-1] if frames else None) if frame is not None]
         where = "".join(traceback.format_list(shown[:1] if shown[1:] == shown[:1] else shown))
         same = text if isinstance(error, HfZeroError) else f"{where}{text}"  # for hf_zero's errors the texts are enough
-        if not follows and _is_told_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
+        if not follows and _is_reported_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
             leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
             return
         leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else OTHER)
-        if follows and _told_by_first().get(MARK) == INTERRUPTED:
+        if follows and _report_of_first().get(MARK) == INTERRUPTED:
             return
         if of_settings or follows:
             at = f"{own.filename}:{own.lineno}: {own.line}\n" if own is not None else ""
@@ -114,26 +114,26 @@ def _follows(error: BaseException | None) -> bool:
 
 
 def _has_first() -> bool:
-    """Return whether another rank here is the first one that a launcher has started, which reports for all."""
+    """Return whether another rank is the first that this node's launcher has started, which prints for all."""
     name, place = os.environ.get(_VARIABLE, ""), os.environ.get("LOCAL_RANK", "0")
     return bool(name) and place != "0" and Path(name).parent.name == place
 
 
-def _is_told_by_first(text: str, seconds: float) -> bool:
-    """Return whether the report of local rank 0 ends with ``text``; wait up to ``seconds`` for it."""
+def _is_reported_by_first(text: str, seconds: float) -> bool:
+    """Return whether the report of local rank 0 ends with ``text``; wait up to ``seconds`` for the report."""
     if not _has_first():
         return False
     deadline = time.monotonic() + seconds
-    while not (told := _told_by_first()):
+    while not (report := _report_of_first()):
         if time.monotonic() > deadline:
             return False
         time.sleep(0.02)
     time.sleep(_PRINTING_SECONDS)
-    return str(told.get("py_callstack")).endswith(text)
+    return str(report.get("py_callstack")).endswith(text)
 
 
-def _told_by_first() -> dict[str, Any]:
-    """Return the report of the first rank here; empty if there is none, or if it is this rank."""
+def _report_of_first() -> dict[str, Any]:
+    """Return the report of the first rank of this node; empty if there is none, or if this is the first rank."""
     path = Path(os.environ.get(_VARIABLE, ""))
     first = path.parent.parent / "0" / path.name
     if not _has_first() or not first.is_file():
@@ -141,4 +141,4 @@ def _told_by_first() -> dict[str, Any]:
     try:
         return dict(json.loads(read_text(first, SMALL_BYTES))["message"]["extraInfo"])
     except (OSError, ValueError, LookupError, TypeError):
-        return {"": ""}  # another file: of the launcher, or of a script that reports by itself
+        return {"": ""}  # the file belongs to the launcher, or to a script that reports by itself

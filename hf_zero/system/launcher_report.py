@@ -1,8 +1,8 @@
-"""Print the cause when the ranks of torchrun or accelerate have ended, instead of a traceback of the launcher's own.
+"""Print the cause when the ranks of torchrun or accelerate have ended, instead of the launcher's own traceback.
 
-The process that starts ranks comes here through ``torch.distributed.launcher.api.launch_agent``, which both of them call. Nothing changes
-for code that catches what it raises, for the exit status, and for ranks of other libraries: the report replaces the traceback only
-where an exception ends the process and the files of the ranks (``last_words``) say that hf_zero wrote them.
+Both launchers call ``torch.distributed.launcher.api.launch_agent`` in the process that starts ranks, which is replaced here. Nothing
+changes for code that catches its exceptions, for the exit status, and for ranks of other libraries: the report replaces the traceback only
+where an exception ends the process and hf_zero wrote the files of the ranks (``last_words``).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_zero.system.last_words import INTERRUPTED, MARK, SETTINGS
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _FILES = "*/attempt_*/*/error.json"  # below torch's folder of logs
-_MOST_LINES = 15  # lines of a cause: with the launcher's own lines it stays within the last twenty
+_MOST_LINES = 15  # lines of a cause, so that report and launcher's lines fit in twenty
 
 
 def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -43,9 +43,9 @@ class _Report:
 
     Args:
         former: The former hook.
-        error: The exception that is reported in another way.
+        error: The exception to report.
         folder: Folder of the ranks' files; None if unknown.
-        start: Earliest time at which a file can have been written, in seconds since the epoch.
+        start: Earliest time of a file of this run, in seconds since the epoch.
     """
 
     def __init__(self, former: Callable[..., Any], error: BaseException, folder: Any, start: float) -> None:
@@ -60,7 +60,7 @@ class _Report:
             print(text, file=sys.stderr, flush=True)
 
     def _text(self) -> str | None:
-        """Return the report; "" if a rank has printed everything, None if no report of hf_zero is found."""
+        """Return the report; an empty text if a rank has printed everything, None if hf_zero wrote no report."""
         name = type(self._error).__name__
         if name == "SignalException":
             return "" if any(kind == INTERRUPTED for kind in self._kinds()) else None
@@ -79,7 +79,7 @@ class _Report:
         return "\n".join([f"{ended}:", *cause[:_MOST_LINES], *left_out])
 
     def _kinds(self) -> Iterator[str]:
-        """Yield the kinds of failure that this package has recorded in the files of the ranks of this run."""
+        """Yield the kinds of failure that hf_zero has recorded in the files of the ranks of this run."""
         for path in Path(self._folder).glob(_FILES) if self._folder else ():
             try:
                 if path.stat().st_mtime >= self._start - 1:

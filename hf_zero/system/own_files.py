@@ -1,14 +1,14 @@
-"""Create, write and delete this package's files and folders beside those of others: hidden names, marks of their writer, the one way to
-write, the only deletions.
+"""Create, write and delete hf_zero's files and folders beside files of other programs: hidden names, marks of their writer, the only way
+to write, the only deletions.
 
-[Note: what is written] Files of others are never opened for writing. A file is created under a new hidden name and renamed when it is
-complete and on the disk. The entry that had its name is removed; the target of a link, and a file with a second name, do not change. All
-of this happens in one open folder ([Note: by descriptor]). A test counts every other way to write.
+[Note: what is written] Files of other programs are never opened for writing. A file is created under a new hidden name and renamed when it
+is complete and on the disk. This replaces the entry that had its name; the target of a link, and a file with a second name, do not
+change. All of this happens in one open folder ([Note: by descriptor]). A test counts every other call that writes.
 
-[Note: what is deleted] Nothing outside this module deletes (a test counts the calls), and nothing here deletes files of others. A file
-that is being made has a hidden name that says which process makes it, or lies in a folder that says so (``writer.json``). It goes
-when that process removes it, or when another one finds it dead. A folder of this user loses the files whose names its owner knows,
-never what lies deeper or behind a link, and is removed when nothing else was in it.
+[Note: what is deleted] Only this module deletes files (a test counts the calls), and it never deletes files of other programs. A file that
+is being written has a hidden name with the process that writes it, or is in a folder with a record of that process (``writer.json``).
+That process removes it, or another process does when it finds the writer dead. In a folder of this user, files are removed if their owner
+knows the names, but never in deeper folders or behind a link; the folder itself is removed if nothing else was in it.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from hf_zero.system.folder import Folder, other_spelling
 from hf_zero.system.process import Process
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
-logger = logging.getLogger("hf_zero")  # same name as in ``observe``, which imports torch: commands write files without it
+logger = logging.getLogger("hf_zero")  # the logger of ``observe``, which is not imported here because it imports torch
 
 WRITER_FILE = "writer.json"  # in a folder that is being written: its writer
 _SILENT_SECONDS = 86400.0
 _COPIED_BYTES = 4 << 20
-_NAME_BYTES = 120  # part of a name inside a hidden one
+_NAME_BYTES = 120  # maximum length of the name inside a hidden name
 _FOR_LIBRARY = "library"  # the name of a folder that a library writes into
 _HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}-\d+-[0-9a-z]+)\.[0-9a-f]{8}\.part")
 
@@ -45,7 +45,7 @@ _HIDDEN = re.compile(r"\.(.+)\.([0-9a-f]{8}-\d+-[0-9a-z]+)\.[0-9a-f]{8}\.part")
 
 
 def hidden_name(name: str) -> str:
-    """Return a new hidden name for a future ``name``; it tells ``sweep`` which process is the writer."""
+    """Return a new hidden name for a future ``name``; ``sweep`` can read from it which process is the writer."""
     short = name.encode()[:_NAME_BYTES].decode(errors="ignore")  # the complete name may leave no room
     return f".{short}.{Process.own().code}.{os.urandom(4).hex()}.part"
 
@@ -56,7 +56,7 @@ def is_hidden_name(name: str) -> bool:
 
 
 def make_folder(path: Path, more: Mapping[str, Any]) -> None:
-    """Create a folder that names its writer from its first moment on.
+    """Create a folder that contains the record of its writer from the first moment on.
 
     Args:
         path: Path of the folder.
@@ -78,7 +78,7 @@ def make_folder(path: Path, more: Mapping[str, Any]) -> None:
 
 
 def read_writer(folder: Path | Folder) -> dict[str, Any] | None:
-    """Return the record of a folder about its writer: empty if it cannot be read, None if there is no record or it is a link."""
+    """Return a folder's record of its writer: empty if it cannot be read, None if there is no record or it is a link."""
     with ExitStack() as stack:
         try:
             opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder, ours=True))
@@ -99,7 +99,7 @@ def is_abandoned(path: Path, opened: Folder | None = None) -> bool:
 
     Args:
         path: Path of the file or folder.
-        opened: The folder, if it is open; then another entry with its name is ignored.
+        opened: The folder, if it is open; another entry that now has its name is then ignored.
     """
     signed, writer = _maker(path, opened)
     if not signed:
@@ -124,7 +124,7 @@ def _maker(path: Path, opened: Folder | None = None) -> tuple[bool, Process | No
 
 
 def present_files(folder: Path | Folder) -> dict[str, os.stat_result]:
-    """Return the entries of a folder into which others write; a file that is renamed meanwhile is left out."""
+    """Return the entries of a folder into which other processes write, without files that are renamed meanwhile."""
     found = {}
     with ExitStack() as stack:
         opened = folder if isinstance(folder, Folder) else stack.enter_context(Folder(folder))
@@ -228,7 +228,7 @@ def _write_new(folder: Folder, name: str, data: bytes) -> None:
 
 @contextmanager
 def for_library(folder: Path, last: str | None = None) -> Iterator[Path]:
-    """Return a context with an empty folder for a library that writes by names; when the ``with`` ends, its files move to ``folder``.
+    """Return a context with an empty folder for a library that writes by names; at the end of the ``with``, its files move to ``folder``.
 
     No other user can write into it, so the library finds no link there.
 
@@ -285,7 +285,7 @@ def append_to(folder: Folder, name: str) -> IO[str]:
 
 
 def copy_file(source: Path, target: Path) -> None:
-    """Copy a regular file; holes stay holes, so that the copy takes no more disk space.
+    """Copy a regular file and keep its holes, so that the copy takes no more disk space.
 
     Raises:
         OSError: ``source`` is not a regular file, or the file system refuses.
@@ -369,8 +369,8 @@ def sync_folder(path: Path) -> None:
 
 
 def remove_file(path: Path, folder: Folder | None = None) -> None:
-    """Remove a file that this process has created or replaced; a folder, a name of another spelling, and a file that cannot be removed
-    stay.
+    """Remove a file that this process has created or replaced; leave a folder, a name of another spelling, and a file that cannot be
+    removed.
     """
     with suppress(OSError), ExitStack() as stack:
         place = folder if folder is not None else stack.enter_context(Folder(path.parent))
@@ -381,17 +381,17 @@ def remove_file(path: Path, folder: Folder | None = None) -> None:
 def remove_folder(
     folder: Path, is_ours: Callable[[str], bool], last: str = WRITER_FILE, maker: int | None = None, opened: Folder | None = None
 ) -> bool:
-    """Remove this package's files in a folder, and the folder if it is then empty; not while another process writes it.
+    """Remove hf_zero's files in a folder, and the folder if it is then empty; do nothing while another process writes it.
 
     Args:
         folder: A folder of this user, not a link.
-        is_ours: Returns whether a file of this name belongs to this package.
-        last: The name of the file that is removed last, so that an interrupted removal can be continued.
-        maker: Number of the process that created it; a child that was forked since removes nothing.
-        opened: The folder, if it is open: another folder that has its name by now is not touched.
+        is_ours: Function that returns whether a file of this name belongs to hf_zero.
+        last: Name of the file to remove last, so that an interrupted removal can be continued.
+        maker: Number of the process that created the folder; a child forked since then removes nothing.
+        opened: The folder, if it is open; another folder that now has its name is not touched.
 
     Returns:
-        Whether the folder was removed.
+        True if the folder was removed.
     """
     if maker is not None and maker != os.getpid():
         return False
@@ -425,7 +425,7 @@ def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> 
 
     Args:
         folder: Folder to search; need not exist.
-        is_ours: Returns whether a file of this name, inside a folder that was being written, belongs to this package.
+        is_ours: Function that returns whether a file of this name, in a folder that was being written, belongs to hf_zero.
     """
     if not folder.is_dir():
         return
@@ -442,7 +442,7 @@ def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> 
 
 
 def _warn(message: str, *args: object) -> None:
-    """Log a warning. The logger's module imports torch; without it a command that only writes a file starts in a tenth of the time."""
+    """Log a warning; import the logger's module only here, because it imports torch, which takes ten times as long as a small command."""
     from hf_zero.observe import logger
 
     logger.warning(message, *args)

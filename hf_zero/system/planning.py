@@ -1,7 +1,7 @@
-"""Record whether this process only plans: tensors have sizes and no values, and the other ranks do not exist.
+"""Record whether this process only makes a memory plan: tensors have sizes but no values, and the other ranks do not exist.
 
-`hf-zero plan` runs the engine itself on such tensors. Code that reaches past torch (native kernels, memory pages, files, peers) checks it
-here.
+``hf-zero plan`` runs the engine itself on such tensors. Code that does more than call torch (native kernels, memory pages, files, peers)
+checks it here.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
 DEVICE = "planned"
-"""torch's name of the accelerator that a plan simulates."""
+"""torch's name of the accelerator that a memory plan simulates."""
 
 Told = dict[str, list[Any]]
-"""Messages that previously planned ranks have sent to others, by message name, in order."""
+"""Messages that previously planned ranks have sent, by message name, in order."""
 
 _depth = 0
 _place = ""
@@ -29,7 +29,7 @@ _heard: Counter[str] = Counter()
 
 
 def planning() -> bool:
-    """Return whether this process only plans."""
+    """Return whether this process only makes a memory plan."""
     return _depth > 0
 
 
@@ -38,8 +38,8 @@ def only_planning(told: Told | None = None) -> Iterator[None]:
     """Let this process only plan inside the ``with``.
 
     Args:
-        told: For ranks of one world that are planned one after the other: contains the messages of the ranks before, and receives this
-            rank's.
+        told: For ranks of one world that are planned one after the other: the messages of the earlier ranks; this rank's messages are
+            added.
     """
     global _depth, _told, _heard
     before = _told, _heard
@@ -52,7 +52,7 @@ def only_planning(told: Told | None = None) -> Iterator[None]:
 
 @contextmanager
 def looking_aside() -> Iterator[None]:
-    """Create ordinary tensors inside the ``with``, as without a plan: for traces of a model, which must match those of a run."""
+    """Create ordinary tensors inside the ``with``, as without a plan, for traces of a model, which must match the traces of a run."""
     if not _depth:
         yield
         return
@@ -63,7 +63,7 @@ def looking_aside() -> Iterator[None]:
 def with_values(tree: Any) -> Any:
     """Return ``tree`` with zeros on the host in place of tensors that have no values in a plan; outside of plans, ``tree`` itself.
 
-    Activations may be large, and a trace does not write to its inputs: each is one expanded zero, which takes no memory.
+    Activations may be large, and a trace does not write to its inputs, so each tensor is one expanded zero, which takes no memory.
     """
     if not _depth:
         return tree
@@ -71,7 +71,7 @@ def with_values(tree: Any) -> Any:
 
 
 def has_values(tensor: torch.Tensor) -> bool:
-    """Return whether the elements of ``tensor`` can be read; False for the tensors of a plan."""
+    """Return whether the elements of ``tensor`` can be read; False for the tensors of a memory plan."""
     return not isinstance(tensor, FakeTensor)
 
 
@@ -81,12 +81,12 @@ def _zeros_like(tensor: torch.Tensor) -> torch.Tensor:
     return torch.zeros(tensor.shape, dtype=tensor.dtype, device="cpu")
 
 
-def told_by(own: bool, value: Any, name: str) -> Any:
-    """Return the value that all ranks receive when one rank sends ``value``: the one it sent when it was planned; if it was not, this
-    rank's own.
+def planned_value(own: bool, value: Any, name: str) -> Any:
+    """Return the value that all ranks receive when one rank sends ``value``: the sender's value if it has been planned, else this rank's
+    own.
 
     Args:
-        own: Whether this rank is the sender.
+        own: This rank is the sender.
         value: The value of this rank.
         name: Name of the message.
     """
@@ -102,7 +102,7 @@ def told_by(own: bool, value: Any, name: str) -> Any:
 
 @contextmanager
 def placed(tier: str) -> Iterator[None]:
-    """Count allocations inside the ``with`` as memory of ``tier``, whatever device they name."""
+    """Count allocations inside the ``with`` as memory of ``tier``, on whatever device."""
     global _place
     before, _place = _place, tier
     try:
@@ -112,5 +112,5 @@ def placed(tier: str) -> Iterator[None]:
 
 
 def place() -> str:
-    """Return the tier that ``placed`` names now; "" outside of ``placed``."""
+    """Return the tier of the innermost ``placed``; an empty text outside of ``placed``."""
     return _place

@@ -1,4 +1,4 @@
-"""Identify a process in a file, so that another one can tell later whether it still runs."""
+"""Identify a process in a file, so that another process can later find out whether it still runs."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ _HIGHEST_PID = 1 << 22  # limit on Linux; lower elsewhere
 
 @dataclass(frozen=True)
 class Process:
-    """A process by its place, its number and its start: numbers are reused, after a restart of a container even in the same order.
+    """A process by its place, number and start time; numbers are reused, after a restart of a container even in the same order.
 
     Attributes:
-        place: Host name and name space of process numbers: two containers of one host name count differently.
-        pid: Its number.
-        started: The boot of the machine and the clock ticks from then to the start of the process; empty if unknown.
+        place: Host name and name space of process numbers: two containers with one host name count differently.
+        pid: Number of the process.
+        started: Boot id of the machine and the clock ticks from boot to the start of the process; empty if unknown.
     """
 
     place: str
@@ -40,7 +40,7 @@ class Process:
 
     @staticmethod
     def of_json(data: Any) -> Process | None:
-        """Return the process of an ``as_json`` result; None if ``data`` is not one."""
+        """Return the process of an ``as_json`` result; None if ``data`` is no such result."""
         if not isinstance(data, Mapping):
             return None
         place, pid, started = data.get("place"), data.get("pid"), data.get("started", "")
@@ -50,12 +50,12 @@ class Process:
 
     @property
     def code(self) -> str:
-        """Return letters, digits and hyphens for a file name."""
+        """Return the process as letters, digits and hyphens, for a file name."""
         return f"{_digest(self.place)}-{self.pid}-{self.started or 'x'}"
 
     @staticmethod
     def of_code(code: str) -> Process | None:
-        """Return the process of a ``code``; another place remains a digest. None if it is not a code."""
+        """Return the process of a ``code`` result; a foreign place is only a digest. None if the text is no such code."""
         place, _, rest = code.partition("-")
         pid, _, started = rest.partition("-")
         own = _place()
@@ -63,7 +63,7 @@ class Process:
         return Process.of_json({**data, "started": "" if started == "x" else started})
 
     def is_alive(self) -> bool | None:
-        """Return whether the process runs; None if it cannot be determined from here."""
+        """Return whether the process runs; None if this cannot be determined from here."""
         if self.place != _place():
             return None
         try:

@@ -1,7 +1,7 @@
-"""Read files of others: any failure becomes one error that names the file.
+"""Read files of other programs: any failure becomes one error that names the file.
 
-A file may hold anything. What a library raises about it (``KeyError``, ``RecursionError``, an overflow in C++) says neither which
-file it was nor what to do; ``reading`` adds both. Readers compare sizes with the bytes of the file before they allocate memory.
+A file may have any content. An error that a library raises about it (``KeyError``, ``RecursionError``, an overflow in C++) names neither
+the file nor a remedy; ``reading`` adds both. Readers compare sizes with the bytes of the file before they allocate memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 ADVICE = "It is damaged, or not what its name says: take another copy, or write it again"
 MOST_VALUES = 250_000
-_SHOWN = 200  # most characters of a library's message
+_SHOWN = 200  # maximum number of characters of a library's message
 
 
 @contextmanager
@@ -29,26 +29,26 @@ def reading(path: object, error: Callable[[str], HfZeroError], advice: str = ADV
     Args:
         path: Name of the file in messages.
         error: Class of the error.
-        advice: Text that says what to do.
+        advice: Sentence with the remedy.
     """
     try:
         yield
     except HfZeroError:
         raise
     except Exception as found:  # a broken file can make a library raise any error
-        raise error(f"cannot read {path}: {_told(found)}. {advice}") from found
+        raise error(f"cannot read {path}: {_described(found)}. {advice}") from found
 
 
-def _told(found: Exception) -> str:
+def _described(found: Exception) -> str:
     text = str(found).strip()
     if isinstance(found, RecursionError):
         return "it is nested too deep"
     if isinstance(found, MemoryError):
-        return "it asks for more memory than there is"
+        return "it needs more memory than this machine has"
     if isinstance(found, KeyError):
         return f"{shown(found.args[0]) if found.args else 'a key'} is missing"
-    told = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"
-    return (told if len(told) <= _SHOWN else told[:_SHOWN] + "...").rstrip(".")
+    described = text if isinstance(found, (OSError, ValueError)) and text else f"{type(found).__name__}: {text}"
+    return (described if len(described) <= _SHOWN else described[:_SHOWN] + "...").rstrip(".")
 
 
 def shown(data: Any) -> str:
@@ -64,22 +64,22 @@ def parse_json(text: str) -> Any:
     """Return the value of a JSON text.
 
     Raises:
-        ValueError: It is not JSON: among others a key that occurs twice (readers differ in which they use), ``NaN`` and ``Infinity``;
-            or it has far more values than a meaningful text of its length.
+        ValueError: The text is not JSON (a key that occurs twice, of which readers use different ones, ``NaN`` and ``Infinity`` are not
+            JSON either), or it has far more values than a meaningful text of its length.
     """
     require_few_values(text)
     return json.loads(text, object_pairs_hook=_once, parse_constant=_no_constant, parse_float=_finite)
 
 
 def require_few_values(text: str | bytes, most: int | None = None) -> None:
-    """Raise for a text whose values would take many times its own size: an empty block is 2 bytes in a file and 64 in memory.
+    """Refuse a text whose values would take many times its own size: an empty block is 2 bytes in a file and 64 in memory.
 
     Args:
         text: JSON, or a similar format.
-        most: Number of values that are allowed; None is 250,000, and one in 8 bytes beyond.
+        most: Maximum number of values; None allows 250,000, and one per 8 bytes for larger texts.
 
     Raises:
-        ValueError: It has more values.
+        ValueError: The text has more values.
     """
     allowed = MOST_VALUES + len(text) // 8 if most is None else most
     if len(text) > allowed:

@@ -1,4 +1,4 @@
-"""Mask secrets in texts that people paste: values under names of secrets, and credentials inside URLs."""
+"""Mask secrets in texts that people may publish: values under names of secrets, and credentials inside URLs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def hidden(value: Any, levels: int = _LEVELS) -> Any:
 
     Args:
         value: Value of a configuration.
-        levels: Depth of nested blocks and lists that are shown; deeper ones are "...".
+        levels: Depth of nested blocks and lists to show; deeper ones are shown as "...".
     """
     if isinstance(value, (Mapping, list, tuple)) and levels <= 0:
         return "..."
@@ -45,8 +45,8 @@ def hidden(value: Any, levels: int = _LEVELS) -> Any:
 
 
 def hidden_under(name: Any, value: Any, levels: int = _LEVELS) -> Any:
-    """Return a copy of ``value`` for display beside its name; numbers and switches are shown (``max_tokens``), and an empty text is not
-    masked.
+    """Return a copy of ``value`` for display, masked if ``name`` is the name of a secret; numbers and booleans are shown (``max_tokens``),
+    and an empty text is not masked.
     """
     if isinstance(value, (str, bytes)) and value and isinstance(name, str) and is_secret(name):
         return MASK

@@ -1,4 +1,4 @@
-"""Sizes as people write and read them: 80GiB, 80GB."""
+"""Sizes in bytes as people write and read them: 80GiB, 80GB."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def bytes_of(size: int | str, name: str, bare: bool = False) -> int:
     """Return the bytes of ``80GiB`` (powers of 1024) or ``80GB`` (powers of 1000), in upper or lower case.
 
     Args:
-        size: As the user wrote it.
+        size: The size as the user wrote it.
         name: Name of the setting, for the message.
-        bare: Whether a number without unit is allowed and means bytes.
+        bare: Allow a number without unit, which means bytes.
 
     Raises:
-        ConfigError: It is not such a size.
+        ConfigError: ``size`` is no such text or number.
     """
     whole = isinstance(size, int) and not isinstance(size, bool)
     text = str(size) if whole or isinstance(size, str) else ""
@@ -35,17 +35,17 @@ def bytes_of(size: int | str, name: str, bare: bool = False) -> int:
 
 
 def size_text(nbytes: float, number: str = ".2f", unit: str = "") -> str:
-    """Return ``nbytes`` for people: ``12.30 GiB``.
+    """Return ``nbytes`` as text such as ``12.30 GiB``.
 
     Args:
         nbytes: Bytes.
-        number: Format of the number; of bytes, which are whole, it does not count.
-        unit: B, KiB, MiB, GiB or TiB; by default the largest of which ``nbytes`` is at least one.
+        number: Format of the number; ignored for the unit B, whose numbers are whole.
+        unit: B, KiB, MiB, GiB or TiB; by default the largest unit that is not larger than ``nbytes``.
     """
     unit = unit or next((name for name, size in _UNITS.items() if abs(nbytes) < 1024 * size), "TiB")
     return f"{nbytes / _UNITS[unit]:{'.0f' if unit == 'B' else number}} {unit}"
 
 
 def gib(nbytes: float) -> str:
-    """Return bytes of memory for people: GiB, and below a quarter of one MiB."""
+    """Return ``nbytes`` as text in GiB, or in MiB below a quarter of a GiB."""
     return size_text(nbytes, unit="GiB") if nbytes >= 2**28 else size_text(nbytes, ".1f", "MiB")

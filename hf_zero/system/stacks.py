@@ -1,4 +1,4 @@
-"""Describe where the threads of this process are: file, line and function, never a value."""
+"""Describe where the threads of this process are: file, line and function, without values."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _COMMANDS = os.path.realpath(os.path.dirname(sys.executable))
 
 
 def is_of_the_script(filename: str) -> bool:
-    """Return whether ``filename`` belongs neither to Python, nor to an installed library or its commands, nor to this package."""
+    """Return whether ``filename`` belongs neither to Python, nor to an installed library or its commands, nor to hf_zero."""
     if filename.startswith(_NOT_THE_SCRIPT) or f"{os.sep}site-packages{os.sep}" in filename:
         return False
     return filename.endswith(".py") or os.path.realpath(os.path.dirname(filename)) != _COMMANDS
@@ -39,7 +39,7 @@ def outwards(frame: FrameType | None) -> Iterator[FrameType]:
 
 
 def moment(frame: FrameType) -> tuple[tuple[int, int], ...]:
-    """Return a thread's position to the instruction, callers included: equal at two times if the thread has not moved, or has come back."""
+    """Return a thread's instruction and those of its callers: equal at two times if the thread has not moved, or has come back."""
     return tuple((id(one.f_code), one.f_lasti) for one in outwards(frame))
 
 
@@ -54,7 +54,7 @@ def line_of(frame: FrameType) -> str:
 
 
 def place(frame: FrameType) -> str:
-    """Return the place of a thread: its innermost line, and the script's line if that is another one; ``train/data.py:12 in read``."""
+    """Return a thread's innermost line, and the script's line if that is another, such as ``train/data.py:12 in read``."""
     own = next((one for one in outwards(frame) if is_of_the_script(one.f_code.co_filename)), None)
     if own is None or own is frame:
         return _words(frame)

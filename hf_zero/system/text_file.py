@@ -1,9 +1,9 @@
-"""Read small files of others, as the only reader: regular files, read completely, with a bound on their size.
+"""The only reader of small files of other programs: regular files, read completely, with a bound on their size.
 
-[Note: bounded reading] The sender of a folder chooses its contents: a pipe that never ends or never begins, a device, a sparse file of a
-terabyte that takes no room. So a file is opened without waiting for anybody, is refused where it is no regular one, and is compared with
-its bound before room is made for it. A file that the user names (a configuration, a hostfile) may be a pipe, ``<(...)`` of a shell: it is
-read up to its bound.
+[Note: bounded reading] Files that another person sends may be a pipe that never ends or never begins, a device, or a sparse file of a
+terabyte that takes no disk space. So a file is opened without waiting, is refused if it is not a regular file, and its size is compared
+with the bound before memory is allocated for it. A file that the user names (a configuration, a hostfile) may be a pipe, ``<(...)`` of a
+shell: it is read up to its bound.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from hf_zero.errors import ConfigError
-from hf_zero.system.folder import told_of
+from hf_zero.system.folder import errors_name
 from hf_zero.system.object_store import ObjectPath
 
 LIMIT_BYTES = 16 * 2**20  # limit of a configuration
 SMALL_BYTES = 64 * 2**10  # limit of a name, a digest, a note
 _DENSE_BYTES = 1 << 20  # files of text from this size on are checked for holes
-_DESCRIBED_BYTES = 32  # bytes of data for each byte of description
+_DESCRIBED_BYTES = 32  # bytes of data per byte of description
 _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR, "a device"), (stat.S_ISBLK, "a device"))
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
@@ -35,27 +35,27 @@ def read_bytes(path: str | os.PathLike[str] | ObjectPath, limit_bytes: int, pipe
     Args:
         path: Path of the file; links are followed.
         limit_bytes: The largest size that is read.
-        pipe: Whether the user names the file, so that it may be a pipe or a device such as ``/dev/null``, which is read to its end.
+        pipe: The user names the file, so it may be a pipe or a device such as ``/dev/null``, which is read to its end.
         within: Descriptor of an open folder in which ``path`` is a name; a link is refused then.
 
     Raises:
-        OSError: It cannot be read, or is not a regular file; the message names the file.
-        ValueError: It is larger than the limit, has holes, or ``path`` holds a null character.
+        OSError: The file cannot be read, or is not a regular file; the message names the file.
+        ValueError: The file is larger than the limit or has holes, or ``path`` has a null character.
     """
     if isinstance(path, ObjectPath):
         return path.get(limit_bytes)
     with opened(path, pipe, within) as descriptor:
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_size > limit_bytes:
-            raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is: it has {found.st_size:,}")
+            raise ValueError(f"it is larger than {limit_bytes:,} bytes, the most that is read: it has {found.st_size:,}")
         if stat.S_ISREG(found.st_mode) and found.st_size > _DENSE_BYTES and _first_hole(descriptor, found.st_size) < found.st_size:
-            raise ValueError(f"it has holes, which no text has: of its {found.st_size:,} bytes some were never written")
+            raise ValueError(f"it has holes: some of its {found.st_size:,} bytes were never written, so it is no text")
         parts, room = [], limit_bytes + 1
         while room > 0 and (data := os.read(descriptor, min(room, 1 << 20))):
             parts.append(data)
             room -= len(data)
     if room <= 0:
-        raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is")
+        raise ValueError(f"it is larger than {limit_bytes:,} bytes, the most that is read")
     return b"".join(parts)
 
 
@@ -64,7 +64,7 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
     """Return a context with the descriptor of a regular file, open for reading; arguments and errors are those of ``read_bytes``."""
     name = os.fspath(path)
     flags = os.O_RDONLY | (0 if pipe else _AT_ONCE) | (getattr(os, "O_NOFOLLOW", 0) if within is not None else 0)
-    with told_of(name):
+    with errors_name(name):
         descriptor = os.open(name, flags, dir_fd=within)
         try:
             mode = os.fstat(descriptor).st_mode
@@ -78,7 +78,7 @@ def opened(path: str | os.PathLike[str], pipe: bool = False, within: int | None 
 
 @contextmanager
 def opened_file(path: Path) -> Iterator[BinaryIO]:
-    """Return the context of ``opened`` with a file object."""
+    """Return a context with the regular file at ``path``, open for reading as a binary file object; errors are those of ``opened``."""
     with opened(path) as descriptor, os.fdopen(descriptor, "rb", closefd=False) as file:
         yield file
 
@@ -86,7 +86,7 @@ def opened_file(path: Path) -> Iterator[BinaryIO]:
 def limit_beside(path: Path | ObjectPath) -> int:
     """Return a limit in bytes for the file that describes all others of its folder: 16 MiB, or more if these contain much data.
 
-    It depends on the bytes that were written into them, not on their length: holes cost their sender nothing.
+    The limit depends on the bytes that were written into the files, not on their length: holes cost their sender nothing.
     """
     try:
         if path.stat().st_size <= LIMIT_BYTES:
@@ -99,7 +99,7 @@ def limit_beside(path: Path | ObjectPath) -> int:
 
 
 def _written_bytes(path: Path) -> int:
-    """Return the bytes of a regular file without its holes, as far as the file system reports them; 0 for every other entry."""
+    """Return the bytes of a regular file without its holes, as far as the file system reports them; 0 for other entries."""
     try:
         with opened(path) as descriptor:
             found = os.fstat(descriptor)
@@ -140,7 +140,7 @@ def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = L
         path: Path of the file.
         what: Kind of the file, for messages: "config file".
         limit_bytes: The largest size that is read.
-        pipe: Whether it may be a pipe, which is read to its end.
+        pipe: The file may be a pipe, which is read to its end.
 
     Raises:
         ConfigError: It cannot be read, is larger, or is not UTF-8; the message names ``what`` and ``path``.
@@ -152,7 +152,9 @@ def read_text_file(path: str | os.PathLike[str], what: str, limit_bytes: int = L
         raise ConfigError(f"{name} cannot be read: {error.strerror or error}") from error
     except ValueError as error:
         if "larger than" in str(error):
-            raise ConfigError(f"{name} is larger than {limit_bytes:,} bytes, which none is; give the path of another file") from error
+            raise ConfigError(
+                f"{name} is larger than {limit_bytes:,} bytes, the most that is read; give the path of another file"
+            ) from error
         raise ConfigError(f"{name} cannot be read: {error}") from error  # a null character in the path
     try:
         return data.decode("utf-8-sig")

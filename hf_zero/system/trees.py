@@ -1,7 +1,7 @@
-"""Tensors in nested containers: the same tensors in the same order wherever they are named, counted or replaced.
+"""Tensors in nested containers: one order of tensors for all code that names, counts or replaces them.
 
-torch's pytree alone does not serve here: it leaves mappings and lists of other classes closed (``BatchEncoding`` is one), opens whatever
-class a script has registered, caches included, and calls the items of a named tuple by their names instead of their positions.
+torch's pytree alone is not enough: it does not open mappings and lists of other classes (``BatchEncoding`` is one), opens every class
+that a script has registered, caches included, and names the items of a named tuple by their names instead of their positions.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Splits a model in place as a plan says."""
+"""Split a model in place according to a plan."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hf_zero.tensor_parallel.functions import ModelGroup, Part
 from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY, SplitParameter, TpPlan, starred
 from hf_zero.tensor_parallel.tracked_ints import set_attribute
 
-_BY_THEMSELVES = (GATHERED, SCATTERED, VOCABULARY)  # layers between whole tensors
+_BY_THEMSELVES = (GATHERED, SCATTERED, VOCABULARY)  # splits of layers whose input and output are whole
 _PLAN, _RANKS = "_hf_zero_tp_plan", "_hf_zero_tp_ranks"
 
 
@@ -28,16 +28,16 @@ def plan_of(model: nn.Module) -> TpPlan | None:
 
 
 def ranks_of(model: nn.Module) -> tuple[int, ...]:
-    """Return the ranks of the default group that hold ``model`` together, this one among them; empty for a whole model."""
+    """Return the ranks of the default group that hold ``model`` together, this rank included; empty for a whole model."""
     found: tuple[int, ...] = getattr(model, _RANKS, ())
     return found
 
 
 def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
-    """Keeps this rank's part of every parameter of ``model`` and installs the collectives; in place.
+    """Keep this rank's part of every parameter of ``model`` and install the collectives; in place.
 
     Raises:
-        ConfigError: The plan is for another number of ranks or another model.
+        ConfigError: The plan is for another number of ranks or another model, or the model is already split.
     """
     if plan.ranks != group.world:
         raise ConfigError(
@@ -60,7 +60,7 @@ def apply_plan(model: nn.Module, plan: TpPlan, group: ModelGroup) -> nn.Module:
     divided = {id(params[name]): entry for name, entry in plan.parameters.items()}
     for path in dict.fromkeys((*plan.borders, *plan.rows, *plan.random)):
         boundary = BoundaryCollectives(modules[path], path, plan, group)
-        # Heads and tables. Of layers in lists libraries read types (PEFT of every adapter, in every forward), which would gather them.
+        # Only heads and tables. Libraries read the types of layers in lists (PEFT, in every forward), which would gather these layers.
         if path in plan.modules and plan.modules[path].split in _BY_THEMSELVES and starred(path) == path:
             own = {name: divided[id(param)] for name, param in modules[path]._parameters.items() if id(param) in divided}
             boundary.read_whole(modules[path], own)
@@ -85,13 +85,13 @@ def _part(entry: SplitParameter) -> Part:
 
 
 def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None:
-    """Replace the values of ``param`` by the part of ``rank``, and record which part it is; collective after ``zero.Init``."""
+    """Replace the values of ``param`` by the part of ``rank``, and mark the part; collective for parameters of ``zero.Init``."""
     owner = find_unit(param)
     if owner is None:
         values = _part(entry).take(param.data, rank)
-        # A placeholder ([Note: held stages]) stays one.
+        # A placeholder ([Note: held stages]) has strides of 0 and stays expanded.
         param.data = values.clone(memory_format=torch.contiguous_format) if any(values.stride()) else values
-    else:  # made by zero.Init, over all ranks
+    else:  # sharded by zero.Init over all ranks
         with owner[0].unsharded():
             part = _part(entry).take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
         unregister(param)
@@ -100,7 +100,7 @@ def cut_parameter(param: nn.Parameter, entry: SplitParameter, rank: int) -> None
 
 
 def tp_shard(entry: SplitParameter, rank: int) -> TpShard:
-    """Return the part of ``rank``, in the form that the engine reads from a parameter."""
+    """Return the part of ``rank`` as the mark that the engine reads from a parameter."""
     ranges = tuple(Range(start, stop) for start, stop in entry.ranges[rank])
     counts = _part(entry).holders(rank, torch.device("cpu"))
     copies = []
@@ -137,7 +137,7 @@ def _summing(group: ModelGroup, name: str) -> Callable[[torch.Tensor], torch.Ten
 
 
 def _summing_shared(group: ModelGroup, name: str, entry: SplitParameter) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    """Adds up the gradients of indices that several ranks hold; None where there are none."""
+    """Return a hook that sums the gradients of indices that several ranks hold; None where each index has one holder."""
     part = _part(entry)
     device = torch.device("cpu")
     holders = [part.holders(rank, device) for rank in range(group.world)]

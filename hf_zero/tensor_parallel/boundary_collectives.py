@@ -1,4 +1,4 @@
-"""Hooks that do at the boundaries of modules what a plan says."""
+"""Hooks that run a plan's collectives at the boundaries of modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class BoundaryCollectives:
     """Collectives at the inputs and outputs of one module of a split model.
 
     Attributes:
-        path: Its path in the model.
+        path: Path of the module in the model.
     """
 
     def __init__(self, module: nn.Module, path: str, plan: TpPlan, group: ModelGroup) -> None:
@@ -40,7 +40,7 @@ class BoundaryCollectives:
         self._random: list[Any] = []
         self._masks: list[torch.Tensor] = []
         self._own: dict[str, Part] = {}
-        self._running = 0  # forwards of the module
+        self._running = 0  # number of forwards of the module that are running
         for boundary in plan.borders.get(path, ()):
             self._add(boundary)
         self._only_copies = all(boundary.kind == COPY for boundary in plan.borders.get(path, ()) if boundary.side == "in")
@@ -84,11 +84,11 @@ class BoundaryCollectives:
         return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.path, both)
 
     def read_whole(self, module: nn.Module, own: Mapping[str, SplitParameter]) -> None:
-        """Give the whole parameters ``own`` (by their names in ``module``) to code that reads them outside of the module's forward.
+        """Give code that reads the parameters ``own`` (names in ``module``) outside the module's forward the whole parameters.
 
         [Note: whole reads] Losses that never make the logits multiply with ``lm_head.weight`` instead of calling ``lm_head``, often only
-        where labels are given, which the trace does not see. What they work with besides is whole, and so then is the gradient of the
-        weight on every rank, of which each takes its part.
+        when labels are given, which the trace does not see. All other operands of the product are whole. So the gradient of the weight is
+        whole on every rank, and each rank takes its part of it.
         """
         self._own = {name: Part(entry.dim, entry.ranges, entry.shape[entry.dim]) for name, entry in own.items()}
         mark_whole_reader(module, self._whole)
@@ -99,17 +99,17 @@ class BoundaryCollectives:
         key = (id(part), torch.is_grad_enabled())
         if key not in kept:
             kept[key] = whole = functions.gather(part, self.group, self._own[name], f"{self.path}.{name}")
-            # What libraries have put on the parameter (DeepSpeed's ds_status and the like) they look for here too.
+            # Libraries look on the whole parameter, too, for the attributes they have set (such as DeepSpeed's ds_status).
             whole.__dict__.update({known: value for known, value in vars(part).items() if not known.startswith("_")})
         return kept[key]
 
     def before(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        """Converts arguments; takes the bias away where it comes after the sum; gives this rank random numbers of its own."""
+        """Convert arguments, remove a bias that is added after the sum, and give this rank its own random numbers."""
         self._running += 1
         if self._delays_bias:
             bias = module._parameters["bias"]
             self._bias.append(bias)
-            # A linear layer does without; Conv1D's fused product wants one.
+            # A linear layer runs without a bias; Conv1D's fused product needs one.
             module._parameters["bias"] = None if isinstance(module, nn.Linear) else torch.zeros_like(bias)  # type: ignore[assignment,arg-type]
         if self._draws and module.training:
             tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
@@ -127,7 +127,7 @@ class BoundaryCollectives:
         return convert_arguments(args, kwargs, self._names, self._inputs, once)
 
     def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
-        """Undoes what ``before`` has set, and converts results."""
+        """Undo the changes of ``before``, and convert results."""
         self._running -= 1
         if self._random:
             self._random.pop()()

@@ -1,4 +1,4 @@
-"""The tensors among the arguments of a module call: under which names they stand, and others in their place."""
+"""Find the tensors among the arguments of a module call by name, and replace them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.system.trees import convert_inside, tensors_in
 
 
 def argument_names(module: nn.Module) -> list[str]:
-    """Return names of the positional arguments of ``module.forward``."""
+    """Return the names of the positional arguments of ``module.forward``."""
     kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     try:
         signature = inspect.signature(module.forward)
@@ -23,7 +23,7 @@ def argument_names(module: nn.Module) -> list[str]:
 
 
 def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield tensors among the arguments of a module call, under the argument's name however it was passed."""
+    """Yield the tensors among the arguments of a module call, each with its argument's name, however it was passed."""
     names = argument_names(module) if args else []
     for position, item in enumerate(args):
         yield from tensors_in(item, names[position] if position < len(names) else str(position))
@@ -31,8 +31,8 @@ def named_arguments(module: nn.Module, args: Sequence[Any], kwargs: Mapping[str,
 
 
 def convert_arguments(args: Any, kwargs: Any, names: list[str], work: dict[str, Any], convert: Callable[[torch.Tensor, Any], Any]) -> Any:
-    """Return the arguments of a call, with ``convert(tensor, work[key])`` in place of the tensors that ``work`` names; absent ones are
-    skipped.
+    """Return the arguments of a call, with ``convert(tensor, work[key])`` in place of each tensor that ``work`` names; skip absent
+    tensors.
     """
     args, kwargs = list(args), dict(kwargs)
     for key, item in work.items():

@@ -1,8 +1,8 @@
-"""Runs one rank's part of a split model on tensors without values: finds the attributes to change, and checks every shape.
+"""Run one rank's part of a split model on tensors without values: find the attributes to change, and check every shape.
 
-The same torch functions must run in the same order as in the whole model, and each result must have the shape that the choice of split
-dims gives it. Where a result has another shape, the numbers among the arguments (``tracked_ints.py``) are tried with a part of their value.
-What does not come out right names the place, and the dims concerned are not split.
+The same torch functions must run in the same order as in the whole model, and each result must have the shape that the chosen split dims
+give it. Where a result has another shape, the numbers among the arguments (``tracked_ints.py``) are tried with a part of their value. If
+no number fits, the failure is recorded with the place, and the dims concerned are not split.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ class LocalShapes:
 
     Attributes:
         solution: The chosen splits.
-        shares: Into how many parts each dimension is.
+        shares: Number of parts of each split dimension.
     """
 
     solution: Solution
     shares: dict[SymbolicDim, int]
 
     def of(self, value: Value) -> tuple[int, ...]:
-        """Return the shape of ``value`` here."""
+        """Return the shape of ``value`` on one rank."""
         return self._divided(value) if self.solution.states.get(value) == SPLIT else value.shape
 
     def all_of(self, call: FunctionCall) -> list[tuple[int, ...]]:
@@ -56,18 +56,18 @@ class LocalShapes:
         return [self.of(value) for value in values_of(call)]
 
     def match(self, result: Any, call: FunctionCall) -> bool:
-        """Return whether ``result`` is one that ``call`` may have here."""
+        """Return whether ``result`` has shapes that the results of ``call`` may have on one rank."""
         tensors, values = [leaf for leaf in tree_flatten(result)[0] if isinstance(leaf, torch.Tensor)], values_of(call)
         if len(tensors) != len(values):
             return False
         return all(tuple(tensor.shape) in self._allowed(value) for tensor, value in zip(tensors, values, strict=True))
 
     def empty(self, value: Value) -> torch.Tensor:
-        """Return a tensor without values for ``value``."""
+        """Return a tensor without values, of the shape and kind of type that ``value`` has on one rank."""
         return torch.empty(self.of(value), dtype=torch.float32 if value.floating else torch.long, device="meta")
 
     def split_dims(self, call: FunctionCall) -> set[SymbolicDim]:
-        """Return the split dimensions that the results of ``call`` have."""
+        """Return the split dimensions in the results of ``call``."""
         return {leaf for value in values_of(call) for dim in value.dims for leaf in leaves(dim) if leaf in self.solution.parts}
 
     def _divided(self, value: Value) -> tuple[int, ...]:
@@ -78,7 +78,7 @@ class LocalShapes:
 
 
 def values_of(call: FunctionCall) -> list[Value]:
-    """Return the tensors that ``call`` results in."""
+    """Return the tensors in the result of ``call``."""
     return [leaf for leaf in tree_flatten(call.result)[0] if isinstance(leaf, Value)]
 
 
@@ -88,11 +88,11 @@ _REPEATING = ("__getitem__", "unsqueeze", "expand", "reshape", "contiguous", "vi
 
 @dataclass
 class DryRun:
-    """Findings of a run of one rank's part.
+    """Findings of the dry run of one rank's part.
 
     Attributes:
-        attributes: New values, by module path and attribute name.
-        failures: Dims that cannot be split after all, with the reason.
+        attributes: New integer values, by module path and attribute name.
+        failures: Sets of dims that cannot be split after all, each with the reason.
     """
 
     attributes: dict[str, dict[str, int]] = field(default_factory=dict)
@@ -100,14 +100,14 @@ class DryRun:
 
 
 class _Diverged(Exception):
-    """The split model runs other functions than the whole one."""
+    """Error raised if the split model runs other functions than the whole model."""
 
 
 def dry_run(model: nn.Module, inputs: Inputs, graph: Graph, solution: Solution, ranks: int) -> DryRun:
-    """Runs dry one rank's part of ``model``.
+    """Run one rank's part of ``model`` without values; return the attributes to change, or the failures.
 
     Args:
-        model: The model, or a skeleton of it; stays as it is.
+        model: The model, or a skeleton of it; it is not changed.
         inputs: Inputs of the traced call.
         graph: The trace of the whole model.
         solution: The chosen splits.
@@ -144,12 +144,12 @@ def _run(local: nn.Module, inputs: Inputs, comparison: _Comparison) -> None:
             local(**inputs)
     except _Diverged as error:
         comparison.fail_place(comparison.place, str(error))
-    except Exception as error:  # whatever the model raises: this choice does not run
+    except Exception as error:  # any error of the model means that this choice does not run
         comparison.fail_place(comparison.place, f"{type(error).__name__} in {comparison.place}: {error}")
 
 
 class _Comparison(TorchFunctionMode):
-    """Compares each torch function's result with the shape it must have."""
+    """Mode that compares each torch function's result with the shape it must have."""
 
     def __init__(
         self, graph: Graph, solution: Solution, shares: dict[SymbolicDim, int], ranks: int, outcome: DryRun, modules: dict[str, nn.Module]
@@ -171,18 +171,20 @@ class _Comparison(TorchFunctionMode):
 
     @property
     def place(self) -> str:
-        """Return the module whose code runs."""
+        """Return the path of the module whose code is running."""
         return self.stack[-1]
 
     def fail(self, dims: set[SymbolicDim], reason: str) -> None:
-        """Notes that ``dims`` cannot be split."""
+        """Record that ``dims`` cannot be split; without dims, record it for the running module's dims."""
         if dims:
             self.outcome.failures.append((dims, reason))
         else:
             self.fail_place(self.place, reason)
 
     def fail_place(self, place: str, reason: str) -> None:
-        """Note that the split dimensions inside a module cannot be split; all dimensions if the module has none."""
+        """Record that the split dimensions of a module's parameters cannot be split; else those of the closest parent, else all
+        dimensions.
+        """
         inside: set[SymbolicDim] = set()
         while True:
             prefix = f"{place}." if place else ""
@@ -230,7 +232,7 @@ class _Comparison(TorchFunctionMode):
             return None, error
 
     def _without_result(self, func: Any, args: Any, kwargs: Any, error: Exception | None) -> Any:
-        """Handle a failed function that has no tensor as result (an assignment)."""
+        """Run a function that returns no tensor (an assignment) with other numbers; record a failure if none fits."""
         found = self._try_ints(func, args, kwargs, lambda found: True)
         if found is not None:
             return found[0]
@@ -243,9 +245,7 @@ class _Comparison(TorchFunctionMode):
         return self.position < len(self.graph.functions) and self.graph.functions[self.position].name == function_name(func)
 
     def _skip_repeats(self, func: Any) -> None:
-        """Accept that model code leaves out a repetition of a single item: key/value heads that a rank shares with no other of its
-        heads.
-        """
+        """Accept that model code skips a repetition of a single item, as with a key/value head that one query head of this rank uses."""
         position = self.position
         while position < len(self.graph.functions) and self.graph.functions[position].name in _REPEATING:
             position += 1
@@ -288,9 +288,9 @@ class _Comparison(TorchFunctionMode):
         return [symbol for symbol in symbols if self._owner(symbol)[1] not in self.outcome.attributes.get(self._owner(symbol)[0], {})]
 
     def _try_ints(self, func: Any, args: Any, kwargs: Any, fits: Callable[[Any], bool]) -> tuple[Any] | None:
-        """Evaluates the call with parts of some of its numbers; keeps the first choice that fits."""
+        """Run the call with parts of some of its numbers; keep the first choice whose result fits, and return it in a tuple."""
         symbols = [symbol for symbol in self._open_symbols(args, kwargs) if Symbol(*self._owner(symbol)) not in self.pinned]
-        # A pretrained model's own configuration is saved with it, and says what the whole model is.
+        # A pretrained model's own configuration is saved with it and must keep describing the whole model.
         symbols = [symbol for symbol in symbols if not hasattr(self.modules[self._owner(symbol)[0]], "save_pretrained")]
         smallest = min(self.divisors)
         symbols = [symbol for symbol in symbols if self._known(symbol) % smallest == 0][:_MOST_TRIED]
@@ -307,7 +307,7 @@ class _Comparison(TorchFunctionMode):
         return lambda symbol: self._known(symbol) // parts.get(symbol, 1)
 
     def _guesses(self, symbols: list[Symbol]) -> list[dict[Symbol, int]]:
-        """Return divisions of symbols to try: few before many, but first the numbers that equal the size of a split dimension."""
+        """Return divisors by symbol to try: numbers equal to the size of a split dimension first, then few numbers before many."""
         found = []
         for count in range(1, len(symbols) + 1):
             for chosen in combinations(symbols, count):
@@ -347,7 +347,7 @@ def _evaluated(tree: Any, env: Callable[[Symbol], int]) -> Any:
 
 @contextmanager
 def _boundaries(local: nn.Module, comparison: _Comparison) -> Iterator[None]:
-    """Hook modules, so that the stack of running modules is kept and shapes change as the conversions of the plan change them."""
+    """Hook modules to track the stack of running modules and to change shapes as the plan's conversions do, inside the context."""
     handles = []
     for path, module in local.named_modules():
         conversions = comparison.solution.conversions.get(path, set())

@@ -1,7 +1,7 @@
-"""The collectives of a split model as differentiable functions: copy, reduce, gather, part.
+"""The collectives of a split model as differentiable functions: copy, reduce, gather, take.
 
-Each comes in the variants that the states of a trace ask for ([Note: states] in ``solve.py``). "whole" gradients are the same on every
-rank; "partial" gradients are summands.
+Each function has the variants that the states of a trace need ([Note: states] in ``solve.py``). A "whole" gradient is the same on every
+rank; a "partial" gradient is one summand per rank.
 """
 
 from __future__ import annotations
@@ -17,32 +17,32 @@ class ModelGroup:
     """The ranks that hold one model together.
 
     Attributes:
-        collectives: Their network.
+        collectives: The collectives over these ranks.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModelGroup:
-        return self  # a process group is one
+        return self  # a process group cannot be copied
 
     @property
     def rank(self) -> int:
-        """Return this rank's place."""
+        """Return this rank's position in the group."""
         return self.collectives.rank
 
     @property
     def world(self) -> int:
-        """Return how many ranks."""
+        """Return the number of ranks."""
         return self.collectives.world
 
     @property
     def global_ranks(self) -> tuple[int, ...]:
-        """Return the ranks as the default group counts them."""
+        """Return the ranks as numbered in the default group."""
         return self.collectives.topology.ranks
 
     def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """Return the sum over ranks, a new tensor of the same shape."""
+        """Return the sum of ``tensor`` over ranks, a new tensor of the same shape."""
         total = tensor.contiguous().clone()
         self.collectives.all_reduce(total, label).wait()
         return total
@@ -56,11 +56,11 @@ class ModelGroup:
 
 
 class Part:
-    """Which indices of a dimension each rank holds.
+    """Indices of one dimension that each rank holds.
 
     Attributes:
         dim: The dimension, counted from the front or, if negative, from the back.
-        indices: Per rank, the indices in the order of its tensor.
+        ranges: Per rank, half-open ranges of indices in the order of its tensor.
         full: Size of the whole dimension.
     """
 
@@ -83,13 +83,13 @@ class Part:
         ]
 
     def indices(self, device: torch.device) -> list[torch.Tensor]:
-        """Return for each rank its indices on ``device``."""
+        """Return the indices of each rank as tensors on ``device``."""
         if device not in self._indices:
             self._indices[device] = [torch.cat([torch.arange(start, stop, device=device) for start, stop in part]) for part in self.ranges]
         return self._indices[device]
 
     def holders(self, rank: int, device: torch.device) -> torch.Tensor | None:
-        """Return how many ranks hold each of the indices of ``rank``; None where all are held once."""
+        """Return how many ranks hold each of the indices of ``rank``; None where one rank holds each index."""
         if sum(stop - start for part in self.ranges for start, stop in part) <= self.full:
             return None
         counts = torch.zeros(self.full, dtype=torch.long, device=device)
@@ -105,7 +105,7 @@ class Part:
         return tensor.index_select(self.dim, self.indices(tensor.device)[rank])
 
     def join(self, parts: torch.Tensor) -> torch.Tensor:
-        """Return the whole of stacked parts (ranks, ...)."""
+        """Return the whole tensor that the stacked parts (ranks, ...) make up."""
         if self.in_order:
             return torch.cat(list(parts), dim=self.dim)
         shape = list(parts.shape[1:])
@@ -116,7 +116,7 @@ class Part:
         return whole
 
     def place(self, tensor: torch.Tensor, rank: int) -> torch.Tensor:
-        """Return zeros of the whole shape, with ``tensor`` at the place of ``rank``."""
+        """Return a tensor of the whole shape with ``tensor`` at the indices of ``rank`` and zeros elsewhere."""
         shape = list(tensor.shape)
         shape[self.dim] = self.full
         whole = tensor.new_zeros(shape)
@@ -156,7 +156,7 @@ class _Gather(torch.autograd.Function):
         whole = ctx.group.sum(grad, ctx.label) if ctx.both else grad
         mine = ctx.part.take(whole, ctx.group.rank).contiguous()
         holders = ctx.part.holders(ctx.group.rank, grad.device)
-        if holders is not None:  # the gradient of what several ranks hold is the sum of theirs
+        if holders is not None:  # several ranks hold an index: sum their gradients
             mine = mine / holders.view(-1, *[1] * (mine.dim() - 1 - ctx.part.dim % mine.dim()))
         return mine, None, None, None, None
 
@@ -177,20 +177,20 @@ class _Take(torch.autograd.Function):
 
 
 def copy(tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
-    """Return the tensor itself; its gradient, a summand on each rank, is added up."""
+    """Return the tensor itself; backward sums its gradient, a summand on each rank, over ranks."""
     return _Copy.apply(tensor, group, label) if tensor.requires_grad else tensor
 
 
 def reduce(tensor: torch.Tensor, group: ModelGroup, label: str, both: bool = False) -> torch.Tensor:
-    """Return the sum over ranks; its gradient is whole and passes, or is partial and is added up (``both``)."""
+    """Return the sum over ranks; backward passes its gradient unchanged if it is whole, or sums it over ranks if partial (``both``)."""
     return _Reduce.apply(tensor, group, label, both)
 
 
 def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool = False) -> torch.Tensor:
-    """Return all ranks' parts joined; each rank takes its part of the gradient, which is summed first if it is partial (``both``)."""
+    """Return all ranks' parts joined; backward gives each rank its part of the gradient, summed first if it is partial (``both``)."""
     return _Gather.apply(tensor, group, part, label, both)
 
 
 def take(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool = False) -> torch.Tensor:
-    """Return this rank's part; the gradient is joined from all parts, or stays a summand that is zero elsewhere (``partial``)."""
+    """Return this rank's part; backward joins the gradient from all parts, or leaves a summand, zero elsewhere (``partial``)."""
     return _Take.apply(tensor, group, part, label, partial)

@@ -7,7 +7,7 @@ from typing import Any
 
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim
 
-# How an operation treats a partial sum (a tensor whose values are still to be added up over ranks).
+# Effects of an operation on a partial sum (a tensor that must still be summed over ranks).
 NONE, UNARY, ADDITIVE, PRODUCT_LIKE = "none", "unary", "additive", "product"
 
 PARAMETER, BUFFER, INPUT, CONSTANT, UNIFORM, RESULT = "parameter", "buffer", "input", "constant", "uniform", "result"
@@ -15,16 +15,16 @@ PARAMETER, BUFFER, INPUT, CONSTANT, UNIFORM, RESULT = "parameter", "buffer", "in
 
 @dataclass(eq=False)
 class Value:
-    """One tensor at one time.
+    """One tensor of the trace at one time.
 
     Attributes:
-        dims: A dim per dimension.
-        origin: Its origin; ``UNIFORM`` is a tensor filled with one number.
+        dims: One symbolic dim per dimension.
+        origin: Kind of its source; ``UNIFORM`` is a tensor filled with one number.
         stack: Module calls that were running when it was made, outermost first.
         needs_grad: A gradient reaches it.
         floating: Its elements are floating point numbers.
-        name: Of a parameter or buffer.
-        mask: Its elements are true or false.
+        name: Name of the parameter or buffer; empty for other tensors.
+        mask: Its elements are booleans or bytes, which select places.
     """
 
     dims: tuple[SymbolicDim, ...]
@@ -43,7 +43,7 @@ class Value:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a module. The keys of ``inputs`` and ``outputs`` are the places of the tensors in the arguments ("0", "mask", "2.0")."""
+    """One call of a module. ``inputs`` and ``outputs`` are keyed by the path of a tensor in the arguments ("0", "mask", "2.0")."""
 
     path: str
     kind: type
@@ -53,17 +53,17 @@ class Call:
 
 @dataclass(eq=False)
 class Op:
-    """One operation.
+    """One operation of the trace.
 
     Attributes:
-        name: For messages.
+        name: Name of the operation, for messages.
         inputs: Tensors read, in order.
         outputs: Tensors made.
         stack: Module calls running, outermost first.
-        partial: Result of the operation on a partial sum.
+        partial: Effect of the operation on a partial sum.
         contracted: Dims summed over: where one is split, the output is a partial sum.
         bias: Index of an input that is added after the contraction.
-        random: Draws random numbers.
+        random: The operation draws random numbers.
         gathers: Index of the output dimension that an opaque norm needs whole, or None.
     """
 
@@ -79,13 +79,13 @@ class Op:
 
     @property
     def place(self) -> str:
-        """Return the module whose code runs it."""
+        """Return the path of the module whose code runs the operation."""
         return self.stack[-1].path if self.stack else ""
 
 
 @dataclass(eq=False)
 class FunctionCall:
-    """One call of a torch function by the model's code, with its result (tensors replaced by values)."""
+    """One call of a torch function by the model's code, with its result (tensors are replaced by ``Value``)."""
 
     name: str
     result: Any
@@ -94,15 +94,15 @@ class FunctionCall:
 
 @dataclass
 class Graph:
-    """A traced forward.
+    """Trace of one forward.
 
     Attributes:
         events: Operations and ends of module calls, in order.
         functions: Calls of torch functions, in order.
-        parameters: By the name in the model.
+        parameters: Values of parameters, by name in the model.
         calls: All calls of modules.
-        opaque: Paths of norms that are written down as one operation.
-        values: What does not depend on a parameter was computed; [Note: values] in ``trace.py``.
+        opaque: Paths of norms that are recorded as one operation.
+        values: Tensors that do not depend on a parameter were computed; [Note: values] in ``trace.py``.
     """
 
     events: list[Op | Call] = field(default_factory=list)

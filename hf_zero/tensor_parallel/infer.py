@@ -1,12 +1,13 @@
-"""Find out how a model can be split: trace, choose, run dry, until all three agree.
+"""Find out how a model can be split: trace, solve, run dry, until all three agree.
 
 [Note: how a plan is found]
 
 1. ``trace``: the model runs once on the meta device; each operation records how dimensions of its tensors relate ([Note: symbolic dims]).
-2. ``solve``: dims that no operation needs complete are split. Read forward, the trace tells which tensors are then split, whole or partial
-   ([Note: states]); read backward, it tells where gradients are summed. A choice without a consistent reading is dropped, with the reason.
-3. ``dry_run``: one rank's part runs without values; operations and shapes must agree. Integers of the model's code that mean a split dim
-   (``tracked_ints``) are set to the rank's part.
+2. ``solve``: dims that no operation needs complete are split. Read forward, the trace shows which tensors are then split, whole or partial
+   ([Note: states]); read backward, it shows where gradients must be summed. A choice without a consistent reading is dropped, with the
+   reason.
+3. ``dry_run``: one rank's part runs without values; operations and shapes must agree. Integers of the model's code that hold the size of
+   a split dim (``tracked_ints``) are set to the size of the rank's part.
 4. Large linear layers that no split dim passes are split on their own, with one more collective each; so are embedding and head.
 5. ``apply``: parameters are cut in place, and collectives are hooks on modules, which keep their classes and names.
 
@@ -33,14 +34,14 @@ _MOST_ROUNDS = 12
 
 @dataclass
 class Findings:
-    """All that is known about splitting a model.
+    """All findings about how a model can be split.
 
     Attributes:
         graph: The trace, or None where the model could not be traced.
         solution: Splits along the data flow.
-        attributes: Attributes that the model's code must find changed.
-        local_splits: Layers split by themselves.
-        reasons: Why linear layers stay whole.
+        attributes: Integer attributes to change, by module path and name.
+        local_splits: Layers split by themselves, by path.
+        reasons: Why linear layers stay whole, by path.
     """
 
     graph: Graph
@@ -58,14 +59,14 @@ def infer(
     forced: Mapping[str, str] | None = None,
     repeats: bool = False,
 ) -> Findings:
-    """Find how ``model`` splits over ``ranks``.
+    """Find how ``model`` can be split over ``ranks``.
 
     Args:
         model: The model; only its shapes and code are used.
-        inputs: A call that runs all of it, on the device "meta".
+        inputs: Arguments of a call that runs all of the model, on the device "meta" or on the host.
         ranks: Number of ranks.
         keep_whole: Linear layers that the user wants whole.
-        forced: Linear layers to split by themselves, and how.
+        forced: Linear layers to split by themselves, with the kind of split.
         repeats: See ``solve``.
 
     Raises:
@@ -87,7 +88,7 @@ def infer(
             block(dim, "not used in the traced forward")
     for op in graph.ops():
         if op.name in _PRODUCTS and any(0 in value.shape for value in op.outputs):
-            # Rows that values choose, and made-up values chose none: where the product goes is not known.
+            # Values choose the rows, and made-up values chose none, so the users of the product are unknown.
             for dim in (dim for value in op.inputs for dim in value.dims):
                 block(dim, "multiplies rows that values choose")
     solution, outcome = solve(graph, ranks, repeats), DryRun()
@@ -104,14 +105,14 @@ def infer(
 
 
 def unread(graph: Graph) -> list[Value]:
-    """Return parameters that no operation reads."""
+    """Return the parameters that no operation reads."""
     read = {value for op in graph.ops() for value in op.inputs}
     return [value for value in graph.parameters.values() if value not in read]
 
 
 def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:
-    """Return the norms inside modules of several linear layers that keep a dimension of one of them whole: query and key norms over all
-    heads.
+    """Return the norms between several linear layers of one module that keep a dimension of one of them whole, such as query and key norms
+    over all heads.
     """
     modules = dict(model.named_modules())
     makers = {value: op for op in graph.ops() for value in op.outputs}
@@ -132,14 +133,14 @@ def _blocking_norms(graph: Graph, model: nn.Module) -> frozenset[str]:
         last = sources[0].dims[-1]
         if last.size == 1 or not any(leaf.blocked for leaf in leaves(last)):
             continue
-        # Between layers of one module only: a norm of the residual stream stays where it is.
+        # Only between layers of one module: a norm of the residual stream is left alone.
         if _made_inside(makers, sources[0], call.path.rpartition(".")[0]):
             found.add(call.path)
     return frozenset(found)
 
 
 def _made_inside(makers: Mapping[Value, Op], value: Value, home: str) -> bool:
-    """Return whether all that ``value`` is computed from comes out of products of module ``home`` and its layers, element-wise."""
+    """Return whether ``value`` is computed element-wise from products of module ``home`` and its layers alone."""
     waiting, seen = [value], set()
     while waiting:
         value = waiting.pop()

@@ -1,8 +1,8 @@
-"""Linear and embedding layers that are split by themselves, locally: between whole inputs and whole outputs.
+"""Split linear and embedding layers by themselves, between whole inputs and whole outputs.
 
-Where no split flows through a layer's surroundings, the layer can still be split by itself: a linear layer over its outputs, which are
-then gathered, or over its inputs, which are cut first and whose products are added up; an embedding over its vocabulary, where each
-rank looks up what it has and the results are added up. Always exact, at the price of one more collective.
+A layer whose neighbours cannot be split with it can still be split by itself. A linear layer is split over its outputs, which are then
+gathered, or over its inputs, which are cut first and whose products are summed. An embedding is split over its vocabulary: each rank
+looks up the rows it holds, and the results are summed. The result is always exact, at the cost of one more collective.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.tensor_parallel.graph import Graph, Op, Value
 from hf_zero.tensor_parallel.plan import GATHERED, SCATTERED, VOCABULARY
 from hf_zero.tensor_parallel.solve import WHOLE, Solution, is_linear
 
-# What linear and embedding layers do. A layer that does more (counts positions, quantises) cannot be split from outside.
+# Operations of plain linear and embedding layers. A layer that does more (counts positions, quantises) cannot be split from outside.
 _PLAIN = {
     "linear", "addmm", "mm", "t", "transpose", "permute", "view", "_unsafe_view", "reshape", "add", "embedding", "mul", "_to_copy",
     "clone", "detach",
@@ -24,10 +24,10 @@ _PLAIN = {
 
 READ_ELSEWHERE = "its weight is read by"
 
-# Layers smaller than this part of the largest are not worth a collective of their own (routers, gates of single heads).
+# Layers smaller than this fraction of the largest are not worth a collective of their own (routers, gates of single heads).
 _WORTH = 1 / 16
 
-# Nor those smaller than this part whose outputs every rank works on with its own heads: key and value of fewer heads than ranks.
+# The same for layers on whose outputs every rank works with its own heads: key and value of fewer heads than ranks.
 _WORTH_SHARED = 1 / 4
 
 
@@ -36,11 +36,11 @@ class LocalSplit:
     """One layer split by itself.
 
     Attributes:
-        path: The module.
-        how: ``GATHERED``, ``SCATTERED`` or ``VOCABULARY``.
-        size: The dimension that is divided.
-        partial: The gradient of its output is partial, and so may be that of its input.
-        key: Of an embedding: the argument that holds the indices.
+        path: Path of the module.
+        how: Kind of split: ``GATHERED``, ``SCATTERED`` or ``VOCABULARY``.
+        size: Size of the dimension that is divided.
+        partial: The gradient of its output is partial, and the gradient of its input may be partial, too.
+        key: For an embedding, the argument that holds the indices.
     """
 
     path: str
@@ -53,7 +53,7 @@ class LocalSplit:
 def split_locally(
     graph: Graph, solution: Solution, model: nn.Module, ranks: int, keep_whole: Set[str], forced: Mapping[str, str]
 ) -> tuple[dict[str, LocalSplit], dict[str, str]]:
-    """Return the layers to split separately, and for linear layers that stay whole the reason.
+    """Return the layers to split by themselves, and the reason for each linear layer that stays whole.
 
     Args:
         graph: Trace of the model.
@@ -61,7 +61,7 @@ def split_locally(
         model: The traced skeleton.
         ranks: Number of ranks.
         keep_whole: Linear layers that the user wants whole.
-        forced: Linear layers that the user wants split in one of these ways.
+        forced: Linear layers that the user wants split, with the kind of split.
     """
     owners: dict[int, list[str]] = {}
     for path, module in model.named_modules():
@@ -119,7 +119,7 @@ def _judge(
     override: str | None,
     graph: Graph,
 ) -> tuple[str, list[LocalSplit]]:
-    """Return the reason why the weight stays whole, or the splits of its layers."""
+    """Return the reason why the weight stays whole, or an empty text and the splits of its layers."""
     if not uses:
         return "not used in the traced forward", []
     foreign = [op for op in uses if _reads(op, value) not in ("linear", "embedding") or op.place not in paths]

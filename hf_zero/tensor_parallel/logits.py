@@ -1,10 +1,10 @@
-"""Logits of which each rank holds a part of the vocabulary, and the cross-entropy over the parts.
+"""Logits of which each rank holds a part of the vocabulary, and the cross-entropy computed over the parts.
 
-[Note: vocabulary-parallel loss] A model's head that is split over the vocabulary returns ``VocabularyLogits``. It has the shape of the
-whole logits and holds this rank's part. Element-wise work, views and slices that leave the vocabulary alone, and
-``torch.nn.functional.cross_entropy`` (which transformers' losses end in) work on the parts; whatever else reads it gets them gathered.
-The loss over the parts is that of Megatron-LM (Shoeybi et al. 2019): maximum and sum of exponentials are reduced over the ranks, so that
-the whole logits (rows x vocabulary, in fp32 the largest tensor of many a training step) are never there.
+[Note: vocabulary-parallel loss] A model's head that is split over the vocabulary returns ``VocabularyLogits``, with the shape of the whole
+logits and the values of this rank's part. Three kinds of operation work on the parts: element-wise ones, views and slices that keep the
+vocabulary whole, and ``torch.nn.functional.cross_entropy`` (which transformers' losses call). Any other reader gets the gathered logits.
+The loss over the parts follows Megatron-LM (Shoeybi et al. 2019): maximum and sum of exponentials are reduced over the ranks, so that the
+whole logits (rows x vocabulary, in fp32 often the largest tensor of a training step) never exist.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _METADATA = {"size", "dim", "numel", "nelement", "element_size", "is_floating_po
 
 
 class VocabularyLogits(torch.Tensor):
-    """Whole logits by their shape, a part of the vocabulary (the last dimension) by their values; [Note: vocabulary-parallel loss].
+    """Tensor with the shape of the whole logits and the values of a part of the vocabulary; [Note: vocabulary-parallel loss].
 
     Attributes:
-        local: This rank's part: the same shape up to the last dimension.
-        group: The ranks that hold the other parts.
-        part: Indices that each rank holds.
-        label: For messages of collectives.
+        local: This rank's part; its last dimension is smaller.
+        group: The ranks that hold the vocabulary together.
+        part: Indices of the vocabulary that each rank holds.
+        label: Label of the collectives, also for messages.
     """
 
     local: torch.Tensor
@@ -60,11 +60,11 @@ class VocabularyLogits(torch.Tensor):
         return self._whole
 
     def with_local(self, local: torch.Tensor) -> VocabularyLogits:
-        """Return logits that hold ``local`` instead."""
+        """Return logits whose part on this rank is ``local``."""
         return VocabularyLogits(local, self.group, self.part, self.label)
 
     def __repr__(self, *args: Any, **kwargs: Any) -> str:  # type: ignore[override]
-        """Return a description without a collective, because one rank alone may print."""
+        """Return a description of shapes, without a collective, because one rank alone may print."""
         return f"VocabularyLogits({tuple(self.local.shape[:-1])} x {self.local.shape[-1]} of {self.part.full} on this rank)"
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -93,13 +93,13 @@ class VocabularyLogits(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Refuse calls from C++ code and ``torch.autograd.Function``, which bypass the functions above: gradients would be lost there."""
+        """Refuse calls from C++ code and ``torch.autograd.Function`` that bypass ``__torch_function__``: they would lose gradients."""
 
         def plain(logits: VocabularyLogits) -> torch.Tensor:
             if logits.local.requires_grad:
                 raise StateError(
                     f"{func} reads logits of {logits.label}, of which each rank holds a part of the vocabulary, below autograd: "
-                    "pass it logits.whole(), or take the rule 'vocabulary' for this layer out of tensor_parallel.partition_config"
+                    "pass it logits.whole(), or remove the rule 'vocabulary' for this layer from tensor_parallel.partition_config"
                 )
             return logits.whole()
 
@@ -117,7 +117,7 @@ def _attribute(name: str, descriptor: Any, func: Any, args: Any) -> Any:
 
 
 def _on_part(name: str, func: Any, logits: VocabularyLogits, rest: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result where the parts can be worked on one by one; None where all are needed."""
+    """Return the function's result where each part can be computed alone; None where it needs the whole logits."""
     if name == "cross_entropy":
         return _loss(logits, *rest, **kwargs)
     if name in _POINTWISE and not any(isinstance(item, torch.Tensor) and item.dim() for item in (*rest, *kwargs.values())):
@@ -132,7 +132,7 @@ def _on_part(name: str, func: Any, logits: VocabularyLogits, rest: Any, kwargs: 
 
 
 def _leaves_last(index: Any, ndim: int) -> bool:
-    """Return whether ``tensor[index]`` of ``ndim`` dimensions takes nothing out of the last one."""
+    """Return whether ``tensor[index]`` of ``ndim`` dimensions keeps the last dimension whole."""
     places = list(index) if isinstance(index, tuple) else [index]
     if any(isinstance(place, (list, bool)) for place in places):
         return False
@@ -154,8 +154,8 @@ def _loss(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Compute ``torch.nn.functional.cross_entropy``; return None if it needs whole logits: class weights, smoothing, probabilities as
-    targets.
+    """Compute ``torch.nn.functional.cross_entropy``; return None if it needs whole logits: with class weights, smoothing, or
+    probabilities as targets.
     """
     by_class = weight is not None or label_smoothing or size_average is not None or reduce is not None
     if by_class or target.is_floating_point() or logits.dim() > 2:
@@ -168,7 +168,7 @@ def _loss(
 
 
 class _RowLoss(torch.autograd.Function):
-    """The loss of each row, 0 where it is ignored; whole on every rank, with the gradient of this rank's part of the logits."""
+    """The loss of each row, 0 for ignored rows; whole on every rank. Backward gives the gradient of this rank's part of the logits."""
 
     @staticmethod
     def forward(

@@ -1,8 +1,9 @@
-"""Read plans that are given: rules of the configuration, the edited table of a saved plan, or the model's own ``tp_plan``.
+"""Read given plans: rules of the configuration, the edited table of a saved plan, or the model's own ``tp_plan``.
 
-[Note: the model's own plan] Such plans are patterns with the names of styles ("model.layers.*.mlp.down_proj": "rowwise"). Many name layers
-that cannot be split so, or leave out a norm whose gradient has to be added up, which goes wrong silently. A line therefore decides only
-between ways to split that are exact. The data flow decides which layers are split together, and the table says whether they agree.
+[Note: the model's own plan] Such plans map patterns to styles ("model.layers.*.mlp.down_proj": "rowwise"). Many name layers that cannot be
+split in that style, or omit a norm whose gradient has to be summed; following them would give silently wrong results. So a line of such a
+plan only chooses between exact ways to split. The data flow decides which layers are split together, and the table shows where the model's
+plan differs.
 
 A model that cannot be traced is split only at linear layers that the user names, each by itself between whole tensors: without a trace
 nothing is known about the tensors between layers.
@@ -30,7 +31,7 @@ _BY_STYLE = {COLUMN: GATHERED, ROW: SCATTERED}
 
 
 def own_styles(model: nn.Module) -> dict[str, str]:
-    """Return styles by starred path, as the model and its configuration give them; empty where there are none."""
+    """Return the styles of the model's own plan, by path with stars for numbers; empty where it has no plan."""
     for name in ("tp_plan", "_tp_plan"):
         found = getattr(model, name, None)
         if isinstance(found, Mapping) and found:
@@ -39,7 +40,7 @@ def own_styles(model: nn.Module) -> dict[str, str]:
 
 
 def named_layers(model: nn.Module) -> dict[str, str]:
-    """Return the linear layers that the model's own plan, or its configuration's, names, with their split; patterns match as for file
+    """Return the linear layers that the model's plan, or its configuration's, names, with the split; patterns match like file
     names.
     """
     styles = own_styles(model) or getattr(getattr(model, "config", None), "base_model_tp_plan", None) or {}
@@ -49,14 +50,16 @@ def named_layers(model: nn.Module) -> dict[str, str]:
 
 
 def family_of(style: str) -> str:
-    """Return the effect of a style on a linear or embedding layer; empty for styles of other modules."""
+    """Return the split that a style means for a linear or embedding layer; empty for styles of other modules."""
     if style.startswith("embedding"):
         return VOCABULARY if "rowwise" in style else ""
     return COLUMN if "colwise" in style else ROW if "rowwise" in style else ""
 
 
 def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
-    """Return the layers that ``plan`` splits separately and otherwise than the model's own plan, with the split of that plan."""
+    """Return the layers that ``plan`` splits by themselves, but differently from the model's own plan, with the split of the model's
+    plan.
+    """
     found = {}
     for path, entry in plan.modules.items():
         wanted = _BY_STYLE.get(family_of(styles.get(starred(path), "")))
@@ -66,7 +69,7 @@ def preferences(plan: TpPlan, styles: Mapping[str, str]) -> dict[str, str]:
 
 
 def note_source(plan: TpPlan, styles: Mapping[str, str]) -> None:
-    """Note in the table of ``plan`` which rows come from the model's own plan, and what that plan gives for other rows."""
+    """Mark the rows of ``plan``'s table that agree with the model's own plan, and note that plan's style in rows that differ."""
     for path, entry in plan.modules.items():
         style = styles.get(starred(path))
         if style is None or entry.source != "inferred":
@@ -89,18 +92,18 @@ def _agree(entry: ModulePlan, style: str) -> bool:
 
 
 _FAMILY = {COLUMN: COLUMN, GATHERED: COLUMN, ROW: ROW, SCATTERED: ROW, VOCABULARY: VOCABULARY}
-HEADS = ("lm_head", "embed_out")  # what models call the layer that makes logits
+HEADS = ("lm_head", "embed_out")  # usual names of the layer that makes logits
 _LOCAL = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
 @dataclass
 class Overrides:
-    """Overrides by path of linear layers.
+    """Splits that the user asks for, by path of linear layers.
 
     Attributes:
         whole: Layers that stay whole.
-        families: Layers that shall be split over their outputs (``COLUMN``) or inputs (``ROW``), or whose outputs shall not be gathered
-            before the loss (``VOCABULARY``).
+        families: Layers to split over their outputs (``COLUMN``) or inputs (``ROW``), or whose outputs are not gathered before the loss
+            (``VOCABULARY``).
         source: Origin of the overrides, for the table.
     """
 
@@ -109,11 +112,13 @@ class Overrides:
     source: str = "inferred"
 
     def keeping(self, paths: Collection[str]) -> Overrides:
-        """Return these overrides with the modules at ``paths`` kept whole, whatever the user asks: other ranks have other experts."""
+        """Return these overrides with the modules at ``paths`` kept whole, against the user's wish, because ranks hold different experts
+        there.
+        """
         return replace(self, whole={*self.whole, *paths}, families={path: how for path, how in self.families.items() if path not in paths})
 
     def unmet(self, plan: TpPlan) -> dict[str, str]:
-        """Return the layers that ``plan`` splits otherwise than the user asks, with the way in which they can be split separately."""
+        """Return the layers that ``plan`` does not split as the user asks, with the split by itself that would."""
         found = {}
         for path, family in self.families.items():
             split = plan.modules[path].split if path in plan.modules else WHOLE
@@ -123,7 +128,7 @@ class Overrides:
 
 
 def overrides_of(section: Mapping[str, Any], base: TpPlan | Mapping[str, str] | None, module: nn.Module) -> Overrides:
-    """Return the overrides in an edited plan, in patterns with splits, or in the configuration's ``tensor_parallel`` section."""
+    """Return the overrides from an edited plan, from patterns with splits, or from the configuration's ``tensor_parallel`` section."""
     linear = [path for path, child in module.named_modules() if is_linear(type(child))]
     if isinstance(base, Mapping):
         return _from_patterns(base, linear)
@@ -217,16 +222,16 @@ _HOW = {COLUMN: GATHERED, ROW: SCATTERED, VOCABULARY: VOCABULARY}
 
 
 def plan_named_layers(model: nn.Module, ranks: int, overrides: Overrides, untraceable: str) -> TpPlan:
-    """Splits the layers that ``overrides`` names, over ``ranks``.
+    """Plan to split the layers that ``overrides`` names, each by itself, over ``ranks``.
 
     Args:
         model: Any model; only shapes are read.
         ranks: Size of a tensor-parallel group.
-        overrides: The layers, and whether they are split over outputs or inputs.
-        untraceable: Why the model could not be traced.
+        overrides: The layers, with the kind of split.
+        untraceable: Why the model could not be traced, for the plan's notes.
 
     Raises:
-        ConfigError: A layer does not divide, shares its weight with another module, or is no plain linear layer.
+        ConfigError: A layer does not divide by ``ranks``, shares its weight with another module, or is no plain linear layer.
     """
     plan = TpPlan(ranks, overrides.source, notes=[f"split layer by layer: {untraceable}"])
     modules = dict(model.named_modules())

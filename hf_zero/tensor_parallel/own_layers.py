@@ -1,7 +1,7 @@
-"""Recognize layers that something else has divided over ranks.
+"""Recognize layers that a script or a library has already divided over ranks.
 
-A script may have divided layers itself, as Megatron does: the marks on its parameters become ours. Models that torch or transformers has
-divided are refused, because an engine shards whole models.
+A script may have divided layers itself, as Megatron does: its marks on parameters are translated into hf_zero's. Models that torch or
+transformers has divided are refused, because an engine shards whole models.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from hf_zero.core.units.tp_shard import TpShard, mark_tp_shard, tp_shard_of
 from hf_zero.core.units.unit import full_shape
 from hf_zero.errors import ConfigError, UnsupportedError
 
-_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes of a parameter, true of one that is a part
+_DIVIDED = ("model_parallel", "tensor_model_parallel")  # attributes of a parameter; true where it is a part
 
 
 def mark_own_layers(model: nn.Module, axis: Topology) -> None:
-    """Mark the parameters that a script declares as parts; without a mark a parameter counts as a copy that all ranks of the axis have.
+    """Mark the parameters that a script declares as parts; all other parameters count as copies that every rank of the axis has.
 
-    So the norm counts every element once, and a checkpoint has the parts of all ranks. Of a parameter with ``model_parallel`` or
-    ``tensor_model_parallel`` the dimension is ``partition_dim`` (0 where there is none), and ``partition_stride`` is of how many pieces,
-    each divided over the ranks, the whole is made.
+    With the marks, the norm counts every element once, and a checkpoint has the parts of all ranks. A parameter with ``model_parallel`` or
+    ``tensor_model_parallel`` is divided in dimension ``partition_dim`` (default 0); ``partition_stride`` is the number of pieces of the
+    whole, each of which is divided over the ranks.
 
     Args:
-        model: Of this rank; its parameters may be sharded already.
+        model: The model on this rank; its parameters may be sharded already.
         axis: The ranks that hold one model together.
 
     Raises:
@@ -55,12 +55,12 @@ def _part(name: str, param: nn.Parameter, axis: Topology) -> TpShard:
 
 
 def require_whole(model: nn.Module) -> None:
-    """Refuses a model whose parameters are distributed over a DeviceMesh, as ``from_pretrained(distributed_config=...)`` loads them.
+    """Refuse a model whose parameters are DTensors over a DeviceMesh, as ``from_pretrained(distributed_config=...)`` loads them.
 
     Raises:
-        UnsupportedError: It is one. Names a parameter, its mesh, and the settings that give the same layout here.
+        UnsupportedError: A parameter is a DTensor. The message has its name and mesh, and the settings that give the same layout here.
     """
-    tensors = sys.modules.get("torch.distributed.tensor")  # without the module there is none of its tensors
+    tensors = sys.modules.get("torch.distributed.tensor")  # no DTensor can exist while the module is not imported
     kind: Any = getattr(tensors, "DTensor", ())
     found = next(((name, param) for name, param in model.named_parameters() if isinstance(param, kind)), None)
     if found is None:

@@ -1,4 +1,4 @@
-"""``TpPlan``: how a model is split, as plain data that can be printed, saved as JSON, edited and loaded."""
+"""``TpPlan``: the splits of a model as plain data that can be printed, saved as JSON, edited and loaded."""
 
 from __future__ import annotations
 
@@ -24,12 +24,13 @@ _FORMAT = 1
 
 @dataclass
 class SplitParameter:
-    """One parameter or buffer that is divided.
+    """Division of one parameter or buffer.
 
     Attributes:
-        shape: Whole shape.
+        shape: Shape of the whole tensor.
         dim: The dimension that is divided.
-        ranges: What each rank holds of it, in the order of its tensor. The gradients of indices that several ranks hold are summands.
+        ranges: Per rank, its indices in that dimension, in the order of its tensor. Gradients of indices that several ranks hold are
+            summands.
     """
 
     shape: list[int]
@@ -43,10 +44,10 @@ class Boundary:
 
     Attributes:
         side: "in" or "out".
-        key: The tensor's place in the arguments or the result ("hidden_states", "0.1"; empty: the only one).
-        kind: See ``solve.py`` and ``local_split.py``.
+        key: Path of the tensor in the arguments or the result ("hidden_states", "0.1"); empty for the only tensor.
+        kind: Name of the conversion; see ``solve.py`` and ``local_split.py``.
         dim: Dimension that is cut or joined.
-        ranges: The same as in ``SplitParameter``.
+        ranges: Per rank, its indices in that dimension; see ``SplitParameter``.
         full: Size of the whole dimension.
     """
 
@@ -60,7 +61,7 @@ class Boundary:
 
 @dataclass
 class ModulePlan:
-    """A row of the table: how a module is split and why."""
+    """One row of the plan's table: how a module is split, and why."""
 
     split: str
     reason: str = ""
@@ -69,19 +70,20 @@ class ModulePlan:
 
 @dataclass
 class TpPlan:
-    """Plan of how a model is split over ``ranks``.
+    """Plan for splitting a model over ``ranks``.
 
     Attributes:
         ranks: Size of a tensor-parallel group.
         source: Origin of the plan.
-        modules: By path: linear and embedding layers and all others with divided parameters. The part a user edits.
-        parameters: By name: what is divided.
-        buffers: Likewise.
-        summed: Parameters that every rank holds whole and whose gradients are summands.
-        borders: Conversions at a module's boundary, by its path.
-        rows: Linear layers whose bias is added after the sum over ranks.
-        attributes: By path: integer attributes of the module with other values on a part of the model.
-        random: Modules that draw random numbers for divided tensors: each rank its own.
+        modules: Rows of the table by path: linear and embedding layers, and other modules with divided parameters. Users may edit this
+            part.
+        parameters: Division of each divided parameter, by name.
+        buffers: Division of each divided buffer, by name.
+        summed: Names of parameters that every rank holds whole and whose gradients are summands.
+        borders: Conversions at a module's boundary, by the module's path.
+        rows: Paths of linear layers whose bias is added after the sum over ranks.
+        attributes: By path: integer attributes of the module with their values on a part of the model.
+        random: Paths of modules that draw random numbers for divided tensors; each rank draws its own.
         notes: Notes for the user.
     """
 
@@ -105,7 +107,7 @@ class TpPlan:
         return {"format": _FORMAT, "digest": _digest(data["modules"]), **data}
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes the plan as JSON.
+        """Write the plan to ``path`` as JSON.
 
         Raises:
             ConfigError: The file cannot be written.
@@ -117,7 +119,7 @@ class TpPlan:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> TpPlan:
-        """Reads a plan; see ``from_dict``."""
+        """Read a plan from a JSON file; see ``from_dict``."""
         with reading(f"the tensor-parallel plan {path}", ConfigError):
             return cls.from_dict(read_json(Path(path), ConfigError), str(path))
 
@@ -126,7 +128,7 @@ class TpPlan:
         """Return a plan from plain data.
 
         Raises:
-            ConfigError: It is no plan of this format, or a module's split is unknown.
+            ConfigError: ``data`` is no plan of this format, or a module's split is unknown.
         """
         if data.get("format") != _FORMAT:
             raise ConfigError(f"{where}: format is {data.get('format')!r}, {_FORMAT} is allowed")
@@ -152,19 +154,19 @@ class TpPlan:
         plan.edited = data.get("digest") != _digest(data["modules"])
         return plan
 
-    edited = False  # whether ``modules`` was changed since the plan was made: the rest is then out of date
+    edited = False  # ``modules`` was changed since the plan was made, so the other parts are out of date
 
-    # -- questions ----------------------------------------------------------------------------------------------------
+    # -- table --------------------------------------------------------------------------------------------------------
 
     def table(self) -> Iterator[tuple[str, str, str, str]]:
-        """Yield rows (module, split, source, reason); layers of one kind share a row where they are split in the same way."""
+        """Yield rows (module, split, source, reason); equal rows of layers whose paths differ only in numbers are yielded once."""
         grouped: dict[tuple[str, str, str, str], int] = {}
         for path, entry in self.modules.items():
             grouped.setdefault((starred(path), entry.split, entry.source, entry.reason), 0)
         yield from grouped
 
     def split_share(self, linear: Mapping[str, int]) -> float:
-        """Return the share of linear weights that is divided; ``linear`` has the elements of each linear layer by path."""
+        """Return the fraction of linear weights that is divided; ``linear`` has the number of elements of each linear layer by path."""
         total = sum(linear.values())
         split = sum(numel for path, numel in linear.items() if path in self.modules and self.modules[path].split != WHOLE)
         return split / total if total else 0.0
@@ -189,7 +191,7 @@ def _digest(modules: Mapping[str, Any]) -> str:
 
 
 def ranges_of(indices: list[int]) -> list[tuple[int, int]]:
-    """Return indices in order as half-open ranges."""
+    """Return ascending indices as half-open ranges."""
     found: list[tuple[int, int]] = []
     for index in indices:
         if found and found[-1][1] == index:

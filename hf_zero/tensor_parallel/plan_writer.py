@@ -1,4 +1,4 @@
-"""From what was found out about a model to the plan that says it in plain data."""
+"""Write the findings about a model as a plan in plain data."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def write_plan(findings: Findings, model: nn.Module, ranks: int, source: str) ->
 
 
 def add_local_split(plan: TpPlan, module: nn.Module, layer: LocalSplit, names: Mapping[int, str], ranks: int) -> None:
-    """Puts ``module``, a layer that is split by itself, into ``plan``; ``names``: of parameters by their id."""
+    """Add ``module``, which ``layer`` splits by itself, to ``plan``; ``names`` maps the ids of parameters to their names."""
     conv1d = type(module).__name__ == "Conv1D"
     weight = module.weight
     dim = int((layer.how == SCATTERED) != conv1d)
@@ -49,7 +49,7 @@ def add_local_split(plan: TpPlan, module: nn.Module, layer: LocalSplit, names: M
     ranges: Ranges = [[(rank * width, (rank + 1) * width)] for rank in range(ranks)]
     plan.parameters[names[id(weight)]] = SplitParameter(list(weight.shape), dim, ranges)  # type: ignore[arg-type]
     if conv1d and dim == 1:
-        plan.attributes.setdefault(layer.path, {})["nf"] = width  # Conv1D gives its result the shape that this attribute says
+        plan.attributes.setdefault(layer.path, {})["nf"] = width  # Conv1D reads the width of its result from this attribute
     bias = getattr(module, "bias", None)
     head = layer.how == VOCABULARY and is_linear(type(module))
     if bias is not None and (head or layer.how == GATHERED):
@@ -79,7 +79,7 @@ class _Writer:
         self.names = {id(param): name for name, param in model.named_parameters()}
 
     def divide(self, dims: Sequence[SymbolicDim]) -> tuple[int, Ranges] | None:
-        """Return which of ``dims`` is split, and each rank's ranges of it."""
+        """Return the position of the dimension among ``dims`` that is split, and each rank's ranges of it; None if none is split."""
         for axis, dim in enumerate(dims):
             if any(leaf in self.solution.parts for leaf in leaves(dim)):
                 return axis, [ranges_of(indices(dim, self.solution.shares(rank))) for rank in range(self.ranks)]
@@ -118,12 +118,12 @@ class _Writer:
         return SplitParameter(list(value.shape), *divided)
 
     def split_locally(self, plan: TpPlan) -> None:
-        """Write the layers that are split separately."""
+        """Write the layers that are split by themselves."""
         for path, layer in self.findings.local_splits.items():
             add_local_split(plan, self.modules[path], layer, self.names, self.ranks)
 
     def rows_of_table(self, plan: TpPlan) -> None:
-        """Write for each linear, embedding or otherwise divided module its split and the reason."""
+        """Write the row of each linear, embedding or otherwise divided module: its split and the reason."""
         owners: dict[str, str] = {}
         for path, module in self.modules.items():
             for name, param in module.named_parameters(recurse=False):

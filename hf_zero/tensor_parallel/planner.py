@@ -1,4 +1,4 @@
-"""Makes the plan for a model: the user's overrides first, then the plan that the model brings, then what its code shows."""
+"""Make the plan for a model from three sources, in this order: the user's overrides, the model's own plan, the data flow of its code."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from hf_zero.tensor_parallel.solve import is_linear
 from hf_zero.tensor_parallel.symbolic_dims import local_size
 from hf_zero.tensor_parallel.trace import Inputs, have_values
 
-_USABLE = range(2, 65)  # numbers of ranks that messages try
+_USABLE = range(2, 65)  # numbers of ranks that messages may suggest
 _LENGTHS = (16, 64, 512)
 
 
 class UnknownFlowError(ConfigError):
-    """The model cannot be traced and nothing of it is named, so no plan is known."""
+    """Error raised if the model cannot be traced and no layer is named, so no plan can be made."""
 
 
 def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overrides: Overrides | None = None) -> TpPlan:
@@ -33,13 +33,13 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
     Args:
         model: Any model; values and device of its parameters do not matter.
         ranks: Size of a tensor-parallel group.
-        inputs: A call that runs all of the model; None makes one up for transformers' models.
-        overrides: What the user wants; a layer that the model's data flow splits otherwise is then split by itself. Of a model that cannot
-            be traced, what they name is split, each layer by itself.
+        inputs: Arguments of a call that runs all of the model; None makes them up for transformers' models.
+        overrides: Splits that the user asks for. A layer that the model's data flow splits differently is then split by itself. In a model
+            that cannot be traced, only the layers they name are split, each by itself.
 
     Raises:
-        ConfigError: Nothing of the model can be split over so many ranks.
-        UnknownFlowError: The model cannot be traced and nothing is named.
+        ConfigError: No part of the model can be split over so many ranks, or an override cannot be met.
+        UnknownFlowError: The model cannot be traced and no layer is named.
     """
     overrides = overrides or Overrides()
     copy = skeleton(model).train()
@@ -60,7 +60,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
         other = write_plan(_infer(copy, ranks, inputs, overrides.whole, preferred), copy, ranks, overrides.source)
         if all(other.modules[path].split == how for path, how in preferred.items()):
             plan, forced = other, preferred
-    # A layer that is split by itself takes the flow from its neighbours: their overrides are looked at again.
+    # Splitting a layer by itself can change the splits of its neighbours, so check their overrides again.
     while any(path not in forced for path in overrides.unmet(plan)):
         forced.update(overrides.unmet(plan))
         plan = write_plan(_infer(copy, ranks, inputs, overrides.whole, forced), copy, ranks, overrides.source)
@@ -79,7 +79,7 @@ def make_plan(model: nn.Module, ranks: int, inputs: Inputs | None = None, overri
 
 
 def _named(model: nn.Module, overrides: Overrides) -> Overrides | None:
-    """Return the known splits of a model that cannot be traced: from the user for all or some layers, or from the model's own plan."""
+    """Return the known splits of a model that cannot be traced: the user's overrides, or else the model's own plan; None without any."""
     linear = [path for path, module in model.named_modules() if is_linear(type(module))]
     if overrides.families or (linear and overrides.whole.issuperset(linear)):
         return overrides
@@ -88,7 +88,7 @@ def _named(model: nn.Module, overrides: Overrides) -> Overrides | None:
 
 
 def _note_undivided(plan: TpPlan, model: nn.Module, ranks: int) -> None:
-    """Says which linear layers no split fits, and over how many ranks they would divide."""
+    """Note in the plan which linear layers do not divide by ``ranks``, and which numbers of ranks divide them."""
     whole = [path for path, entry in plan.modules.items() if entry.split == WHOLE]
     weights = {path: tuple(model.get_parameter(f"{path}.weight").shape) for path in whole if is_linear(type(model.get_submodule(path)))}
     odd = {path: shape for path, shape in weights.items() if all(size % ranks for size in shape)}
@@ -118,7 +118,7 @@ def _require(plan: TpPlan, overrides: Overrides, model: nn.Module, ranks: int) -
 
 
 class _Untraceable(Exception):
-    """The model does not run without values, or nothing is known to run it with."""
+    """Error raised if the model does not run without values, or no call that runs it is known."""
 
 
 def _remedy(model: nn.Module, ranks: int) -> str:
@@ -135,11 +135,11 @@ def _remedy(model: nn.Module, ranks: int) -> str:
 
 
 def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
-    """Return the findings from calls of the model.
+    """Return the findings from calls of the model, with a padded row where that may change the split.
 
-    [Note: padded rows] Where no row is padded many models hand their key/value heads to the attention as they are; else they repeat
-    them, by a number that is read nowhere else, and that changes where several ranks hold the same heads. There a model that takes a
-    mask is also called with a padded row.
+    [Note: padded rows] Where no row is padded, many models pass their key/value heads to the attention unchanged. With padding they repeat
+    the heads, by a number that the code reads nowhere else and that changes where several ranks hold the same heads. In that case a model
+    that takes a mask is also called with a padded row.
     """
     found = _infer_unpadded(copy, ranks, inputs, kept, forced)
     if not _shares_heads(found) or not {"input_ids", "attention_mask"} <= set(argument_names(copy)):
@@ -147,7 +147,7 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
     for tokens, length in product((True, False), _LENGTHS):
         try:
             other = infer(copy, padded(example_inputs(copy, length, values=tokens)), ranks, kept, forced, repeats=True)
-        except Exception:  # the model's own errors, of any kind: nothing more is known
+        except Exception:  # the model may raise any error; then nothing is learned
             continue
         if _splits(other) != _splits(found):
             return other
@@ -158,7 +158,7 @@ def _infer(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], f
 
 
 def _shares_heads(findings: Findings) -> bool:
-    """Return whether some attention has another number of query heads to each key head on a rank than in the whole model."""
+    """Return whether an attention has another ratio of query heads to key heads on a rank than in the whole model."""
     for op in findings.graph.ops():
         if op.name == "scaled_dot_product_attention" and all(len(value.dims) > 3 for value in op.inputs[:2]):
             query, key = (value.dims[-3] for value in op.inputs[:2])
@@ -169,12 +169,12 @@ def _shares_heads(findings: Findings) -> bool:
 
 
 def _splits(findings: Findings) -> dict[str, str | None]:
-    """Return the split of each parameter."""
+    """Return the state (split, whole or partial) of each parameter, by name."""
     return {name: findings.solution.states.get(value) for name, value in findings.graph.parameters.items()}
 
 
 def _infer_unpadded(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: set[str], forced: dict[str, str]) -> Findings:
-    """Return the findings of the first call that runs; if it does not run the whole model (every expert), those of a call with tokens."""
+    """Return the findings of the first call that runs; if it leaves parameters unused (experts), compare with a call that has tokens."""
     error: Exception | None = None
     partly: Findings | None = None
     try:
@@ -183,7 +183,7 @@ def _infer_unpadded(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: se
                 continue
             try:
                 found = infer(copy, chosen, ranks, kept, forced)
-            except Exception as raised:  # the model's own errors, of any kind
+            except Exception as raised:  # the model may raise any error
                 error = error or raised
                 continue
             if partly is not None:
@@ -199,7 +199,7 @@ def _infer_unpadded(copy: nn.Module, ranks: int, inputs: Inputs | None, kept: se
 
 
 def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:
-    """Calls to try, cheapest first: some models want long rows, some want to see the tokens, some cannot build their cache."""
+    """Yield calls to try, cheapest first: some models need long rows, some need the values of tokens, some cannot build their cache."""
     if inputs is not None:
         yield {name: torch.empty_like(tensor, device="meta") for name, tensor in inputs.items()}
         if have_values(inputs):
@@ -213,5 +213,5 @@ def _calls(copy: nn.Module, inputs: Inputs | None) -> Iterator[Inputs]:
             config.use_cache = False  # type: ignore[union-attr]
     for length in _LENGTHS:
         yield example_inputs(copy, length, values=True)
-    for values in (False, True):  # a forward that makes a loss and no logits
+    for values in (False, True):  # for models that return a loss and no logits
         yield from (labelled(example_inputs(copy, length, values)) for length in _LENGTHS if "labels" in argument_names(copy))

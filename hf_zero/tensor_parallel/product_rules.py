@@ -127,7 +127,7 @@ def sum_(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]
 
 
 def reduction(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Apply the rule of mean, max, norm, ...: the reduced dimensions must be whole."""
+    """Apply the rule of mean, max, norm and other reductions: the reduced dimensions must be whole."""
     source: Value = args[0]
     position = 2 if name in ("norm", "linalg_vector_norm") else 1
     dims = argument(args, kwargs, position, "dim")
@@ -138,7 +138,7 @@ def reduction(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def along(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Apply the rule of softmax, cumsum, sort, topk, ...: one dimension must be whole, the others may be split."""
+    """Apply the rule of softmax, cumsum, sort, topk and the like: one dimension must be whole, the others may be split."""
     source: Value = args[0]
     position = 2 if name == "topk" else 1
     dims = argument(args, kwargs, position, "dim", argument(args, kwargs, position, "dims", -1))
@@ -154,7 +154,7 @@ def along(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape
 
 
 def layer_norm(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Normalises over the last dimensions."""
+    """Apply the rule of layer norms: the normalised last dimensions must be whole."""
     source, normalized, weight = args[0], args[1], argument(args, kwargs, 2, "weight")
     others = [value for value in (weight, argument(args, kwargs, 3, "bias")) if isinstance(value, Value)]
     for dim in source.dims[len(source.dims) - len(normalized) :]:
@@ -164,7 +164,7 @@ def layer_norm(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[
 
 
 def group_norm(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Normalises inside groups of channels; groups pass."""
+    """Apply the rule of group norms: the dimensions inside a group must be whole, groups may be split."""
     source, groups = args[0], args[6]
     found = regroup([source.dims[1]], [groups, source.dims[1].size // groups])
     if found is None:

@@ -1,4 +1,4 @@
-"""``Rule``: the effect of an operation on the dimensions of tensors, and the functions that the rules for single operations share."""
+"""``Rule``: the effect of an operation on the dimensions of tensors; and functions that several rules share."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hf_zero.tensor_parallel.graph import NONE, Value
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, block, unify
 
 Shape = Sequence[int]
-FAKE_COUNT = 2  # how many places ``nonzero`` and masks choose on tensors without values
+FAKE_COUNT = 2  # number of places that ``nonzero`` and masks select on tensors without values
 
 
 @dataclass
 class Rule:
-    """Dimensions of the results, and what the operation does to partial sums; see ``Op``."""
+    """Dimensions of an operation's results, and its effect on partial sums; see ``Op``."""
 
     dims: list[tuple[SymbolicDim, ...]]
     partial: str = NONE
@@ -27,7 +27,7 @@ Handler = Callable[[str, list[Any], dict[str, Any], list[Shape]], Rule]
 
 
 def fresh(shape: Shape) -> tuple[SymbolicDim, ...]:
-    """Return new dims of these sizes."""
+    """Return new symbolic dims of these sizes."""
     return tuple(SymbolicDim(size) for size in shape)
 
 
@@ -50,17 +50,17 @@ def block_all(values: Sequence[Value], reason: str) -> None:
 
 
 def axis_of(index: int, ndim: int) -> int:
-    """Return a dimension's number counted from the front."""
+    """Return the number of dimension ``index``, which may be negative, counted from the front."""
     return index % ndim if ndim else 0
 
 
 def argument(args: list[Any], kwargs: dict[str, Any], position: int, name: str, default: Any = None) -> Any:
-    """Return an argument that may stand at ``position`` or behind ``name``."""
+    """Return an argument that may be passed at ``position`` or by ``name``."""
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
 def broadcast(values: Sequence[Value], shape: Shape) -> tuple[SymbolicDim, ...]:
-    """Joins dimensions that meet in an element-wise operation; the dimensions of its result."""
+    """Unify the dimensions that an element-wise operation aligns; return the dimensions of its result."""
     dims: list[SymbolicDim] = []
     for position in range(1, len(shape) + 1):
         found: SymbolicDim | None = None

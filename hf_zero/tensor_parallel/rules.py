@@ -1,7 +1,7 @@
 """Rules that relate the dimensions of an operation's inputs to the dimensions of its outputs.
 
-One function per family of operations of ATen. Each gets the operation's arguments with ``Value`` for every tensor and the shapes
-of the results, joins or blocks dims, and returns a ``Rule``. Operations in no table block all that they read.
+There is one function per family of ATen operations. It takes the operation's arguments, with a ``Value`` for every tensor, and the shapes
+of the results; it unifies or blocks dims, and returns a ``Rule``. Operations in no table block all dims of their inputs.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def pointwise(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def view(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Apply the rule of views: other sizes, same order of elements."""
+    """Apply the rule of views: other sizes, the same order of elements."""
     source: Value = args[0]
     found = regroup(source.dims, shapes[0]) if 0 not in shapes[0] else list(fresh(shapes[0]))
     if found is None:
@@ -75,7 +75,7 @@ def permute(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Sha
 
 
 def squeeze(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Removes dimensions of size 1."""
+    """Apply the rule of operations that remove dimensions of size 1."""
     dims = list(args[0].dims)
     if len(args) > 1:
         chosen = [args[1]] if isinstance(args[1], int) else list(args[1])
@@ -86,14 +86,14 @@ def squeeze(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Sha
 
 
 def unsqueeze(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Adds a dimension of size 1."""
+    """Apply the rule of operations that add a dimension of size 1."""
     dims = list(args[0].dims)
     dims.insert(axis_of(args[1], len(dims) + 1), SymbolicDim(1))
     return Rule([tuple(dims)], UNARY)
 
 
 def expand(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Repeats dimensions of size 1 without a copy."""
+    """Apply the rule of operations that repeat dimensions of size 1 without a copy."""
     dims = args[0].dims
     padded = [None] * (len(shapes[0]) - len(dims)) + list(dims)
     result = [dim if dim is not None and dim.size == size else SymbolicDim(size) for dim, size in zip(padded, shapes[0], strict=True)]
@@ -147,7 +147,7 @@ def split(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape
 
 
 def select(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Apply the rule of operations that take one index of a dimension (``select``) or each (``unbind``)."""
+    """Apply the rule of operations that take one index of a dimension (``select``) or every index (``unbind``)."""
     source: Value = args[0]
     axis = axis_of(argument(args, kwargs, 1, "dim", 0), len(source.dims))
     block(source.dims[axis], "single indices are taken from it")
@@ -183,8 +183,8 @@ def embedding(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[S
 
 
 def pick(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Apply the rule of gather, index_select, scatter, index_add, ...: one dimension is indexed, other dimensions of equal size may be
-    split.
+    """Apply the rule of gather, index_select, scatter, index_add and the like: one dimension is indexed, other dimensions of equal size
+    may be split.
     """
     source: Value = args[0]
     axis = axis_of(args[1], len(source.dims))
@@ -262,7 +262,7 @@ def triangle(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Sh
 
 
 def create(name: str, args: list[Any], kwargs: dict[str, Any], shapes: list[Shape]) -> Rule:
-    """Makes a tensor of no other's values; ``*_like`` has the dimensions of its model."""
+    """Apply the rule of operations that make a new tensor; ``*_like`` gives it the dimensions of the given tensor."""
     values = values_of(args[:1])
     if values and name.endswith("_like") and values[0].shape == tuple(shapes[0]):
         return Rule([values[0].dims])

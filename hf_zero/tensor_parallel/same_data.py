@@ -1,6 +1,6 @@
-"""Check in the first training step that ranks with one model have the same samples and random numbers.
+"""Check in the first training step that the ranks that hold one model have the same samples and random numbers.
 
-Also gives such ranks a random stream of their own where they compute different parts.
+Also give such ranks random streams of their own where they compute different parts.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ TENSOR_GROUP_TEXT: Final = "Data inconsistency within the TP group. Please check
 
 
 class SameData:
-    """Compares a checksum of the model's arguments over the ranks of a group, once, and makes their random states one.
+    """Check, once, that the ranks of a group get the same arguments of the model; also make their random states equal.
 
-    Seeds by rank that were set after the model was split, and states that a checkpoint of other groups brings back, would give the
-    ranks of a group other masks of dropout for what all of them hold.
+    Seeds that a script sets per rank after the model was split, and states restored from a checkpoint of other groups, would give the ranks
+    of a group different dropout masks for tensors that all of them hold.
 
     Attributes:
         collectives: The group.
-        tensor_only: Its ranks divide layers only, no stages of a pipeline: the error's text is DeepSpeed's for that, which scripts
-            compare, and the ranks and the argument are in a note below it.
+        tensor_only: The ranks of the group divide layers only, not stages of a pipeline. Then the error has DeepSpeed's text for this
+            case, which scripts compare; the ranks and the argument are in a note below it.
     """
 
     def __init__(self, module: nn.Module, collectives: Collectives, tensor_only: bool = False) -> None:
@@ -41,7 +41,7 @@ class SameData:
         """Check the arguments of a training call of ``module``, once, before it runs.
 
         Raises:
-            StateError: They are different on some ranks.
+            StateError: Arguments differ between ranks.
         """
         if self.collectives.pretended or not (module.training and torch.is_grad_enabled()):
             return
@@ -66,7 +66,7 @@ class SameData:
         )
 
     def _error(self, details: str) -> StateError:
-        """Return the error to raise; details are a Python note, which is printed below the text, because scripts compare the text."""
+        """Return the error to raise; ``details`` are a Python note, printed below the text, because scripts compare the text."""
         if not self.tensor_only:
             return StateError(details)
         error = StateError(TENSOR_GROUP_TEXT)
@@ -84,7 +84,7 @@ class SameData:
 
 
 def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
-    """Check the arguments of a call of ``module``, for a schedule that calls parts of it instead; collective the first time."""
+    """Check the arguments of a call of ``module`` for a schedule that calls only its parts; collective the first time."""
     for hook in list(module._forward_pre_hooks.values()):
         owner = getattr(hook, "__self__", None)
         if isinstance(owner, SameData):
@@ -92,7 +92,7 @@ def look(module: nn.Module, kwargs: Mapping[str, Any]) -> None:
 
 
 def equal_random_state(collectives: Collectives) -> None:
-    """Gives the ranks of the group one random stream, so that dropout outside of split tensors is the same; collective."""
+    """Give the ranks of the group the random state of its first rank, so that dropout outside split tensors is equal; collective."""
     if collectives.pretended:
         return
     state = torch.get_rng_state()
@@ -108,7 +108,7 @@ def equal_random_state(collectives: Collectives) -> None:
 
 
 def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return shape, sum, and sum weighted by position."""
+    """Return the shape, the sum, and the sum weighted by position."""
     flat = tensor.detach().reshape(-1)
     if flat.numel() == 0:
         return (*tensor.shape,)
@@ -118,14 +118,14 @@ def checksum(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def own_random(rank: int, device: torch.device) -> Callable[[], None]:
-    """Gives this rank a random stream of its own until the returned function is called.
+    """Give this rank a random stream of its own until the returned function is called.
 
-    [Note: random numbers in split modules] The seed is drawn from the common stream, so every rank draws the same number, the common stream
-    goes on the same everywhere, and recomputation under activation checkpointing, which restores it, replays the same masks.
+    [Note: random numbers in split modules] The seed is drawn from the common stream: every rank draws the same number, so the common stream
+    stays equal on all ranks. Activation checkpointing restores that stream before it recomputes, so recomputation draws the same masks.
 
     Args:
-        rank: Among the ranks of the model axis.
-        device: Device on which numbers will be drawn.
+        rank: Position among the ranks of the model axis.
+        device: Device on which random numbers will be drawn.
     """
     seed = int(torch.randint(2**62, (), dtype=torch.long)) + rank + 1
     if device.type == "cpu":

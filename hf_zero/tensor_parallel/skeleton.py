@@ -1,4 +1,4 @@
-"""Copy a model without values, and make up a call that runs all of it, from its configuration and the arguments of ``forward``."""
+"""Copy a model without values, and make up a call that runs it, from its configuration and the arguments of ``forward``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hf_zero.system.planning import has_values
 
 
 def skeleton(model: nn.Module) -> nn.Module:
-    """Return a copy of ``model`` whose parameters and buffers have shapes and no values; tied parameters stay tied."""
+    """Return a copy of ``model`` whose parameters and buffers have shapes but no values; tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for param in model.parameters():
         memo[id(param)] = nn.Parameter(torch.empty(full_shape(param), dtype=param.dtype, device="meta"), param.requires_grad)
@@ -34,14 +34,14 @@ def skeleton(model: nn.Module) -> nn.Module:
 
 
 def full_shape(param: torch.Tensor) -> torch.Size:
-    """Return the shape of a parameter, also while ``zero.Init`` keeps it sharded."""
+    """Return the whole shape of a parameter, also while ``zero.Init`` keeps it sharded."""
     return torch.Size(getattr(param, "ds_shape", param.shape))
 
 
 def _of_copy(value: Any, copies: Mapping[int, nn.Module], done: dict[int, Any]) -> Any:
-    """Rebind a function that a library has put in place of ``forward`` to the copied modules: it often calls the former forward.
+    """Return ``value`` with the original modules replaced by their copies, for a function that replaces ``forward``.
 
-    A deep copy takes functions as they are, with what they have closed over: the forward of the original.
+    A deep copy keeps functions and their closures unchanged, so such a function would call the former forward of the original.
     """
     if isinstance(value, nn.Module):
         return copies.get(id(value), value)
@@ -58,16 +58,16 @@ def _of_copy(value: Any, copies: Mapping[int, nn.Module], done: dict[int, Any]) 
         done[id(value)] = functools.update_wrapper(made, value)
         made.__kwdefaults__, made.__dict__ = value.__kwdefaults__, dict(value.__dict__)
         for cell, original in zip(cells, value.__closure__, strict=True):
-            with suppress(ValueError):  # not filled yet
+            with suppress(ValueError):  # an empty cell
                 cell.cell_contents = _of_copy(original.cell_contents, copies, done)
     return done[id(value)]
 
 
-_READ = {"input_ids", "pixel_values"}  # what models are known to read
+_READ = {"input_ids", "pixel_values"}  # arguments that models are known to read
 
 
 def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> dict[str, torch.Tensor]:
-    """Return a call that runs a transformers model: on tensors without values, or (``values``) with tokens on the host.
+    """Return the arguments of a call that runs a transformers model: without values, or with tokens on the host (``values``).
 
     Raises:
         ConfigError: The model's inputs are not known.
@@ -91,13 +91,13 @@ def example_inputs(model: nn.Module, length: int = 16, values: bool = False) -> 
 
 
 def labelled(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the call with its tokens as labels."""
+    """Return the call with its tokens as labels; unchanged without tokens."""
     return {**inputs, "labels": inputs["input_ids"].clone()} if "input_ids" in inputs else inputs
 
 
 def padded(inputs: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the call with a mask that marks half of the second row as padding; without values, which would show it, a mask of queries
-    and keys.
+    """Return the call with a mask that marks half of the second row as padding; without values, with a mask of shape (rows, 1, length,
+    length).
     """
     tokens = inputs["input_ids"]
     if tokens.device.type == "meta":
@@ -113,7 +113,7 @@ def _first(value: Any) -> Any:
 
 
 def _plain_token(config: Any) -> int:
-    """Return the first token that the configuration gives no meaning to."""
+    """Return the first token that is no special token of the configuration."""
     special = {_first(value) for name, value in vars(config).items() if name.endswith(("token_id", "token_index"))} if config else set()
     return next(token for token in range(len(special) + 1) if token not in special)
 
@@ -124,7 +124,7 @@ def argument_names(model: nn.Module) -> list[str]:
 
 
 def required_arguments(model: nn.Module) -> list[str]:
-    """Return the names among ``argument_names`` without a default."""
+    """Return the names of the arguments without a default, among ``argument_names``."""
     return [item.name for item in _arguments(model) if item.default is item.empty]
 
 

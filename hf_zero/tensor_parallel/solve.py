@@ -1,11 +1,11 @@
-"""Choice of the dims of a traced model to split, and of the conversions that keep the result exact.
+"""Choose the dims of a traced model to split, and the conversions that keep the result exact.
 
 [Note: states] Under a choice of split dims every tensor of the trace is in one of three states: *whole* (the same on every rank),
 *split* (each rank holds its part of a split dim), or *partial* (each rank holds a summand). Reading the trace forward gives the
-states; a partial sum is added up at the end of the module call that returns it. Reading it backward tells what the gradients are: the
-gradient of a whole tensor that is read by split work is partial, so it is added up where the tensor enters a module (the *copy* of
-Megatron-LM, Shoeybi et al. 2019), or, if that is not possible, wherever it comes to rest: at the parameters (norms of queries and keys,
-biases). A choice for which some tensor fits no state is not made: the dims concerned are dropped, with the reason.
+states; a partial sum is summed over ranks at the end of the module call that returns it. Reading the trace backward gives the states of
+the gradients. The gradient of a whole tensor that split operations read is partial, so it is summed where the tensor enters a module (the
+*copy* of Megatron-LM, Shoeybi et al. 2019), or, if that is not possible, at the parameters it reaches (norms of queries and keys,
+biases). A choice that leaves a tensor without a state is not made: the dims concerned are dropped, with the reason.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ def is_linear(kind: type) -> bool:
 
 
 Choice = tuple[tuple[SymbolicDim, int], ...]
-"""Dims that are split together, major first, each into so many parts; the product is the number of ranks.
+"""Dims that are split together, major first, each with its number of parts; the product of these numbers is the number of ranks.
 
-[Note: two dims] Nearly always one dim is split into as many parts as there are ranks. Where 4 ranks share 2 key/value heads of 2 query
-heads each, both are split in two: a rank has one query head, and the key/value head that it shares with its neighbour. What holds only
-some of the dims is held alike by several ranks: its gradients are summands, added up at the parameters, and nothing may be summed over it.
+[Note: two dims] Usually one dim is split into as many parts as there are ranks. Where 4 ranks share 2 key/value heads of 2 query heads
+each, both dims are split in two: a rank has one query head, and the key/value head that it shares with its neighbour. Several ranks hold
+equal copies of a tensor with only some of these dims. Its gradients are then summands, summed at the parameters, and no operation may sum
+over it.
 """
 
 
@@ -49,9 +50,9 @@ class Conversion:
 
     Attributes:
         side: "in" or "out".
-        key: Place of the tensor in the arguments or results.
+        key: Path of the tensor in the arguments or results.
         kind: One of the constants above.
-        dims: For slices and norms: the dims of the tensor's dimensions.
+        dims: For slices and norms: the symbolic dims of the tensor.
     """
 
     side: str
@@ -62,18 +63,18 @@ class Conversion:
 
 @dataclass
 class Solution:
-    """A consistent choice.
+    """A consistent choice of split dims, with its effect on the whole trace.
 
     Attributes:
         choices: The chosen splits; see ``Choice``.
-        states: By value, at the end of its life.
-        conversions: By path of the module.
-        summed: Parameters whose gradients are added up over the group.
-        rows: Linear modules whose bias is added after the sum.
-        sliced_buffers: Buffers of which each rank keeps a part.
+        states: Final state of each value: whole, split or partial.
+        conversions: Conversions by path of the module.
+        summed: Names of parameters whose gradients are summed over the group.
+        rows: Paths of linear modules whose bias is added after the sum.
+        sliced_buffers: Names of buffers of which each rank keeps a part.
         partial_gradients: Whole values whose gradient is partial.
-        uniform: Tensors filled with one number: what counts is their shape.
-        random_calls: By path of the module that draws random numbers: whether it draws them for split tensors.
+        uniform: Tensors filled with one number; only their shape matters.
+        random_calls: By path of a module that draws random numbers: whether it draws them for split tensors.
     """
 
     choices: list[Choice]
@@ -106,11 +107,11 @@ class Solution:
         return found
 
     def held_by_several(self, dims: set[SymbolicDim]) -> bool:
-        """Return whether a tensor with these split dims, and not all of their choices, is the same on several ranks."""
+        """Return whether several ranks hold equal copies of a tensor with these split dims, which are not all dims of their choices."""
         return any(other not in dims for dim in dims for other, _ in self._choice_of[dim])
 
     def ambiguous(self, dims: Sequence[SymbolicDim]) -> bool:
-        """Return whether dimensions hold split dims so that no rank's part is one block: two choices in a product or in two dimensions."""
+        """Return whether a rank's part is not one block of the tensor: two choices meet in one product, or in two dimensions."""
         found = [{leaf for leaf in leaves(dim) if leaf in self.parts} for dim in dims]
         holders = [split for split in found if split]
         if len(holders) > 1:
@@ -120,7 +121,7 @@ class Solution:
         return any(self._in_products(dim) > 1 for dim in dims)
 
     def _in_products(self, dim: SymbolicDim) -> int:
-        """Return the most choices that meet in one product inside ``dim``."""
+        """Return the largest number of choices that meet in one product inside ``dim``."""
 
         def walk(dim: SymbolicDim) -> list[frozenset[Choice]]:
             dim = dim.find()
@@ -135,7 +136,7 @@ class Solution:
 
 
 def candidates(graph: Graph, ranks: int) -> list[Choice]:
-    """Return the candidates for a split, most weight elements first; no parameter gets two of them in one product."""
+    """Return the candidates for a split, largest weights first; no parameter has two candidates in one product."""
     holders: dict[SymbolicDim, list[Value]] = defaultdict(list)
     weights: dict[Choice, int] = {}
     for value in graph.parameters.values():
@@ -149,7 +150,7 @@ def candidates(graph: Graph, ranks: int) -> list[Choice]:
             numel = math.prod(value.shape)
             weights[choice] += sum(numel - numel // dim.size * local_size(dim, parts) for dim in value.dims)
     chosen: list[Choice] = []
-    # First what one layer makes and another sums over; of equal weight, the earlier found: heads come before the width of a head.
+    # First dims that one layer outputs and another sums over; among equal weights the earlier: heads come before the width of a head.
     pairs = _paired(graph)
     for choice in sorted(weights, key=lambda choice: (not pairs.issuperset(dim for dim, _ in choice), -weights[choice])):
         if not _meets(choice, chosen, [value for dim, _ in choice for value in holders[dim]]):
@@ -158,7 +159,7 @@ def candidates(graph: Graph, ranks: int) -> list[Choice]:
 
 
 def _choices(dim: SymbolicDim, ranks: int) -> Iterator[Choice]:
-    """Yield ways to split one dimension: [Note: two dims]."""
+    """Yield the ways to split one dimension; see [Note: two dims]."""
     dim = dim.find()
     if dim.kind == SUM:
         for part in dim.parts:
@@ -190,9 +191,9 @@ def _paired(graph: Graph) -> set[SymbolicDim]:
 
 
 def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> bool:
-    """Return whether ``choice`` shares a dim with one of ``chosen``, or one of its parameters in a way that leaves no rank one block of it.
+    """Return whether ``choice`` shares a dim with ``chosen``, or splits a parameter with it so that no rank's part is one block.
 
-    Split dims may stand beside each other in the segments of one fused dimension, never in one product or in two dimensions.
+    Split dims may be neighbours among the segments of one fused dimension, but not factors of one product, nor in two dimensions.
     """
     mine = {dim for dim, _ in choice}
     if any(dim in mine for other in chosen for dim, _ in other):
@@ -206,12 +207,12 @@ def _meets(choice: Choice, chosen: list[Choice], parameters: list[Value]) -> boo
 
 
 def solve(graph: Graph, ranks: int, repeats: bool = False) -> Solution:
-    """Return the best choice found: starts with all candidates and drops those that turn out impossible.
+    """Return the best choice found: start with all candidates, and drop those that turn out impossible.
 
     Args:
         graph: The trace.
         ranks: Number of ranks.
-        repeats: Each rank repeats something whole as often as its part needs it: the one key head of many query heads.
+        repeats: Each rank repeats a whole tensor as often as its part needs: the one key head of many query heads.
     """
     choices = candidates(graph, ranks)
     while True:
@@ -226,7 +227,7 @@ def solve(graph: Graph, ranks: int, repeats: bool = False) -> Solution:
 
 
 class _Attempt:
-    """One reading of the trace, forward and backward, for one choice."""
+    """One reading of the trace, forward and backward, for one choice of split dims."""
 
     def __init__(self, graph: Graph, solution: Solution, repeats: bool) -> None:
         self.graph = graph
@@ -238,11 +239,11 @@ class _Attempt:
         self.slices: dict[Value, list[Op]] = defaultdict(list)
         self.uses: dict[Value, list[Op]] = defaultdict(list)
         self.blame: dict[Value, set[SymbolicDim]] = {}
-        # Whole pieces of a tensor whose other pieces are split: the key and value of multi-query attention behind one projection.
+        # Whole pieces of a tensor whose other pieces are split: key and value of multi-query attention in one projection.
         self.shared_pieces: set[Value] = set()
 
     def run(self) -> None:
-        """Fills the solution or ``conflicts``."""
+        """Read the trace; fill ``solution`` and, if the choice fails, ``conflicts``."""
         self._sources()
         for event in self.graph.events:
             if isinstance(event, Op):
@@ -317,7 +318,7 @@ class _Attempt:
                     self._conflict(blame, f"{op.name} in {op.place} needs all of it")
 
     def _bias(self, op: Op, contracted: set[SymbolicDim]) -> None:
-        """Check that the bias after a partial sum is one that a linear module can add later."""
+        """Check that a bias after a partial sum belongs to a linear module, which can add it after the reduction."""
         if op.bias is None or len(op.inputs) < 3:
             return
         call = op.stack[-1] if op.stack else None
@@ -369,10 +370,10 @@ class _Attempt:
     # -- boundaries ---------------------------------------------------------------------------------------------------
 
     def _boundary(self, value: Value, op: Op, others: list[Op]) -> tuple[Call, list[str]] | None:
-        """Return the outermost module call around ``op`` that ``value`` enters from outside and inside of which none of ``others`` reads
-        it.
+        """Return the outermost module call around ``op`` that ``value`` enters from outside, and its keys there; none of ``others`` may
+        read the value inside that call. None if there is no such call.
 
-        With all places where it enters: a tensor may be query, key and value at once.
+        One tensor may have several keys: query, key and value at once.
         """
         outside = set(map(id, value.stack))
         for call in op.stack:
@@ -380,7 +381,7 @@ class _Attempt:
                 continue
             keys = [key for key, entered in call.inputs.items() if entered is value]
             if value in call.outputs.values():
-                continue  # handed through: those behind the call would read what was converted for those inside
+                continue  # the call returns the value: readers after it would get the converted one
             if keys and not any(call in other.stack for other in others):
                 return call, keys
         return None
@@ -436,7 +437,7 @@ class _Attempt:
         self._finish_reductions()
 
     def _made(self, value: Value) -> str:
-        """Return the state of a value; a partial value that has been summed is whole for its readers."""
+        """Return the state that readers of a value see; a partial value that has been summed is whole for them."""
         return self.states.get(value, WHOLE)
 
     def _rest(self, value: Value, full: list[Op]) -> None:
@@ -448,7 +449,7 @@ class _Attempt:
             self.solution.summed.add(value.name)
 
     def _decide(self, value: Value, partial: list[Op], full: list[Op]) -> None:
-        """Places the copies of a whole value, or lets its gradient stay partial."""
+        """Place the copies of a whole value, or let its gradient stay partial, or record a conflict."""
         if not partial:
             if full and value in self.shared_pieces:
                 self._conflict(self.blame[value], f"{full[0].place} reads a piece of a split tensor in whole work")
@@ -480,13 +481,13 @@ class _Attempt:
 
 
 def _repeats(attempt: _Attempt, op: Op, value: Value) -> bool:
-    """Return whether ``op`` repeats something whole along a split dim, and each rank may do that for itself."""
+    """Return whether ``op`` repeats a whole tensor along a split dim, so that each rank can do it alone."""
     repeated = attempt.repeats and op.name == "expand" and value.needs_grad
     return repeated and not attempt.split_dims(value) <= attempt.split_dims(op.inputs[0])
 
 
 def _refuse_mixed(attempt: _Attempt, op: Op, partial: Mapping[Value, list[Op]]) -> None:
-    """Refuse a tensor whose pieces have both partial and whole gradients: together they are one gradient."""
+    """Refuse a tensor of which some pieces have partial gradients and others whole ones: the pieces share one gradient."""
     pieces = [value for value in op.outputs if value.needs_grad and attempt._made(value) == WHOLE and attempt.uses[value]]
     parted = [value for value in pieces if value in attempt.solution.partial_gradients]
     if parted and len(parted) < len(pieces):

@@ -1,4 +1,4 @@
-"""Splitting the model of an engine: agree on a plan, check that all ranks hold the same model, apply."""
+"""Split the model of an engine: agree on a plan, check that all ranks hold the same model, apply the plan."""
 
 from __future__ import annotations
 
@@ -31,16 +31,17 @@ from hf_zero.tensor_parallel.trace import Inputs
 
 
 def is_split(module: nn.Module) -> bool:
-    """Return whether ``module`` was divided over ranks."""
+    """Return whether ``module`` is already split over ranks by tensor parallelism."""
     return plan_of(module) is not None
 
 
 def model_topology(module: nn.Module, requested: int) -> Topology:
-    """Return the axes of an engine for ``module``: those it is split over already, else ``requested`` adjacent ranks hold it; collective.
+    """Return the axes of an engine for ``module``: around the ranks it is already split over, else ``requested`` adjacent ranks;
+    collective.
 
     Args:
         module: The model.
-        requested: ``tensor_parallel.autotp_size`` of the configuration; 1 where it says nothing.
+        requested: ``tensor_parallel.autotp_size`` of the configuration; 1 if it is not set.
     """
     ranks = ranks_of(module)
     return build_topology(model_parallel=requested) if not ranks else topology_around(ranks)
@@ -55,19 +56,19 @@ def split_model(
     inputs: Inputs | None = None,
     keeps: Collection[str] = (),
 ) -> nn.Module:
-    """Splits ``module`` in place over the model axis of ``topology``; collective. A module that is split already stays as it is.
+    """Split ``module`` in place over the model axis of ``topology``; collective. A module that is already split is only checked.
 
     Args:
-        module: Any model; every rank of the axis holds the same.
+        module: Any model, the same on every rank of the axis.
         section: The configuration's ``tensor_parallel``.
         topology: The engine's axes.
         plan: A plan, or patterns of paths with splits ("model.layers.*.mlp.down_proj": "row"); None makes one.
-        fill: Gives an empty module the values of this rank's tensor-parallel shards.
-        inputs: A call that runs the module, by argument; None makes one up for transformers' models.
+        fill: Function that gives an empty module the values of this rank's tensor-parallel shards.
+        inputs: Arguments of a call that runs the module, by name; None makes them up for transformers' models.
         keeps: Paths of modules whose own parameters stay whole.
 
     Raises:
-        ConfigError: The model does not divide, or is split over another number of ranks.
+        ConfigError: The model does not divide, or is already split over other ranks.
     """
     axis = topology.model
     present = plan_of(module)
@@ -120,7 +121,7 @@ def _require_unwrapped(module: nn.Module, plan: TpPlan) -> None:
 
 
 def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
-    """Return the result of ``make`` on rank 0, on every rank; an error in it is raised on every rank."""
+    """Return the plan that ``make`` returns on rank 0, on every rank; an error of rank 0 is raised on every rank."""
     made: tuple[str, Any] = ("", None)
     if collectives.rank == 0:
         try:
@@ -136,13 +137,13 @@ def _agree(collectives: Collectives, make: Callable[[], TpPlan]) -> TpPlan:
 
 
 def equal_weights(module: nn.Module, collectives: Collectives, group: str) -> None:
-    """Takes rank 0's parameters and buffers where the ranks of the group, called ``group``, do not start with the same; collective."""
+    """Give all ranks of the group, called ``group`` in messages, rank 0's parameters and buffers where theirs differ; collective."""
     named = chain(module.named_parameters(), module.named_buffers())
-    equal_values({name: value for name, value in named if not is_part(value)}, collectives, group)  # of parts each has its own
+    equal_values({name: value for name, value in named if not is_part(value)}, collectives, group)  # parts differ between ranks
 
 
 def summary(module: nn.Module, plan: TpPlan) -> str:
-    """Return one line: ranks, how many layers are split and how, share of the weights."""
+    """Return one line for the log: ranks, the fraction of parameters that is split, and the number of layers per kind of split."""
     counts: dict[str, int] = {}
     for entry in plan.modules.values():
         counts[entry.split] = counts.get(entry.split, 0) + 1
@@ -168,27 +169,27 @@ def tp_model_init(
     keeps: Collection[str] = (),
     **kwargs: Any,
 ) -> nn.Module:
-    """Splits ``model`` over groups of ``tp_size`` ranks before ``initialize``; collective. DeepSpeed's function of that name.
+    """Split ``model`` over groups of ``tp_size`` ranks before ``initialize``; collective. Like DeepSpeed's function of that name.
 
     Args:
         model: Any model, the same on every rank.
-        tp_size: Ranks that hold one model together.
-        dtype: Cast all parameters to this; None leaves them. Buffers stay as they are. With ``config`` it is left to ``initialize``:
-            transformers passes fp16 for a configuration that says nothing of precision, which means fp32.
+        tp_size: Number of ranks that hold one model together.
+        dtype: Cast all parameters to this dtype; None leaves them. Buffers are not cast. With ``config`` the cast is left to
+            ``initialize``: transformers passes fp16 for a configuration that does not set a precision, which means fp32.
         config: Configuration, or its ``tensor_parallel`` section.
-        plan: The plan, as in ``split_model``; None makes one.
+        plan: The plan, or patterns, as in ``split_model``; None makes one.
         tp_group: This rank's group; None takes adjacent ranks.
-        inputs: A call that runs all of the model, by argument (``{"x": torch.empty(2, 16)}``; values do not matter); None makes one up
+        inputs: Arguments of a call that runs all of the model (``{"x": torch.empty(2, 16)}``; values do not matter); None makes them up
             for transformers' models.
         keeps: Paths of modules whose own parameters stay whole.
-        **kwargs: Accepted.
+        **kwargs: Ignored, for compatibility.
 
     Returns:
-        The same model.
+        The same model, split in place.
 
     Raises:
         ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
-        UnknownFlowError: The model cannot be traced, and nothing says how to split it.
+        UnknownFlowError: The model cannot be traced, and no layers to split are named.
         UnsupportedError: Another library has divided the model over ranks.
     """
     if tp_group is not None and tp_group.size() != tp_size:

@@ -1,9 +1,9 @@
-"""Symbolic dims: what the dimensions of tensors are made of, and which of them are the same.
+"""Symbolic dims: the parts that the dimensions of tensors consist of, and which dims are the same.
 
 [Note: symbolic dims] A dimension is a ``SymbolicDim`` of some size, called dim below. Code that views ``(heads * width)`` as
 ``(heads, width)`` shows that the dim is a *product* of two; code that cuts a fused projection into query, key and value shows that it
-is a *sum* of three. Code that adds two tensors shows that their dims are the same. Running a model once on tensors without values and
-writing this down yields, for each dimension of each parameter, what it is made of and where else that appears: the heads of a query
+is a *sum* of three. Code that adds two tensors shows that their dims are the same. A model runs once on tensors without values while
+these facts are recorded. The record has, for each dimension of each parameter, its parts and their other uses: the heads of a query
 projection, of the attention scores, of a table of relative positions and of the output projection's input are one dim. Splitting that
 dim splits the model.
 
@@ -20,13 +20,13 @@ PRODUCT, SUM = "product", "sum"
 
 
 class SymbolicDim:
-    """One dimension, or a part of one.
+    """One dimension, or a part of a dimension.
 
     Attributes:
         size: Number of indices.
-        kind: None for a dim that nothing has taken apart, else ``PRODUCT`` (major factor first) or ``SUM``.
-        parts: Dims that it consists of.
-        blocked: Why it cannot be split; empty if nothing stands against it.
+        kind: None for a dim that is not divided into parts, else ``PRODUCT`` (major factor first) or ``SUM``.
+        parts: The dims that it consists of.
+        blocked: Reason why it cannot be split; empty if it can.
     """
 
     __slots__ = ("size", "kind", "parts", "blocked", "_link")
@@ -39,7 +39,7 @@ class SymbolicDim:
         self._link: SymbolicDim | None = None
 
     def find(self) -> SymbolicDim:
-        """Return the dim that represents all dims that are the same as this."""
+        """Return the representative of all dims that are the same as this one (union-find)."""
         dim = self
         while dim._link is not None:
             dim = dim._link
@@ -57,7 +57,7 @@ class SymbolicDim:
             block(other, root.blocked)
 
     def refine(self, kind: str, parts: Sequence[SymbolicDim]) -> None:
-        """Takes this dim apart."""
+        """Divide this dim into ``parts``, which are factors or segments."""
         root = self.find()
         root.kind, root.parts = kind, tuple(parts)
         if root.blocked:
@@ -81,14 +81,14 @@ def leaves(dim: SymbolicDim) -> Iterator[SymbolicDim]:
 
 
 def block(dim: SymbolicDim, reason: str) -> None:
-    """Notes that nothing in ``dim`` can be split; the first reason is kept."""
+    """Record that no leaf of ``dim`` can be split; the first reason is kept."""
     for leaf in leaves(dim):
         if leaf.size > 1 and not leaf.blocked:
             leaf.blocked = reason
 
 
 def factors(dim: SymbolicDim) -> list[SymbolicDim]:
-    """Return the factors of ``dim``, major first, none of size 1; sums are not opened."""
+    """Return the factors of ``dim``, major first, without factors of size 1; sums are not divided."""
     dim = dim.find()
     if dim.kind == PRODUCT:
         return [factor for part in dim.parts for factor in factors(part)]
@@ -100,7 +100,7 @@ def factors(dim: SymbolicDim) -> list[SymbolicDim]:
 
 
 def product(parts: Sequence[SymbolicDim]) -> SymbolicDim:
-    """Return a dim with these factors."""
+    """Return a dim with these factors, major first."""
     flat = [factor for part in parts for factor in factors(part)]
     if len(flat) == 1:
         return flat[0]
@@ -108,7 +108,7 @@ def product(parts: Sequence[SymbolicDim]) -> SymbolicDim:
 
 
 def total(parts: Sequence[SymbolicDim]) -> SymbolicDim:
-    """Return a dim of these segments, one after the other."""
+    """Return a dim with these segments, one after the other."""
     flat: list[SymbolicDim] = []
     for part in parts:
         part = part.find()
@@ -120,7 +120,7 @@ def total(parts: Sequence[SymbolicDim]) -> SymbolicDim:
 
 
 def split_factor(dim: SymbolicDim, inner: int) -> tuple[SymbolicDim, SymbolicDim] | None:
-    """Takes a single factor apart as (major, minor of size ``inner``); None if that is not possible."""
+    """Divide a single factor into (major, minor of size ``inner``); return None if that is not possible."""
     dim = dim.find()
     if inner <= 0 or dim.size % inner:
         return None
@@ -142,7 +142,7 @@ def split_factor(dim: SymbolicDim, inner: int) -> tuple[SymbolicDim, SymbolicDim
 
 
 def cut(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
-    """Return the indices ``start`` to ``stop`` of ``dim``; None if they do not fit its parts."""
+    """Return the dim of the indices ``start`` to ``stop`` of ``dim``; None if its parts cannot be cut there."""
     dim = dim.find()
     if start == 0 and stop == dim.size:
         return dim
@@ -160,7 +160,7 @@ def cut(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
 
 
 def _cut_sum(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
-    """Do the same as ``cut`` for a sum; segments are divided where the cut needs it."""
+    """Cut a sum like ``cut``; divide segments where the cut is inside them."""
     kept: list[SymbolicDim] = []
     segments: list[SymbolicDim] = []
     offset = 0
@@ -186,7 +186,7 @@ def _cut_sum(dim: SymbolicDim, start: int, stop: int) -> SymbolicDim | None:
 
 
 def unify(first: SymbolicDim, second: SymbolicDim) -> None:
-    """Note that two dims are the same; block both if their known parts do not agree."""
+    """Record that two dims are the same; block both if their known parts do not agree."""
     first, second = first.find(), second.find()
     if first is second or first.size == second.size == 1:
         return
@@ -237,7 +237,7 @@ def _unify_sums(first: SymbolicDim, second: SymbolicDim) -> None:
 
 
 def _divided(dim: SymbolicDim, bounds: list[int]) -> list[SymbolicDim] | None:
-    """Return the segments of a sum between ``bounds``, its own among them, in one walk; None if they do not fit its parts."""
+    """Return the segments of a sum, cut at ``bounds`` and at its own bounds; None if its parts cannot be cut there."""
     segments: list[SymbolicDim] = []
     offset = 0
     for part in dim.parts:
@@ -262,7 +262,7 @@ def _bounds(dim: SymbolicDim) -> list[int]:
 
 
 def _unify_mixed(whole: SymbolicDim, segments: SymbolicDim) -> None:
-    """Unify a product with a sum, if the product's major factor can be cut into the same segments."""
+    """Unify a product with a sum by cutting the product into the same segments; block both if that is not possible."""
     offset = 0
     for part in segments.parts:
         piece = cut(whole, offset, offset + part.size)
@@ -308,7 +308,7 @@ def indices(dim: SymbolicDim, shares: dict[SymbolicDim, tuple[int, int]]) -> lis
         shares: For each leaf that is split: (this rank's part, number of parts).
     """
 
-    def walk(dim: SymbolicDim) -> list[int]:  # without tensors: in a plan they have no values
+    def walk(dim: SymbolicDim) -> list[int]:  # without tensors, which have no values while a plan is made
         dim = dim.find()
         if dim.kind is None:
             part, parts = shares.get(dim, (0, 1))

@@ -1,4 +1,4 @@
-"""Runs a model once on tensors without values and writes down how its dimensions hang together."""
+"""Run a model once on tensors without values, and record how the dimensions of its tensors relate."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _WHOLE_FUNCTIONS = {
 
 
 class Tracer:
-    """Builds the graph while the modes below report what runs.
+    """Builder of the graph; the modes below report the calls and operations that run.
 
     Attributes:
         graph: Operations recorded so far.
-        opaque: Paths of norms that are taken as one operation.
+        opaque: Paths of norms that are recorded as one operation.
     """
 
     def __init__(self, model: nn.Module, opaque: frozenset[str] = frozenset(), values: bool = False) -> None:
@@ -38,7 +38,7 @@ class Tracer:
         self.model = model
         self.opaque = opaque
         self.stack: list[Call] = []
-        self.silent = 0  # inside an operation that is written down as a whole
+        self.silent = 0  # above zero inside an operation that is recorded as one
         self._values: dict[int, Value] = {}
         self._alive: list[torch.Tensor] = []
         for name, param in model.named_parameters():
@@ -65,12 +65,12 @@ class Tracer:
         return found
 
     def input(self, tensor: torch.Tensor) -> None:
-        """Notes an argument of the model."""
+        """Register an argument of the model."""
         value = Value(fresh(tensor.shape), INPUT, (), False, tensor.is_floating_point(), mask=tensor.dtype in _MASKS)
         self._register(tensor, value)
 
     def record(self, name: str, args: Any, kwargs: dict[str, Any], outputs: list[torch.Tensor], mutates: bool, pointwise: bool) -> None:
-        """Writes down one operation that makes tensors."""
+        """Record one operation that makes tensors, with the rule for its dimensions."""
         if not outputs:
             return
         args = tree_map_only(torch.Tensor, self.value, list(args))
@@ -123,11 +123,11 @@ class Tracer:
 
 
 class _Operations(TorchDispatchMode):
-    """Reports every operation of ATen, and answers those that would need values.
+    """Mode that reports every ATen operation, and makes up the results of operations that need values.
 
-    [Note: values] Without values a model takes whatever branch made-up answers lead it to, and some models then do not run. With
-    ``values`` what does not depend on a parameter (tokens, masks, positions) is computed on the host as in any forward, and only the
-    rest has shapes alone.
+    [Note: values] Without values a model takes the branches that made-up results lead to, and some models then do not run. With
+    ``values``, tensors that do not depend on a parameter (tokens, masks, positions) are computed on the host as in any forward, and only
+    the other tensors have shapes alone.
     """
 
     def __init__(self, tracer: Tracer | None, values: bool) -> None:
@@ -153,7 +153,7 @@ class _Operations(TorchDispatchMode):
 
 
 def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-    """Return the result of an operation where tensors that depend on no parameter have values."""
+    """Return the result of an operation where tensors that depend on no parameter have values; [Note: values]."""
     read = [tensor for _, tensor in tensors_in([args, kwargs])]
     shapes_only = any(tensor.device.type == "meta" for tensor in read)
     if name in rules.UNIFORM_NAMES:
@@ -162,26 +162,26 @@ def _computed(name: str, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         kwargs["device"] = torch.device("meta" if shapes_only else "cpu")
     if not shapes_only or name in rules.UNIFORM_NAMES:
         return func(*args, **kwargs)
-    if name == "nonzero":  # all of a list, such as the experts that were chosen
+    if name == "nonzero":  # select all of a list, such as all experts
         source = args[0]
         return torch.arange(source.numel())[:, None] if source.dim() == 1 else torch.zeros((FAKE_COUNT, source.dim()), dtype=torch.long)
     bare_args, bare_kwargs = tree_map_only(torch.Tensor, without_values, (args, kwargs))
     result = _answer(name, func, bare_args, bare_kwargs)
     if name in ("gt", "lt", "ge", "le") and bare_args[0].is_floating_point():
-        # Every value is past the threshold: code that counts them goes on with numbers that agree.
+        # Every value passes the threshold, so that code which counts the passing values gets consistent numbers.
         return torch.ones(result.shape, dtype=torch.bool)
     return args[0] if result is bare_args[0] and isinstance(result, torch.Tensor) else result
 
 
 def without_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same shape and dtype on the device "meta"; a single number stays as it is."""
+    """Return a tensor of the same shape and dtype on the device "meta"; a 0-dim tensor is returned unchanged."""
     if tensor.device.type == "meta" or tensor.dim() == 0:
         return tensor
     return torch.empty_like(tensor, device="meta")
 
 
 def _answer(name: str, func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an operation; made up where it depends on values."""
+    """Return the result of an operation, made up where it depends on values."""
     if name in ("_local_scalar_dense", "is_nonzero", "item"):
         dtype = args[0].dtype
         return True if dtype == torch.bool else 1.0 if dtype.is_floating_point else 1
@@ -212,7 +212,7 @@ def _indices_of(index: torch.Tensor) -> Any:
 
 
 class _Functions(TorchFunctionMode):
-    """Reports torch functions as the model's code calls them; some are written down as one operation."""
+    """Mode that reports torch functions as the model's code calls them; some are recorded as one operation."""
 
     def __init__(self, tracer: Tracer) -> None:
         super().__init__()
@@ -245,12 +245,12 @@ class _Functions(TorchFunctionMode):
 
 
 def function_name(func: Any) -> str:
-    """Return the name of a torch function, for comparing two runs."""
+    """Return the name of a torch function, to compare two runs."""
     return str(getattr(func, "__name__", func))
 
 
 def answer_function(func: Any, args: Any) -> tuple[Any] | None:
-    """Return the results of a function that reads values; None for other functions."""
+    """Return a made-up result, in a tuple, for a function that reads values; None for other functions."""
     if func is torch.Tensor.tolist:
         return (_zeros(tuple(args[0].shape)),) if args[0].device.type == "meta" else None
     if (
@@ -259,14 +259,14 @@ def answer_function(func: Any, args: Any) -> tuple[Any] | None:
         and not any(args[1])
         and args[0].shape[0] >= len(args[1]) > 0
     ):
-        return (torch.tensor_split(args[0], len(args[1])),)  # sizes that ``tolist`` has made up
+        return (torch.tensor_split(args[0], len(args[1])),)  # the sizes were made up by ``tolist``
     if func in (torch.Tensor.cpu, torch.Tensor.cuda):
         return (args[0],)
     return None
 
 
 def plain_index(func: Any, args: Any) -> Any:
-    """Return the arguments of ``tensor[..., [-2], :]`` with a slice in place of a list of consecutive numbers, if it is the only list."""
+    """Return the arguments of ``tensor[..., [-2], :]`` with a slice instead of a list of consecutive numbers, if there is only one list."""
     if func is not torch.Tensor.__getitem__:
         return args
     places = args[1] if isinstance(args[1], tuple) else (args[1],)
@@ -281,13 +281,14 @@ def plain_index(func: Any, args: Any) -> Any:
 
 
 def plain_attention(func: Any, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the keyword arguments of a call; the causal flag of attention is removed, because without values it would be a mask of tokens
-    x tokens in memory.
+    """Return the keyword arguments of a call; drop the causal flag of attention, because without values it would need a mask of tokens x
+    tokens in memory.
 
-    What is computed with which tensors, and how much of it, is the same.
+    The operands of the attention and the number of operations stay the same.
     """
     given = dict(kwargs or {})
-    if getattr(func, "__name__", "") == "scaled_dot_product_attention" and given.get("is_causal"):  # a plan stands before torch's own
+    # Compared by name, because a memory plan replaces torch's function.
+    if getattr(func, "__name__", "") == "scaled_dot_product_attention" and given.get("is_causal"):
         given["is_causal"] = False
     return given
 
@@ -304,7 +305,7 @@ def _ordered(name: str, args: Any, kwargs: dict[str, Any]) -> tuple[list[Any], d
 
 @contextmanager
 def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
-    """Hooks on every module that report calls to ``tracer``."""
+    """Report calls of every module to ``tracer``, by hooks, inside the context."""
     handles = []
     for path, module in model.named_modules():
 
@@ -325,9 +326,9 @@ def watching(model: nn.Module, tracer: Tracer) -> Iterator[None]:
 
 @contextmanager
 def _autocast_without_values() -> Iterator[None]:
-    """Lets ``torch.autocast`` do nothing on the device "meta", which it refuses: transformers 4 switches it off around rotary tables.
+    """Make ``torch.autocast`` do nothing on the device "meta", which it refuses: transformers 4 disables it around rotary tables.
 
-    Fused losses ask whether it is on.
+    Also make ``torch.is_autocast_enabled`` return False there, because fused losses call it.
     """
     original, enabled = torch.autocast, torch.is_autocast_enabled
 
@@ -344,7 +345,7 @@ def _autocast_without_values() -> Iterator[None]:
 
 @contextmanager
 def valueless(functions: TorchFunctionMode, tracer: Tracer | None, values: bool = False) -> Iterator[None]:
-    """Run the context on tensors without values, watched by the two modes; ``values`` as in [Note: values]."""
+    """Run the context on tensors without values, observed by both modes; for ``values`` see [Note: values]."""
     with _autocast_without_values(), torch.device("cpu" if values else "meta"), _Operations(tracer, values), functions:
         yield
 
@@ -353,20 +354,20 @@ Inputs = Mapping[str, torch.Tensor]
 
 
 def have_values(inputs: Inputs) -> bool:
-    """Return whether a model is to be run as [Note: values] says."""
+    """Return whether ``inputs`` have values, so that the model runs as [Note: values] describes."""
     return any(tensor.device.type != "meta" for tensor in inputs.values())
 
 
 def trace(model: nn.Module, inputs: Inputs, opaque: frozenset[str] = frozenset()) -> Graph:
-    """Return the graph of ``model(**inputs)``.
+    """Trace ``model(**inputs)``; return the graph.
 
     Args:
         model: A ``skeleton``.
         inputs: Tensors on the device "meta", or on the host ([Note: values]).
-        opaque: Paths of norms to take as one operation.
+        opaque: Paths of norms to record as one operation.
 
     Raises:
-        Exception: The model's own error.
+        Exception: Any error that the model raises.
     """
     tracer = Tracer(model, opaque, have_values(inputs))
     for tensor in inputs.values():

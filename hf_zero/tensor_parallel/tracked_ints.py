@@ -1,9 +1,9 @@
 """Integers that remember which attribute of which module they come from.
 
-A model's code says ``x.view(batch, length, self.num_heads, self.head_dim)``. When heads are split, ``self.num_heads`` must become the
-number of this rank's heads. To find out which attributes mean a split dimension, those of the traced copy are replaced by ``TrackedInt``,
-an ``int`` that goes through arithmetic with its formula; where one reaches a torch function, the formula can be evaluated again with
-another value of the attribute.
+A model's code has ``x.view(batch, length, self.num_heads, self.head_dim)``. When heads are split, ``self.num_heads`` must become the number
+of this rank's heads. To find the attributes that hold the size of a split dimension, the attributes of the traced copy are replaced by
+``TrackedInt``, an ``int`` that keeps the formula of its arithmetic. Where a ``TrackedInt`` reaches a torch function, its formula can be
+evaluated again with another value of the attribute.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Symbol(NamedTuple):
-    """An integer attribute: the module's path (None: the module whose code runs) and the attribute's name ("config.n_head", "shape[0]")."""
+    """An integer attribute: path of the module (None: the module whose code runs), and name ("config.n_head", "shape[0]")."""
 
     path: str | None
     name: str
@@ -70,7 +70,7 @@ for _operation in (operator.add, operator.sub, operator.mul, operator.floordiv, 
 
 
 def evaluate(value: int, env: Callable[[Symbol], int]) -> int:
-    """Return ``value`` evaluated with the attributes that ``env`` gives."""
+    """Return ``value``, with its formula evaluated on the attributes that ``env`` returns."""
     return value.formula(env) if isinstance(value, TrackedInt) else value
 
 
@@ -87,7 +87,7 @@ def _wrapped(value: Any, path: str | None, name: str) -> Any:
 
 
 def track_attributes(model: nn.Module) -> None:
-    """Replaces the integer attributes of all modules and of their configurations, in place."""
+    """Replace the integer attributes of all modules, and of their configurations, by tracked ones, in place."""
     configs: dict[int, Any] = {}
     for path, module in model.named_modules():
         for name, value in list(vars(module).items()):
@@ -104,14 +104,14 @@ def track_attributes(model: nn.Module) -> None:
 
 
 def get_attribute(module: nn.Module, name: str) -> int:
-    """Return the value of an attribute as ``Symbol.name`` spells it."""
+    """Return the value of an attribute, with a name spelled like ``Symbol.name``."""
     holder, name, position = _locate(module, name)
     value = getattr(holder, name)
     return int(value if position is None else value[position])
 
 
 def set_attribute(module: nn.Module, name: str, value: int) -> None:
-    """Sets it; a configuration is copied first, since other modules share it."""
+    """Set an attribute; a configuration is copied first, since other modules share it."""
     if name.startswith("config.") and not vars(module).get("_hf_zero_own_config"):
         import copy
 

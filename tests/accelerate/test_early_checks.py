@@ -64,6 +64,10 @@ words = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "--mi
 def start(name):
     parser = launch.launch_command_parser()
     launch.launch_command(parser.parse_args([*words, "--deepspeed_config_file", f"{folder}/../{name}.json", "train.py"]))
+def as_program(name):
+    import runpy
+    sys.argv = ["launch", *words, "--deepspeed_config_file", f"{folder}/../{name}.json", "train.py"]
+    runpy.run_module("accelerate.commands.launch", run_name="__main__", alter_sys=True)
 """
 # Training arguments look for devices first, which makes the group; plugins only read.
 CODES = {
@@ -86,6 +90,9 @@ CODES = {
     "launch-good": LAUNCH + "start('good')",
     "launch-typo": LAUNCH + "start('typo')",
     "launch-missing": LAUNCH + "start('nowhere')",
+    "program-good": LAUNCH + "as_program('good')",
+    "program-typo": LAUNCH + "as_program('typo')",
+    "program-other": "import runpy\nprint(*sorted(runpy.run_module('accelerate.commands.launch').keys() & {'main', 'it', '__builtins__'}))",
 }
 
 
@@ -145,3 +152,10 @@ def test_accelerate_launch_starts_no_ranks(ended: dict[str, Ended]) -> None:
     assert typo.out == missing.out == "" and typo.status == missing.status == 1
     assert typo.err.count("\n") == 4 and "`gradient_cliping`" in typo.err and "`zero_optimization.overlap_com`" in typo.err, typo.err
     assert missing.err.count("\n") == 2 and "is no existing file" in missing.err, missing.err
+
+
+def test_accelerate_launch_started_by_python_m_is_the_same(ended: dict[str, Ended]) -> None:
+    """`python -m accelerate.commands.launch` runs the module under the name ``__main__``; under other names it is what it was."""
+    assert ended["program-good"].out == "ranks start\n" and ended["program-good"].status == 0, ended["program-good"]
+    assert ended["program-typo"].status == 1 and "`gradient_cliping`" in ended["program-typo"].err, ended["program-typo"]
+    assert ended["program-other"].out == "__builtins__ main\n", ended["program-other"]

@@ -87,6 +87,8 @@ OWN_KEYS = {
     "hf_zero.pickle_client_state",
     "hf_zero.preemption_save_dir",
     "hf_zero.preemption_signal",
+    "hf_zero.spike_action",
+    "hf_zero.spike_factor",
     "hf_zero.step_metrics",
     "hf_zero.trace_folder",
     "hf_zero.trace_step",

@@ -21,8 +21,9 @@ from hf_zero.comm.watch import HostWatch
 from hf_zero.metrics import Sink
 from hf_zero.profiling import step_metrics
 from hf_zero.profiling.costs import ModelOperations, OperationCounter
+from hf_zero.profiling.slow_ranks import PREFIX, slow_ranks
 from hf_zero.profiling.step_metrics import PEAK_TFLOPS, batch_size, peak_tflops
-from hf_zero.profiling.waits import WaitTimes
+from hf_zero.profiling.waits import WAITS, WaitTimes
 from tests import pretend
 from tests.pretend import network
 from tests.support import parity, ranks, trainers
@@ -147,6 +148,7 @@ def check_waits(folder: Path) -> None:
             clock.seconds += 100
         _step(engine, 1)
         found, waited = records.found[-1], ("gathers", "reductions", "votes")
+        assert found[f"{PREFIX}least_rank"] == 1 and found[f"{PREFIX}least"] == 0 < found[f"{PREFIX}median"] == 0.5
         if ranks.rank():
             assert found["Train/Waited/data"] == found["Train/Speed/seconds_per_step"] == 100
             handle.remove()
@@ -166,6 +168,19 @@ def check_waits(folder: Path) -> None:
         found = records.found[-1]
         assert found["Train/Waited/data"] == found["Train/Speed/seconds_per_step"] == 50, "half of it for each of two steps"
         engine.destroy()
+
+
+def test_a_rank_that_others_wait_for_is_named_with_its_reasons() -> None:
+    nothing = dict.fromkeys(WAITS, 0.0)
+    waiting = nothing | {"votes": 0.2, "reductions": 0.1}
+    reading = nothing | {"data": 0.25}
+    assert [str(found) for found in slow_ranks([waiting, waiting, reading, waiting])] == [
+        "rank 2 is slow: it waits for other ranks 0.0 % of a step, the median of the other ranks is 30.0 % "
+        "(reductions 0.0 % and 10.0 %, votes 0.0 % and 20.0 %). Waits that other ranks do not cause: data 25.0 % and 0.0 %"
+    ]
+    assert not list(slow_ranks([waiting] * 8)), "all wait alike, for the network"
+    assert [found.rank for found in slow_ranks([nothing, waiting])] == [0]
+    assert [found.rank for found in slow_ranks([waiting, nothing, nothing, waiting, waiting])] == [1, 2]
 
 
 def check_no_number_changes() -> None:

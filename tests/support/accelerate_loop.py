@@ -1,7 +1,7 @@
-"""A no-trainer training script as users write it; `accelerate launch` starts it, and its last line reports what happened.
+"""A training script without Trainer, as users write it; `accelerate launch` starts it, and its last line reports the results.
 
-Two epochs over ``TEXTS`` rows with accumulation 2: train, evaluate, save the state half-way, train on, go back to the saved state and
-train on again, export for `from_pretrained`. Nothing in it knows hf_zero except where ``--plugin zero`` asks for it.
+Two epochs over ``TEXTS`` rows with accumulation 2: train, evaluate, save the state half-way, train on, load the saved state and train on
+again, export for `from_pretrained`. The script does not use hf_zero directly, except with ``--plugin zero``.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 ROWS, LENGTH, VOCAB, BATCH = 32, 8, 64, 2
-EVAL_ROWS = 7  # divides neither by the batch nor by the ranks
+EVAL_ROWS = 7  # no multiple of the batch or of the ranks
 STEPS, SAVED_AT = 8, 4
 LR, DECAY = 1e-2, 0.1
 
 
 def rows(count: int, seed: int) -> list[dict[str, torch.Tensor]]:
-    """Random token rows; labels are the inputs."""
+    """Return random token rows; labels are the inputs."""
     ids = torch.randint(0, VOCAB, (count, LENGTH), generator=torch.Generator().manual_seed(seed))
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
 def lr_at(step: int) -> float:
-    """Factor of the learning rate of the schedule made in code."""
+    """Return the factor of the learning rate of the schedule made in code."""
     return 1.0 / (1.0 + 0.1 * step)
 
 
 def make_optimizer(kind: str, model: torch.nn.Module) -> Any:
-    """The optimizer in code, or what stands for the one of the config."""
+    """Return the optimizer made in code, or the placeholder for the configuration's optimizer."""
     if kind == "code":
         decay = [p for n, p in model.named_parameters() if "ln" not in n and "bias" not in n]
         plain = [p for n, p in model.named_parameters() if "ln" in n or "bias" in n]
@@ -49,7 +49,7 @@ def make_optimizer(kind: str, model: torch.nn.Module) -> Any:
 
 
 def make_scheduler(kind: str, optimizer: Any, processes: int) -> Any:
-    """A torch schedule, a function that makes one, or what stands for the schedule of the config."""
+    """Return a torch schedule, a function that makes one, or the placeholder for the configuration's schedule."""
     if kind == "code":
         return torch.optim.lr_scheduler.LambdaLR(optimizer, lr_at)
     if kind == "callable":
@@ -71,7 +71,7 @@ def make_accelerator(args: argparse.Namespace) -> Accelerator:
 
 
 def train(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, batches: list[Any], record: dict[str, list[float]]) -> None:
-    """The loop of every no-trainer example."""
+    """Run the training loop of a no-trainer example."""
     model.train()
     for batch in batches:
         with accelerator.accumulate(model):
@@ -89,7 +89,7 @@ def train(accelerator: Accelerator, model: Any, optimizer: Any, scheduler: Any, 
 
 
 def evaluate(accelerator: Accelerator, model: Any, loader: DataLoader[Any]) -> tuple[float, int]:
-    """Mean loss over rows, and how many rows were counted."""
+    """Return the mean loss over rows, and the number of rows."""
     model.eval()
     losses = []
     for batch in loader:
@@ -102,7 +102,7 @@ def evaluate(accelerator: Accelerator, model: Any, loader: DataLoader[Any]) -> t
 
 
 def facts(accelerator: Accelerator) -> dict[str, Any]:
-    """What the ranks know of each other, and what became of the launcher's answers."""
+    """Return the facts that ranks have about each other, and the effect of the launcher's settings."""
     plugin = accelerator.state.deepspeed_plugin
     own = torch.tensor([accelerator.process_index, int(accelerator.is_main_process)], device=accelerator.device)
     return {

@@ -1,6 +1,6 @@
-"""Imported by the rank server before transformers: makes ``import deepspeed`` find hf_zero, as an installed wheel does at start-up.
+"""Module that the rank server imports before transformers: makes ``import deepspeed`` find hf_zero, like an installed wheel at start-up.
 
-transformers decides at import whether DeepSpeed exists, so the answer must be there before it.
+transformers decides at its import whether DeepSpeed exists, so the alias must be active before it.
 """
 
 import logging
@@ -9,13 +9,13 @@ import traceback
 
 from tqdm.std import tqdm
 
-tqdm.set_lock(threading.RLock())  # tqdm's own lock holds a semaphore, which the server, ended by a signal, would leave behind
+tqdm.set_lock(threading.RLock())  # tqdm's own lock has a semaphore, which a server ended by a signal would leave behind
 
-logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it misses kernels of the hub, whenever PEFT is imported
+logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns about missing hub kernels whenever PEFT is imported
 
 try:
     import hf_zero
 
     hf_zero.install_as_deepspeed()
-except Exception:  # the server must live: tests of the alias then fail with their own message, the others run
+except Exception:  # the server must not end: tests of the alias then fail with their own messages, other tests run
     traceback.print_exc()

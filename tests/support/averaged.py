@@ -1,4 +1,4 @@
-"""A small model whose weights are averaged: parameters in blocks, statistics, a frozen layer; one step; and all its values."""
+"""A small model whose weights are averaged: parameters in blocks, statistics, a frozen layer; one training step; and all its values."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hf_zero.utils import safe_get_full_fp32_param
 
 
 class Net(nn.Module):
-    """Blocks, statistics of a normalisation, a whole number that counts, and a frozen layer."""
+    """Model with blocks, statistics of a normalisation, an integer counter, and a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ def step(engine: Any, number: int, dtype: torch.dtype = torch.float32) -> None:
 
 
 def weights(engine: Any) -> dict[str, Tensor]:
-    """Whole parameters in the training type, masters beside, and buffers; collective."""
+    """Return the whole parameters in the training dtype, the masters, and the buffers; collective."""
     named = dict(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters(list(named.values())):
         found = {name: param.detach().clone() for name, param in named.items()}

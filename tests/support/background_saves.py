@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is written: the ways to ask for it, and the run that shows it."""
+"""Training that continues while a checkpoint is written: the ways to request it, and the run that checks it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, st
 
 
 class Slowly:
-    """Makes every file of a save take a while, or fail, on some ranks."""
+    """Context in which every file of a save takes a while, or fails, on some ranks."""
 
     def __init__(self, seconds: float = 0.0, fails: tuple[int, ...] = ()) -> None:
         self.seconds, self.fails = seconds, fails
@@ -47,9 +47,9 @@ def check_background_save(folder: str, stage: int, extra: dict[str, Any]) -> Non
     with Slowly(0.05):
         engine.save_checkpoint(folder, client_state={"x": torch.ones(2)})
         assert not (Path(folder) / "global_step2" / "complete").exists()
-        expected = steps(engine, 2, 2, "bf16")  # while it is written
+        expected = steps(engine, 2, 2, "bf16")  # trains while the checkpoint is written
         third = full_state(engine)
-        engine.save_checkpoint(folder)  # waits for the first
+        engine.save_checkpoint(folder)  # waits for the first save
         assert (Path(folder) / "global_step2" / "complete").exists()
         engine.wait_for_checkpoint()
     assert (Path(folder) / "latest").read_text() == "global_step4"

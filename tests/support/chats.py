@@ -1,4 +1,4 @@
-"""What fine-tuning scripts start from, at toy size: a chat model with its tokenizer, a reward model, and data as the scripts name them."""
+"""Inputs of fine-tuning scripts at toy size: a chat model with its tokenizer, a reward model, and data sets under the scripts' names."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Row = Callable[[random.Random], dict[str, Any]]
 
 
 def tokenizer() -> Any:
-    """Words ``w0`` to ``w52``, the special tokens of ChatML, and a chat template."""
+    """Return a tokenizer with the words ``w0`` to ``w52``, the special tokens of ChatML, and a chat template."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -68,7 +68,7 @@ DATA: dict[str, Row] = {
 
 
 def save(folder: Path) -> None:
-    """Writes the folders ``model``, ``reward`` and those of ``DATA``, each with a split ``train`` and a split ``test``."""
+    """Write the folders ``model``, ``reward`` and those of ``DATA``, each with a split ``train`` and a split ``test``."""
     from transformers import AutoTokenizer, Qwen3Config, Qwen3ForCausalLM, Qwen3ForSequenceClassification
 
     made = tokenizer()
@@ -88,7 +88,7 @@ def save(folder: Path) -> None:
         Qwen3ForSequenceClassification(config).save_pretrained(folder / "reward")
     for name in ("model", "reward"):
         made.save_pretrained(folder / name)
-        # AutoTokenizer takes the class of the model's own for some types (qwen2), which reads these words as nothing at all.
+        # For some model types (qwen2) AutoTokenizer takes the model's own class, which reads none of these words.
         assert AutoTokenizer.from_pretrained(folder / name)("w0 w1")["input_ids"] == made("w0 w1")["input_ids"]
     for name, row in DATA.items():
         (folder / name).mkdir()
@@ -98,6 +98,6 @@ def save(folder: Path) -> None:
 
 
 def distinct_words(completions: list[Any], **_: Any) -> list[float]:
-    """A reward for GRPO: how many words differ, and a little for a later place, so that two equal completions differ."""
+    """Return rewards for GRPO: the number of distinct words, plus a little for a later position, so that equal completions differ."""
     texts = [completion[0]["content"] if isinstance(completion, list) else completion for completion in completions]
     return [len(set(text.split())) + 0.1 * index for index, text in enumerate(texts)]

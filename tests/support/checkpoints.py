@@ -22,7 +22,7 @@ IN_BACKGROUND = {"checkpoint": {"writer": {"decoupled": True}}}
 
 
 class Sample(nn.Module):
-    """Blocks, tied weights, a frozen layer, an integer parameter, buffers, odd sizes, a parameter without elements."""
+    """Model with blocks, tied weights, a frozen layer, an integer parameter, buffers, odd sizes, a parameter without elements."""
 
     def __init__(self, width: int = 10) -> None:
         super().__init__()
@@ -51,14 +51,14 @@ class Sample(nn.Module):
 
 
 def build(seed: int = 0) -> Sample:
-    """The model, with weights, buffers and table that depend on ``seed``."""
+    """Return the model, with weights, buffers and table that depend on ``seed``."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return Sample().train()
 
 
 def config(stage: int, dtype: str, **extra: Any) -> dict[str, Any]:
-    """A configuration with a schedule and, in fp16, a dynamic loss scale that moves."""
+    """Return a configuration with a schedule and, in fp16, a dynamic loss scale that changes."""
     made: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 2,
         "gradient_clipping": 0.5,
@@ -74,7 +74,7 @@ def config(stage: int, dtype: str, **extra: Any) -> dict[str, Any]:
 
 
 def groups(model: nn.Module, reverse: bool = False) -> list[dict[str, Any]]:
-    """Decayed and undecayed parameters, as most training scripts divide them."""
+    """Return decayed and undecayed parameters, as most training scripts divide them."""
     trainable = [param for param in model.parameters() if param.requires_grad]
     made = [
         {"params": [param for param in trainable if param.ndim > 1], "weight_decay": 0.1, "lr": 0.01},
@@ -85,7 +85,7 @@ def groups(model: nn.Module, reverse: bool = False) -> list[dict[str, Any]]:
 
 @contextmanager
 def on_node(folder: str, per_node: int, turned: bool = False) -> Iterator[Path]:
-    """Works in the folder of this rank's node; ``turned``: in that of the next node."""
+    """Work in the folder of this rank's node inside the context; with ``turned`` in the folder of the next node."""
     before, local = Path.cwd(), os.environ["LOCAL_RANK"]
     node = (ranks.rank() // per_node + turned) % 2
     place = Path(folder, f"node{node}")
@@ -100,7 +100,7 @@ def on_node(folder: str, per_node: int, turned: bool = False) -> Iterator[Path]:
 
 
 def start(stage: int, dtype: str = "fp32", seed: int = 0, optimizer: Any = torch.optim.AdamW, reverse: bool = False, **extra: Any) -> Any:
-    """An engine over a new model."""
+    """Return an engine over a new model."""
     import hf_zero
 
     model = build(seed)
@@ -110,7 +110,7 @@ def start(stage: int, dtype: str = "fp32", seed: int = 0, optimizer: Any = torch
 
 
 def steps(engine: Any, first: int, count: int, dtype: str = "fp32", same_on_all: bool = False) -> list[tuple[float, float]]:
-    """Trains; returns (mean loss, norm) per step."""
+    """Train ``count`` steps; return (mean loss, norm) per step."""
     seen = []
     for step in range(first, first + count):
         generator = torch.Generator().manual_seed(1000 * step + (0 if same_on_all else ranks.rank()))
@@ -126,7 +126,7 @@ def steps(engine: Any, first: int, count: int, dtype: str = "fp32", same_on_all:
 
 
 def full_state(engine: Any) -> dict[str, Any]:
-    """Everything a checkpoint must carry over, whole, by name. Collective; the same on every rank."""
+    """Return everything a checkpoint must carry over, whole, by name. Collective; the same on every rank."""
     import hf_zero
 
     state: dict[str, Any] = {}
@@ -160,7 +160,7 @@ def full_state(engine: Any) -> dict[str, Any]:
 
 
 def differences(state: dict[str, Any], expected: dict[str, Any]) -> list[str]:
-    """Names of entries that are not equal bit for bit."""
+    """Return the names of entries that are not equal bit for bit."""
     found = sorted(state.keys() ^ expected.keys())
     for name in state.keys() & expected.keys():
         mine, other = state[name], expected[name]
@@ -176,7 +176,7 @@ def write_index(folder: Path, text: str) -> None:
 
 
 def contents_of(folder: Path) -> dict[str, Tensor]:
-    """Every parameter and optimizer state of the checkpoint ``t`` in ``folder``, whole."""
+    """Return every parameter and optimizer state of the checkpoint ``t`` in ``folder``, whole."""
     found: dict[str, Tensor] = {}
     for param in read_checkpoint(folder / "t").params:
         rows: dict[str, Elsewhere] = {"value": param.value.row, **param.states}

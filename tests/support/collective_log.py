@@ -1,8 +1,8 @@
-"""Writes down the collectives that this process issues and waits for, for ``tests/support/collective_order.py``.
+"""Record the collectives that this process issues and waits for, for ``tests/support/collective_order.py``.
 
-Two layers are wrapped, once per process: the methods of the package's ``Collectives`` that name a unit, and the calls of torch's process
-groups, through which user code and everything else comes. Of nested calls the outermost is one event, so an all-gather is the same
-whether the back end has one or sends parts to each peer. What two ranks send each other by themselves (``send``, ``recv``) is left out.
+Two layers are wrapped, once per process: the methods of hf_zero's ``Collectives`` that name a unit, and the calls of torch's process
+groups, which user code and all other code uses. Of nested calls the outermost is one event, so an all-gather is one event whether the back
+end has one or sends parts to each peer. Messages between two ranks alone (``send``, ``recv``) are left out.
 """
 
 from __future__ import annotations
@@ -45,21 +45,26 @@ _OPERATIONS = {
     "barrier": "barrier",
 }
 _BETWEEN_TWO = ("send", "recv", "recv_anysource")
-_OF_ONE_SIZE = ("all_gather_single", "reduce_scatter_single", "all_reduce", "broadcast")  # the first tensor, on every rank
-_UNIT = ("unit", "label")  # parameters by which the package's methods name what they are for
+_OF_ONE_SIZE = (
+    "all_gather_single",
+    "reduce_scatter_single",
+    "all_reduce",
+    "broadcast",
+)  # the first tensor must have one size on every rank
+_UNIT = ("unit", "label")  # parameters with which the package's methods name their purpose
 
 
 class Log:
-    """The record of one job, as it grows. The threads of a rank share it: autograd's, on a device, does what the main one waits for."""
+    """The growing record of one job. The threads of a rank share it, because on a device autograd's thread does work of the main one."""
 
     def __init__(self) -> None:
         self.record = Record()
-        self._known: dict[Issue, Issue] = {}  # one object for each kind: steps repeat themselves, and records travel
+        self._known: dict[Issue, Issue] = {}  # one object per kind, because steps repeat and records are sent
         self._names: weakref.WeakKeyDictionary[Any, str] = weakref.WeakKeyDictionary()
         self._works: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def issue(self, group: Any, operation: str, unit: str, nbytes: int) -> int:
-        """Notes a collective; returns its number among this rank's."""
+        """Record a collective; return its number among this rank's."""
         issue = Issue(self._name(group), operation, unit, nbytes)
         self.record.issues.append(self._known.setdefault(issue, issue))
         return len(self.record.issues) - 1
@@ -68,29 +73,29 @@ class Log:
         name = self._names.get(group)
         if name is None:
             ranks = tuple(dist.get_process_group_ranks(group))
-            # A group may get the name of one that was destroyed; if it has the same ranks, one follows the other on each of them.
-            given = dist.distributed_c10d._world.pg_names[group]  # group_name asks the back end, and not every one knows
+            # A new group may get the name of a destroyed one; with the same ranks, one follows the other on each of them.
+            given = dist.distributed_c10d._world.pg_names[group]  # group_name asks the back end, and some do not know it
             name = self._names[group] = f"{given} of ranks {','.join(map(str, ranks))}"
             self.record.groups[name] = ranks
         return name
 
     def wait(self, number: int) -> None:
-        """Notes that this rank waits for a collective."""
+        """Record that this rank waits for a collective."""
         self.record.waits.append((len(self.record.issues), number))
 
     def remember(self, work: Any, number: int) -> None:
-        """``work`` is what torch returned for the collective."""
+        """Remember ``work``, torch's handle of the collective ``number``."""
         self._works[work] = number
 
     def wait_for_work(self, work: Any) -> None:
-        """Notes the first wait for a work that was remembered."""
+        """Record the first wait for a remembered work."""
         number = self._works.pop(work, None)
         if number is not None:
             self.wait(number)
 
 
 class _Call:
-    """A call that is running. One of the package is noted at its first use of a process group, which says on which one it runs."""
+    """A running call. A call of the package is recorded at its first use of a process group, when its group is known."""
 
     __slots__ = ("_note", "number")
 
@@ -103,7 +108,7 @@ class _Call:
 
 
 class _Running(threading.local):
-    call: _Call | None = None  # the outermost of this thread
+    call: _Call | None = None  # the outermost call of this thread
 
 
 _log: Log | None = None
@@ -112,7 +117,7 @@ _running = _Running()
 
 @contextmanager
 def recording() -> Iterator[Record]:
-    """Writes down what is issued inside."""
+    """Record the collectives that are issued inside the context."""
     global _log
     _wrap_package()
     _wrap_torch()
@@ -165,7 +170,7 @@ def _logged_method(method: Callable[..., Any], unit: str, place: int) -> Callabl
             result = method(self, *args, **kwargs)
         finally:
             _running.call = None
-        entry.runs_on(self.topology.group)  # where nothing was sent: another rank may have had something to send
+        entry.runs_on(self.topology.group)  # also without a message, because another rank may have sent one
         assert entry.number is not None
         if hasattr(result, "works"):  # a Pending
             result.collective_number = entry.number
@@ -185,7 +190,7 @@ def _logged_pending(method: Callable[[Any], None]) -> Callable[[Any], None]:
             method(self)
             return
         _log.wait(number)
-        _running.call = _Call(number=number)  # what the end of a collective sends belongs to it
+        _running.call = _Call(number=number)  # messages at the end of a collective belong to it
         try:
             method(self)
         finally:
@@ -211,7 +216,7 @@ def _wrap_torch() -> None:
 
 
 def _logged_operation(method: Callable[..., Any], operation: str) -> Callable[..., Any]:
-    """A call of a process group; part of the package's call that runs now, or else an event of its own unless ``operation`` is ""."""
+    """Wrap a call of a process group: part of the package's running call, or an event of its own unless ``operation`` is ""."""
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -224,7 +229,7 @@ def _logged_operation(method: Callable[..., Any], operation: str) -> Callable[..
             return method(self, *args, **kwargs)
         log = _log
         number = log.issue(self, operation, "", _size(args) if operation in _OF_ONE_SIZE else 0)
-        _running.call = _Call(number=number)  # a group may call another
+        _running.call = _Call(number=number)  # a group may call another group
         try:
             work = method(self, *args, **kwargs)
         finally:

@@ -1,14 +1,14 @@
-"""Whether what the ranks issued could hang on NCCL: a check of their collectives and waits, in the order of each rank's program.
+"""Check whether the ranks' collectives could hang on NCCL, from their collectives and waits in the order of each rank's program.
 
-gloo matches messages by tags and lets many of them pass each other; NCCL does not. Of several communicators it asks that all ranks
-issue their operations in one order, and within one they run in the order of issue, each with the same operation and size on every rank
-(NVIDIA/nccl issue 1174). ``check`` holds the records of a job against that:
+gloo matches messages by tags and lets many of them overtake each other; NCCL does not. All ranks must issue operations on several NCCL
+communicators in one order; on one communicator operations run in the order of issue, each with the same operation and size on every rank
+(NVIDIA/nccl issue 1174). ``check`` compares the records of a job with these rules:
 
-- of each group, every member issued the same operations, with the same labels and bytes;
-- two ranks issued all that both take part in, over all groups together, in one order;
-- replayed, every wait comes to an end: a collective runs when all its ranks have issued it and the earlier ones of its group are
-  over, and a wait stops its rank. On NCCL a wait stops the compute stream and the host runs ahead until it reads a number; stopping
-  the rank at once is the stricter of the two, so what ends here ends there.
+- in each group, every member issued the same operations, with the same labels and bytes;
+- any two ranks issued all operations that both take part in, over all groups together, in one order;
+- in a replay every wait ends: a collective runs when all its ranks have issued it and the earlier ones of its group are done, and a wait
+  stops its rank. On NCCL a wait stops the compute stream, and the host runs ahead until it reads a number. To stop the rank at once is
+  stricter, so a replay that ends here also ends there.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SHOWN = 4  # events before and after the first difference
 
 
 class OrderError(AssertionError):
-    """The ranks of a job issued collectives in a way that could hang on NCCL, or mix up messages."""
+    """Error raised if the ranks of a job issued collectives in an order that could hang on NCCL, or mix up messages."""
 
 
 class Issue(NamedTuple):
@@ -31,8 +31,8 @@ class Issue(NamedTuple):
 
     group: str
     operation: str
-    unit: str = ""  # what it was for; "" where user code called torch.distributed itself
-    nbytes: int = 0  # of the message, where it must agree
+    unit: str = ""  # its unit; "" where user code called torch.distributed itself
+    nbytes: int = 0  # size of the message, where it must agree
 
     def __str__(self) -> str:
         unit = f" ({self.unit})" if self.unit else ""
@@ -42,12 +42,12 @@ class Issue(NamedTuple):
 
 @dataclass
 class Record:
-    """What one rank did, in the order of its program.
+    """Events of one rank, in the order of its program.
 
     Attributes:
         groups: Ranks of the groups it used, by the group's name.
         issues: The collectives it issued.
-        waits: How many it had issued when it waited, and the number of the one it waited for (from 0).
+        waits: For each wait, the number of collectives issued before it, and the number of the collective waited for (from 0).
     """
 
     groups: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -56,17 +56,17 @@ class Record:
 
 
 def check(records: Sequence[Record]) -> None:
-    """Compares the records of all ranks, by rank.
+    """Compare the records of all ranks, given in rank order.
 
     Raises:
-        OrderError: They do not fit together; the text shows where.
+        OrderError: The records do not match; the text shows the first difference.
     """
-    __tracebackhide__ = True  # pytest: the text says it all
+    __tracebackhide__ = True  # pytest: the text is enough
     issues = [record.issues for record in records]
     groups = {name: members for record in records for name, members in record.groups.items()}
     everyone = tuple(range(len(records)))
     if all(other == issues[0] for other in issues) and all(members == everyone for members in groups.values()):
-        return  # each waits only for what all have issued before
+        return  # each rank waits only for collectives that all have issued before
     _check_groups(groups, issues)
     _check_pairs(groups, issues)
     stuck = replay(records, groups)
@@ -75,7 +75,7 @@ def check(records: Sequence[Record]) -> None:
 
 
 def _check_groups(groups: dict[str, tuple[int, ...]], issues: Sequence[list[Issue]]) -> None:
-    """The same sequence within each group."""
+    """Raise unless the members of each group issued the same sequence."""
     __tracebackhide__ = True
     by_group = [_by_group(mine) for mine in issues]
     for name, members in groups.items():
@@ -87,7 +87,7 @@ def _check_groups(groups: dict[str, tuple[int, ...]], issues: Sequence[list[Issu
 
 
 def _check_pairs(groups: dict[str, tuple[int, ...]], issues: Sequence[list[Issue]]) -> None:
-    """One order of all that two ranks do together, whatever the group."""
+    """Raise unless any two ranks issued their common operations in one order, over all groups."""
     __tracebackhide__ = True
     for first, other in combinations(range(len(issues)), 2):
         common = {name for name, members in groups.items() if first in members and other in members}
@@ -104,7 +104,7 @@ def _by_group(issues: list[Issue]) -> dict[str, list[Issue]]:
 
 
 def _difference(first: int, mine: list[Issue], other: int, theirs: list[Issue]) -> str:
-    """The first place where two sequences differ, with what surrounds it."""
+    """Return text on the first difference of two sequences, with the events around it."""
     pairs = zip(mine, theirs, strict=False)
     place = next((index for index, (one, two) in enumerate(pairs) if one != two), min(len(mine), len(theirs)))
     lines = [f"after {place} that are the same, the last of them", *map(str, mine[max(0, place - _SHOWN) : place])]
@@ -118,21 +118,21 @@ def _difference(first: int, mine: list[Issue], other: int, theirs: list[Issue]) 
 
 
 class _Replay:
-    """Ranks that go through their records; a wait for a collective that is not over stops them."""
+    """Ranks that replay their records; a wait for an unfinished collective stops a rank."""
 
     def __init__(self, records: Sequence[Record], groups: dict[str, tuple[int, ...]]) -> None:
         self.records, self.groups = records, groups
-        self.issued = [0] * len(records)  # by each rank
+        self.issued = [0] * len(records)  # number of events issued by each rank
         self.waited = [0] * len(records)
         self.counts: list[Counter[str]] = [Counter() for _ in records]  # issued by each rank, by group
-        self.numbers: list[list[int]] = [[] for _ in records]  # of each issue within its group
+        self.numbers: list[list[int]] = [[] for _ in records]  # number of each issue within its group
 
     def missing(self, issue: Issue, number: int) -> list[int]:
-        """Ranks that have not issued it. Where there are none, the earlier ones of its group are over as well."""
+        """Return the ranks that have not issued ``issue``. If there are none, the earlier ones of its group are done as well."""
         return [rank for rank in self.groups[issue.group] if self.counts[rank][issue.group] <= number]
 
     def stops(self, rank: int) -> tuple[Issue, list[int]] | None:
-        """The collective at which a rank stands, and the ranks it waits for; None if it goes on."""
+        """Return the collective at which a rank has stopped, and the ranks it waits for; None if it continues."""
         record, done = self.records[rank], self.waited[rank]
         if done == len(record.waits) or record.waits[done][0] > self.issued[rank]:
             return None
@@ -141,7 +141,7 @@ class _Replay:
         return (issue, missing) if missing else None
 
     def advance(self, rank: int) -> bool:
-        """Goes on as far as a rank can; whether it went anywhere."""
+        """Advance a rank as far as possible; return whether it has moved."""
         record, start = self.records[rank], (self.issued[rank], self.waited[rank])
         while self.stops(rank) is None:
             if self.waited[rank] < len(record.waits) and record.waits[self.waited[rank]][0] <= self.issued[rank]:
@@ -156,7 +156,7 @@ class _Replay:
         return (self.issued[rank], self.waited[rank]) != start
 
     def stuck(self) -> Iterator[str]:
-        """One line for each rank that waits."""
+        """Yield one line for each rank that waits."""
         for rank, record in enumerate(self.records):
             if found := self.stops(rank):
                 last = record.issues[self.issued[rank] - 1]
@@ -164,8 +164,8 @@ class _Replay:
 
 
 def replay(records: Sequence[Record], groups: dict[str, tuple[int, ...]]) -> list[str]:
-    """Runs the records against each other; one line for each rank that would wait for ever, none where all end."""
+    """Replay the records against each other; return one line for each rank that would wait for ever, none if all end."""
     state = _Replay(records, groups)
-    while sum(state.advance(rank) for rank in range(len(records))):  # each of them
+    while sum(state.advance(rank) for rank in range(len(records))):  # advances every rank
         pass
     return list(state.stuck())

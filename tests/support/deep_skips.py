@@ -1,6 +1,6 @@
-"""Models of many blocks, of which ranks skip some: more gathers and reductions are under way at a time than in models of two to four.
+"""Models with many blocks of which ranks skip some: more gathers and reductions are in flight than in models of two to four blocks.
 
-Jobs of ranks, for every device (``tests/support/device_jobs.py`` lists them).
+These are jobs of ranks, for every device (``tests/support/device_jobs.py`` lists them).
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ TOWER, TEXT, EXPERTS = 12, 8, 16
 
 
 def _in_turns(step: int, micro: int, rank: int) -> list[int]:
-    """Pixels on one rank only, another one each time."""
+    """Return a choice with pixels on one rank only, another rank each time."""
     return [0] if (step + micro + rank) % 2 else []
 
 
 def _own_order(step: int, micro: int, rank: int) -> list[int]:
-    """Half of the experts, other ones in another order on each rank."""
+    """Return half of the experts, a different half in a different order on each rank."""
     order = torch.randperm(EXPERTS, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank))
     return order[: EXPERTS // 2].tolist()
 
@@ -36,7 +36,7 @@ KINDS: dict[str, tuple[Callable[[], nn.Module], Callable[[int, int, int], list[i
 
 
 def skipped_blocks() -> None:
-    """Towers that ranks take turns to skip, and experts in orders of their own, at the stages that reduce in backward."""
+    """Train towers that ranks skip in turns, and experts in a different order per rank, at the stages that reduce in backward."""
     for kind, (model, choice) in KINDS.items():
 
         def build(model: Callable[[], nn.Module] = model) -> nn.Module:
@@ -52,7 +52,7 @@ def skipped_blocks() -> None:
 
 
 def images_on_some_ranks() -> None:
-    """LLaVA with ten vision and eight text blocks, where some micro-steps of a rank have an image."""
+    """Train LLaVA with ten vision and eight text blocks, where some micro-steps of a rank have an image."""
     feed = multimodal.feed_of(multimodal.llava_batch)
 
     def on_device(step: int, micro: int, rank: int) -> Batch:

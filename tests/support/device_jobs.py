@@ -1,4 +1,4 @@
-"""What the engine does on a device, as jobs of ranks: on the pretend accelerator (always) and on a GPU (where there is one)."""
+"""Tests of the engine on a device, as jobs of ranks: on the pretend accelerator (always) and on a GPU (if there is one)."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ OFFLOADED = {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "
 
 
 def backend_of(device: str, world: int) -> str:
-    """What ranks speak: the device's own where each has one of its own, else gloo."""
+    """Return the ranks' back end: the device's own if each rank has a device of its own, else gloo."""
     if device == pretend.NAME:
         return network.NAME
     return "nccl" if device == "cuda" and world <= max(1, torch.cuda.device_count()) else "gloo"
 
 
 def _copies() -> tuple[int, int]:
-    """Copies beside the computation, and copies that could not be: the pretend accelerator counts them."""
+    """Return the pretend accelerator's counts: of copies beside the computation, and of copies that could not be."""
     return (pretend.late_copies(), pretend.pageable_copies()) if pretend.loaded() else (0, 0)
 
 
@@ -36,9 +36,9 @@ def parity(names: list[str], runs: list[Run]) -> None:
 
 
 def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | None = None) -> None:
-    """Every way to offload against none: late copies happen, and none of them from memory that is not page-locked.
+    """Compare every way to offload with none; check that copies overlap, and that none is from memory that is not page-locked.
 
-    ``keys`` are further ones of ``zero_optimization``, in all runs.
+    ``keys`` are additional keys of ``zero_optimization``, in all runs.
     """
     torch.set_num_threads(1)
     recorded = pretend.recorded() if pretend.loaded() else 0
@@ -58,7 +58,7 @@ def offload(name: str, runs: list[Run], only: list[str], keys: dict[str, Any] | 
 
 
 def offload_param_alone() -> None:
-    """Masters stay on the device when only the parameters leave it."""
+    """Check that masters stay on the device when only the parameters are offloaded."""
     engine = initialize(CASES["gpt2"].build(), Run(stage=3, extra={"zero_optimization": {"offload_param": {"device": "cpu"}}}))
     train(engine, CASES["gpt2"].rows, CASES["gpt2"].forward, Run(stage=3, steps=1))
     assert {unit.master.device.type for unit in engine.units} == {ranks.device().type}
@@ -76,7 +76,7 @@ def checkpointing() -> None:
 
 
 class _HostInputs(nn.Module):
-    """Blocks whose inputs rest on the host, or not."""
+    """Model whose blocks' inputs are kept on the host, or not."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ class _HostInputs(nn.Module):
 
 
 def cpu_checkpointing() -> None:
-    """Inputs of blocks rest in page-locked memory: the same bits, dropout too, with copies beside the computation."""
+    """Check that inputs of blocks in page-locked memory give the same bits, also with dropout, with copies beside the computation."""
     from hf_zero.deepspeed.served import checkpointing
     from tests.support.host_activations import small_tensors_move
 
@@ -112,7 +112,7 @@ def cpu_checkpointing() -> None:
         engine.destroy()
         checkpointing.reset()
     check_bitwise(found[1][0], found[0][0], "cpu_checkpointing")
-    # In each of three steps three inputs leave; of these one, which is still there when backward begins, need not come back.
+    # Three inputs are moved in each of three steps; of these, one is still on the device when backward begins, and is not copied back.
     assert not pretend.loaded() or found[1][1] == found[0][1] + 3 * (3 + 2), found
 
 
@@ -130,7 +130,7 @@ def save(folder: str, extra: dict[str, Any]) -> dict[str, Any]:
     steps(engine, 0, 2, "bf16")
     state = full_state(engine)
     engine.save_checkpoint(folder)
-    engine.wait_for_checkpoint()  # nothing else waits for the device: the current one of rank 1 is another
+    engine.wait_for_checkpoint()  # no other call waits for the device: rank 1's current device is another
     engine.destroy()
     return state
 
@@ -146,7 +146,7 @@ def load(folder: str, expected: dict[str, Any], extra: dict[str, Any], stage: in
 
 
 def interface() -> None:
-    """zero.Init, gathered and full values, generation, the traffic log, clocks, memory, a lone forward."""
+    """Check zero.Init, gathered and full values, generation, the traffic log, clocks, memory, a lone forward."""
     import hf_zero
     from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_set_full_fp32_param
 
@@ -184,7 +184,7 @@ def interface() -> None:
     state = engine._zero3_consolidated_16bit_state_dict()
     assert ranks.rank() != 0 or {tensor.device.type for tensor in state.values()} == {"cpu"}
     engine.empty_partition_cache()
-    if ranks.device().type == "cpu":  # nobody counts its memory
+    if ranks.device().type == "cpu":  # its memory is not counted
         engine.destroy()
         return
     used = torch.accelerator.memory_allocated(ranks.device())

@@ -1,4 +1,4 @@
-"""How many examples a property is tried on."""
+"""Number of examples of a property."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from hypothesis import settings
 
 
 def drawn(fast: int, slow: int, **options: Any) -> settings:
-    """``fast`` examples, the same each time, in the fast run; ``slow`` new ones each time in the slow one (``tests/conftest.py``)."""
+    """Return settings with ``fast`` equal examples per fast run, or ``slow`` new ones per slow run (``tests/conftest.py``)."""
     return settings(max_examples=fast if settings.default.derandomize else slow, deadline=None, **options)

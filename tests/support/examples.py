@@ -1,4 +1,4 @@
-"""The examples for tests: their modules imported as the scripts import them, and whole runs on two ranks of this machine's CPU."""
+"""The examples for tests: their modules imported like the scripts do, and whole runs on two ranks of this machine's CPU."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from tests.support import launches, processes, ranks
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-RUN_SECONDS = 600  # a limit for hangs: some ten times of what a loaded machine takes
-TEST_SECONDS = 4 * RUN_SECONDS  # above all commands of a test: reaching it ends the process of tests and leaves the command running
-# What the folders of the examples call their own; forgotten after use, since the next folder has modules of the same names.
+RUN_SECONDS = 600  # limit for hangs: about ten times the time on a loaded machine
+TEST_SECONDS = 4 * RUN_SECONDS  # above the limits of a test's commands: reaching it ends pytest and leaves the command running
+# Names of modules in the examples' folders; removed after use, because the next folder has modules of the same names.
 LOCAL_NAMES = (
     "arguments",
     "bleu",
@@ -49,10 +49,10 @@ LOCAL_NAMES = (
 
 @contextmanager
 def modules(folder: str, *names: str) -> Iterator[SimpleNamespace]:
-    """Modules of ``examples/<folder>``, imported as its scripts import them.
+    """Yield modules of ``examples/<folder>``, imported like its scripts do.
 
     Args:
-        folder: Of the example.
+        folder: Name of the example's folder.
         *names: Modules of that folder.
     """
     path = str(EXAMPLES / folder)
@@ -68,16 +68,16 @@ def modules(folder: str, *names: str) -> Iterator[SimpleNamespace]:
 
 
 def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False, seconds: float = RUN_SECONDS) -> str:
-    """Run a command in the root of the repository, as two ranks of this machine's CPU would be started.
+    """Run a command in the root of the repository, like on two ranks of this machine's CPU.
 
     Args:
         command: Words after the interpreter.
-        cache: Folder for what `datasets` caches.
+        cache: Folder for the caches of `datasets`.
         seconds: Time limit.
-        on_cpu: Tell Accelerate to leave GPUs alone, which DDP needs; with a DeepSpeed configuration it would switch ZeRO off.
+        on_cpu: Tell Accelerate to ignore GPUs, which DDP needs; with a DeepSpeed configuration it would switch ZeRO off.
 
     Returns:
-        What it printed. Fails with all of it when the run fails or lasts too long.
+        The command's output. Fails with the whole output when the run fails or exceeds the limit.
     """
     changes = {"NETRC": os.devnull, "HF_ZERO": "1", "HF_DATASETS_CACHE": str(cache), "HF_MODULES_CACHE": str(cache / "modules")}
     if on_cpu:
@@ -91,19 +91,19 @@ def run(command: Sequence[str], *, cache: Path, on_cpu: bool = False, seconds: f
 
 def launch(config: Path, script: Path, *flags: str, cache: Path) -> str:
     """Run a script under ``accelerate launch``; see `run`."""
-    port = str(ranks._free_port())  # 0 means a free one to newer accelerate only
+    port = str(ranks._free_port())  # only newer accelerate versions choose a free port for 0
     words = ["-m", "accelerate.commands.accelerate_cli", "launch", "--config_file", str(config), "--main_process_port", port]
     return run([*words, str(script), *flags], cache=cache, on_cpu="MULTI_GPU" in config.read_text())
 
 
 def launch_on_ranks(config: Path, script: Path, *flags: str, cache: Path) -> str:
-    """As `launch`, without its processes: on ranks of the pool."""
+    """Run a script like `launch`, but on ranks of the pool instead of new processes."""
     return launches.launch_on_ranks(config, script, *flags, NETRC=os.devnull, HF_DATASETS_CACHE=str(cache))
 
 
 @contextmanager
 def small_library(offline: ModuleType, root: Path) -> Iterator[None]:
-    """Let the offline data come from a part of the standard library: parsing all of it takes seconds.
+    """Make the offline data come from a part of the standard library, because parsing all of it takes seconds.
 
     Args:
         offline: The example's module ``offline``.
@@ -119,7 +119,7 @@ def small_library(offline: ModuleType, root: Path) -> Iterator[None]:
 
 @functools.cache
 def library_part() -> Path:
-    """Folder with copies of some packages of the standard library."""
+    """Return a folder with copies of some packages of the standard library."""
     folder, root = Path(tempfile.mkdtemp(prefix="library_part_")), Path(argparse.__file__).parent
     for name in ("asyncio", "email", "json", "logging"):
         shutil.copytree(root / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -127,10 +127,10 @@ def library_part() -> Path:
 
 
 def results_of(folder: Path) -> dict[str, Any]:
-    """What a script without Trainer measured."""
+    """Return the results of a script without Trainer."""
     return json.loads((folder / "results.json").read_text())
 
 
 def losses_of(folder: Path) -> dict[int, float]:
-    """Its training losses, by optimizer step."""
+    """Return the training losses of a script, by optimizer step."""
     return {entry["step"]: entry["train_loss"] for entry in results_of(folder)["log"]}

@@ -15,7 +15,7 @@ from tests.support.parity import Difference, Feed, Run, Trace, check_training
 
 
 def build(name: str, changes: dict[str, Any] | None = None) -> nn.Module:
-    """The zoo's model, with weights as large as a router needs to tell tokens apart."""
+    """Return the zoo's model, with weights large enough that a router distinguishes tokens."""
     model = zoo.build(name, changes=changes)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -25,12 +25,12 @@ def build(name: str, changes: dict[str, Any] | None = None) -> nn.Module:
 
 
 def mixed(name: str) -> Feed:
-    """Other tokens on every rank and in every step."""
+    """Return a feed with different tokens on every rank and in every step."""
     return lambda step, micro, rank: zoo.batch(name, torch.Generator().manual_seed(1 + step + 10 * micro + 100 * rank))
 
 
 def lopsided(name: str) -> Feed:
-    """Rows that repeat one token, another one on every rank: all tokens of a rank go to the same few experts, and some ranks get none."""
+    """Return a feed that repeats one token per rank, so that all tokens of a rank use the same few experts and some ranks get none."""
 
     def feed(step: int, micro: int, rank: int) -> Batch:
         batch = zoo.batch(name, torch.Generator().manual_seed(step))
@@ -40,7 +40,7 @@ def lopsided(name: str) -> Feed:
 
 
 def with_adapters(model: Any, **targets: Any) -> nn.Module:
-    """PEFT's LoRA, with fixed weights that are not zero."""
+    """Return the model with PEFT's LoRA, with fixed weights that are not zero."""
     from peft import LoraConfig, get_peft_model
 
     with torch.random.fork_rng(devices=[]):
@@ -49,17 +49,17 @@ def with_adapters(model: Any, **targets: Any) -> nn.Module:
 
 
 def with_experts(run: Run, size: int) -> Run:
-    """``run`` with experts divided over ``size`` ranks."""
+    """Return ``run`` with experts divided over ``size`` ranks."""
     return replace(run, extra={**run.extra, "expert_parallel": {"enabled": True, "autoep_size": size}})
 
 
 def with_split_layers(run: Run, tp: int) -> Run:
-    """``run`` with layers split over ``tp`` ranks."""
+    """Return ``run`` with layers split over ``tp`` ranks."""
     return replace(run, extra={**run.extra, "tensor_parallel": {"autotp_size": tp}})
 
 
 def alike(feed: Feed, tp: int) -> Feed:
-    """``feed`` where ``tp`` adjacent ranks are given the same."""
+    """Return ``feed`` with the same batches on each ``tp`` adjacent ranks."""
     return lambda step, micro, rank: feed(step, micro, rank // tp)
 
 
@@ -72,7 +72,7 @@ def check_experts(
     prepare: Callable[[nn.Module], Any] | None = None,
     limit: Difference | None = None,
 ) -> Trace:
-    """Trains the zoo's model ``name`` with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
+    """Train the zoo's model ``name`` with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
 
     def make() -> nn.Module:
         model = build(name, changes)
@@ -84,7 +84,7 @@ def check_experts(
 
 
 class Expert(nn.Module):
-    """A gated feed-forward layer, as remote code writes it."""
+    """A gated feed-forward layer, as in remote code."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Expert(nn.Module):
 
 
 class ListedBlock(nn.Module):
-    """The mixture of transformers 4.57: a list of experts, called one by one for the tokens that chose them."""
+    """The mixture layer of transformers 4.57: a list of experts, called one by one for the tokens routed to them."""
 
     def __init__(self, width: int, count: int, jitter: float = 0.0) -> None:
         super().__init__()
@@ -120,7 +120,7 @@ class ListedBlock(nn.Module):
 
 
 class ListedModel(nn.Module):
-    """Two such blocks behind an embedding, with a loss over tokens and one that balances the router."""
+    """Two such blocks after an embedding, with a loss over tokens and one that balances the router."""
 
     def __init__(self, count: int = 4, width: int = 16) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ class ListedModel(nn.Module):
 
 
 def build_listed() -> nn.Module:
-    """A ``ListedModel`` with fixed weights."""
+    """Return a ``ListedModel`` with fixed weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = ListedModel()
@@ -149,13 +149,13 @@ def build_listed() -> nn.Module:
 
 
 def check_listed(run: Run, size: int, feed: Feed | None = None) -> Trace:
-    """Trains the model above with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
+    """Train the model above with experts over ``size`` ranks; rank 0 compares with plain PyTorch."""
     forward = lambda model, batch: model(**batch)  # noqa: E731
     return check_training(build_listed, feed or mixed("MixtralForCausalLM"), forward, with_experts(run, size), label="a list of experts")
 
 
 class Records:
-    """A monitor that keeps what it is told."""
+    """A monitor that keeps its records."""
 
     def __init__(self, records: list[dict[str, float]]) -> None:
         self._records = records

@@ -1,4 +1,4 @@
-"""Causal language models whose loss never makes the logits, in the shapes that libraries give them, with the numbers of whole logits."""
+"""Causal language models whose loss never makes the logits, in the forms that libraries use, with the numbers of whole logits."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ LARGE_VOCABULARY = 40_000  # times a width of 32: more than grouping.LARGE_MODUL
 
 
 class FusedLinearCrossEntropy(torch.autograd.Function):
-    """Liger's: forward takes the head's weight and makes gradients of weight and hidden states chunk by chunk; backward scales them."""
+    """Liger's loss: forward takes the head's weight and computes gradients of weight and hidden states by chunks; backward scales them."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """The mean loss of (tokens, width) against (tokens,), where targets are not -100."""
+        """Return the mean loss of (tokens, width) against (tokens,), where targets are not -100."""
         count = (targets != -100).sum().clamp(min=1)
         total, to_hidden, to_weight = hidden.new_zeros(()), torch.zeros_like(hidden), torch.zeros_like(weight)
         for start in range(0, len(hidden), TOKENS_OF_CHUNK):
@@ -39,7 +39,7 @@ class FusedLinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
-        """What forward has made, times ``grad``."""
+        """Return the gradients that forward has computed, times ``grad``."""
         to_hidden, to_weight = ctx.saved_tensors
         return to_hidden * grad, to_weight * grad, None
 
@@ -50,7 +50,7 @@ def _hidden_and_targets(model: Any, labels: Tensor | None, shift_labels: Tensor 
 
 
 def liger(model: Any) -> None:
-    """As Liger's kernels are put on a model: a forward of the instance, which for labels reads ``lm_head.weight`` outside its module."""
+    """Patch a model like Liger's kernels: a forward of the instance that, given labels, reads ``lm_head.weight`` outside its module."""
 
     @functools.wraps(type(model).forward)
     def forward(self: Any, labels: Tensor | None = None, shift_labels: Tensor | None = None, **given: Any) -> SimpleNamespace:
@@ -63,7 +63,7 @@ def liger(model: Any) -> None:
 
 
 def trl(model: Any) -> None:
-    """The fused head that TRL's SFT, DPO, KTO, GRPO and RLOO trainers put on a model (``loss_type="nll"``, earlier ``"chunked_nll"``)."""
+    """Patch a model with the fused head of TRL's SFT, DPO, KTO, GRPO and RLOO trainers (``loss_type="nll"``, earlier ``"chunked_nll"``)."""
     from trl.trainer.utils import add_fused_lm_head
 
     add_fused_lm_head(model)
@@ -71,7 +71,7 @@ def trl(model: Any) -> None:
 
 
 def tiled(model: Any) -> None:
-    """ALST's: the loss and every feed-forward layer tile by tile."""
+    """Patch a model like ALST: the loss and every feed-forward layer are computed tile by tile."""
     from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
     def of_tile(head: Any, hidden: Tensor, targets: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ KINDS: dict[str, Callable[[Any], None]] = {"liger": liger, "trl": trl, "tiled": 
 
 
 def model(kind: str | None, tied: bool = False, large: bool = False) -> nn.Module:
-    """A small Llama; None: with the loss over whole logits. ``large``: embedding and head are blocks of their own."""
+    """Return a small Llama; with None its loss is over whole logits. ``large``: embedding and head are blocks of their own."""
     made = llama(tie_word_embeddings=tied)
     if large:
         made.resize_token_embeddings(LARGE_VOCABULARY, mean_resizing=False)

@@ -1,10 +1,10 @@
-"""Most jobs of ``test_gpu_engine.py`` without pytest, each in turn whatever happens to the others:
+"""Run most jobs of ``test_gpu_engine.py`` without pytest, one after the other, even if some fail:
 
     python -m tests.support.gpu --device cuda        # or pretend
     python -m tests.support.gpu --worlds 2 --jobs skipped
 
-Two and more ranks speak nccl where there are as many GPUs, else they share one over gloo. Prints one line per job, and the text of those
-that fail.
+Two and more ranks use nccl if there are as many GPUs, else they share one GPU over gloo. It prints one line per job, and the text of
+failures.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from tests.support.device_jobs import backend_of
 from tests.support.parity import Run
 
 DTYPES = ("fp32", "bf16", "fp16")
-TAIL = 3000  # characters of a failure
+TAIL = 3000  # characters of a failure to print
 
 
 def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tuple[Any, ...]]]:
-    """Name, function and arguments."""
+    """Yield the name, function and arguments of each job."""
     for dtype in DTYPES:
         runs = [Run(stage=stage, dtype=dtype, accumulation=2, clip=0.5) for stage in range(4)]
         yield f"parity {dtype}", device_jobs.parity, (["mlp", "gpt2", "llama"], runs)
@@ -43,7 +43,7 @@ def jobs(folder: str, world: int) -> Iterator[tuple[str, Callable[..., Any], tup
 
 
 def text_of(error: Exception) -> str:
-    """The end of what happened: of the ranks that failed by themselves, or where those that hang are."""
+    """Return the end of the failure's text: of the ranks that failed themselves, or the stacks of hanging ones."""
     if not isinstance(error, ranks.RankError):
         return str(error)[-TAIL:]
     failed = [outcome for outcome in error.outcomes if not outcome.ok]
@@ -69,7 +69,7 @@ def main() -> int:
             start, text = time.monotonic(), ""
             try:
                 ranks.run_ranks(function, world, *given, env=env, timeout=arguments.limit)
-            except Exception as error:  # the next one may say more
+            except Exception as error:  # a later job may show more
                 text, failed = text_of(error), failed + 1
             verdict = "FAILED" if text else "passed"
             print(

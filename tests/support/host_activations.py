@@ -1,4 +1,4 @@
-"""Training with activations on the host, by every flag that people have for it, beside the same training without."""
+"""Training with activations on the host, by every flag that requests it, compared with the same training without."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {"kept": None, "not reentrant": False, "reentrant": True}
 
 
 def llama(adapters: bool = False) -> nn.Module:
-    """A Llama whose attention has dropout, so that random states count; the same on every rank."""
+    """Return a Llama whose attention has dropout, so that random states matter; the same on every rank."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     torch.manual_seed(0)
@@ -42,13 +42,13 @@ def llama(adapters: bool = False) -> nn.Module:
 
 @dataclass
 class Moved:
-    """What went to the host in a run.
+    """Counts of a run's tensors that were moved to the host.
 
     Attributes:
-        nbytes: Bytes, by the hooks of the engine.
+        nbytes: Bytes moved by the engine's hooks.
         weights: Tensors of units among them.
         outer: Calls of the script's own hooks.
-        outer_weights: Of these, with weights.
+        outer_weights: Calls of these hooks with weights.
     """
 
     nbytes: int = 0
@@ -59,7 +59,7 @@ class Moved:
 
 @dataclass
 class Training:
-    """One run.
+    """One training run.
 
     Attributes:
         flag: One of ``FLAGS``; "" for none.
@@ -75,7 +75,7 @@ class Training:
     moved: Moved = field(default_factory=Moved)
 
     def trace(self) -> Trace:
-        """Train; collective."""
+        """Train with the flag, count the tensors that move to the host, and return the trace of the training; collective."""
         model, reentrant = llama(self.adapters), KINDS[self.kind]
         if reentrant is not None:
             offload = self.flag == "offload"
@@ -126,7 +126,7 @@ class Training:
 
 
 def context_of(flag: str, engine: Any) -> AbstractContextManager[Any]:
-    """What a script or a trainer puts around forward and backward."""
+    """Return the context that a script or a trainer puts around forward and backward."""
     if flag.startswith("save_on_cpu"):
         return torch.autograd.graph.save_on_cpu(pin_memory="pinned" in flag, device_type=ranks.device().type)
     if flag == "activation_offloading":
@@ -138,13 +138,13 @@ def context_of(flag: str, engine: Any) -> AbstractContextManager[Any]:
 
 @contextmanager
 def small_tensors_move() -> Iterator[None]:
-    """Inside, the tensors of tiny models are large enough to be moved."""
+    """Make the tensors of tiny models large enough to be moved, inside the context."""
     with mock.patch.object(host_activations, "LEAST_BYTES", 1):
         yield
 
 
 def check_flags(run: Run, flags: list[str], kinds: list[str], adapters: bool = False) -> dict[str, Moved]:
-    """Compare trainings with each flag to those without, bit for bit; returns what was moved. Collective."""
+    """Compare trainings with each flag to the one without, bit for bit; return the moved tensors' counts. Collective."""
     found = {}
     with small_tensors_move():
         for kind in kinds:

@@ -1,4 +1,4 @@
-"""Scripts on the ranks of the pool, with the variables that a real launcher would give them, but without its processes."""
+"""Run scripts on the ranks of the pool, with the variables that a real launcher would set, but without its processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.processes import REPO, inside
 
 
 def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str, str]:
-    """The variables that ``accelerate launch --config_file`` gives its ranks: all of the launcher but the ranks' start."""
+    """Return the variables that ``accelerate launch --config_file`` sets for its ranks, by running the launcher without starting ranks."""
     import torch.distributed.run
     from accelerate.commands.launch import launch_command, launch_command_parser
 
@@ -33,22 +33,22 @@ def accelerate_environment(config: Path, flags: Sequence[str] = ()) -> dict[str,
 def launch_on_ranks(
     config: Path, script: Path, *words: str, group: bool = False, world: int = 2, flags: Sequence[str] = (), **environment: str
 ) -> str:
-    """What ``accelerate launch --config_file config script words`` prints, on ranks of the pool.
+    """Return the output of ``accelerate launch --config_file config script words``, on ranks of the pool.
 
     Args:
         config: The launcher's YAML.
-        script: To be run as ``__main__``, in the root of the repository.
-        *words: Of the script's command line.
-        group: The process group is there before the script.
-        world: Ranks.
-        flags: Of the launcher.
-        **environment: More variables.
+        script: Path of the script, run as ``__main__`` in the root of the repository.
+        *words: Words of the script's command line.
+        group: Create the process group before the script runs.
+        world: Number of ranks.
+        flags: Flags of the launcher.
+        **environment: Additional variables.
     """
     return run_on_ranks(script, *words, group=group, world=world, **accelerate_environment(config, flags), **environment)
 
 
 def run_on_ranks(script: Path, *words: str, group: bool = False, world: int = 2, **environment: str) -> str:
-    """What ``torchrun --nproc_per_node world script words`` prints, on ranks of the pool; arguments as of ``launch_on_ranks``."""
+    """Return the output of ``torchrun --nproc_per_node world script words``, on ranks of the pool; arguments of ``launch_on_ranks``."""
     return "".join(ranks.run_ranks(_run, world, script, words, timeout=240, group=group, env=environment))
 
 
@@ -58,20 +58,20 @@ def _run(script: Path, words: Sequence[str]) -> str:
     with contextlib.ExitStack() as stack:
         stack.callback(trainers.forget)
         stack.enter_context(mock.patch.multiple(sys, argv=[str(script), *words], path=path))
-        if "HF_DATASETS_CACHE" in os.environ:  # which was read when the package was imported
+        if "HF_DATASETS_CACHE" in os.environ:  # datasets has read it at its import
             import datasets
 
             stack.enter_context(mock.patch.object(datasets.config, "HF_DATASETS_CACHE", Path(os.environ["HF_DATASETS_CACHE"])))
         stack.enter_context(inside(REPO))
         stack.enter_context(contextlib.redirect_stdout(printed))
         runpy.run_path(str(script), run_name="__main__")
-    for name in sys.modules.keys() - modules:  # those of the script's own folders: the next one's may have the same names
+    for name in sys.modules.keys() - modules:  # modules of the script's folders, whose names the next script may use
         if Path(getattr(sys.modules[name], "__file__", None) or "/").is_relative_to(script.parents[1]):
             del sys.modules[name]
     return printed.getvalue()
 
 
 def report_of(printed: str) -> Any:
-    """What a script printed as JSON behind the word REPORT, on one rank."""
+    """Return the JSON that a script printed after the word REPORT, on one rank."""
     (line,) = [line for line in printed.splitlines() if line.startswith("REPORT ")]
     return json.loads(line.removeprefix("REPORT "))

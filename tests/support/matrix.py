@@ -15,7 +15,7 @@ CLIPS = (0.0, 0.1)  # every model's norm is above 0.5, so 0.1 clips each step
 
 @dataclass(frozen=True)
 class Cell:
-    """One training run of the matrix that matched the reference, and by how much."""
+    """One training run of the matrix that matched the reference, with the differences."""
 
     model: str
     dtype: str
@@ -30,7 +30,7 @@ class Cell:
 
 
 def check_block(name: str, dtype: str) -> list[Cell]:
-    """Check all stages x accumulation x clipping of one model and precision. On every rank; only rank 0 gets cells."""
+    """Check all stages x accumulation x clipping of one model and precision. Call it on every rank; only rank 0 gets cells."""
     cells = []
     for accumulation, clip in itertools.product(ACCUMULATIONS, CLIPS):
         cells += check_stages(name, dtype, accumulation, clip)

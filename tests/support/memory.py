@@ -1,6 +1,6 @@
-"""Memory of this process: its own resident pages, what a call adds at its peak, and what tensors hold.
+"""Memory of this process: its own resident pages, the growth of a call at its peak, and the bytes of tensors.
 
-``RssAnon`` counts what a process has to itself; pages of mapped files (``RssFile``: a checkpoint being read) can be dropped any time.
+``RssAnon`` counts the private pages of a process; pages of mapped files (``RssFile``: a checkpoint being read) can be dropped at any time.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STATUS = Path("/proc/self/status")
 
 
 def resident_bytes(kind: str = "RssAnon") -> int:
-    """Bytes of this process in memory of one kind."""
+    """Return the bytes of this process's resident memory; ``kind`` is a field of /proc/self/status, by default anonymous memory."""
     for line in STATUS.read_text().splitlines():
         if line.startswith(f"{kind}:"):
             return int(line.split()[1]) * 1024
@@ -28,7 +28,7 @@ def resident_bytes(kind: str = "RssAnon") -> int:
 
 
 def return_freed() -> None:
-    """Gives what the C library's heap keeps of freed memory back to the system, so that using it again counts."""
+    """Return free memory of the C library's heap to the system, so that reusing it counts as growth."""
     gc.collect()
     library = ctypes.CDLL(None)
     if hasattr(library, "malloc_trim"):
@@ -36,7 +36,7 @@ def return_freed() -> None:
 
 
 class _Statistics(ctypes.Structure):
-    """What the C library says of its heap (``mallinfo2``, glibc 2.33 and newer)."""
+    """Statistics of the C library's heap (``mallinfo2``, glibc 2.33 and newer)."""
 
     _fields_ = tuple(
         (name, ctypes.c_size_t)
@@ -45,12 +45,12 @@ class _Statistics(ctypes.Structure):
 
 
 def heap_tells() -> bool:
-    """Whether the C library tells what of its heap is in use."""
+    """Return whether the C library reports how much of its heap is in use."""
     return hasattr(ctypes.CDLL(None), "mallinfo2")
 
 
 def in_use_bytes() -> int:
-    """Bytes of the C library's heap that were asked for and not given back; what it keeps between them is not counted."""
+    """Return the allocated bytes of the C library's heap, without the free memory between them."""
     tell = ctypes.CDLL(None).mallinfo2
     tell.restype = _Statistics
     found = tell()
@@ -58,16 +58,16 @@ def in_use_bytes() -> int:
 
 
 class Peak:
-    """The most memory this process had at any time since ``restart``.
+    """The peak of this process's memory since ``restart``.
 
     Args:
-        tell: Says how much it is now; looked at every millisecond.
+        tell: Function that returns the present bytes; called every millisecond.
     """
 
     def __init__(self, tell: Callable[[], int] = resident_bytes) -> None:
         self._tell = tell
         self.value = tell()
-        self._lock = threading.Lock()  # else a reading from before ``restart`` may be kept after it
+        self._lock = threading.Lock()  # otherwise a reading from before ``restart`` may be kept after it
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
         self._thread.start()
@@ -87,7 +87,7 @@ class Peak:
 
 
 def peak_growth(call: Callable[[], object], kind: str = "RssAnon") -> int:
-    """Bytes of one kind of memory that ``call`` adds to this process at its peak; skips where the kernel does not tell."""
+    """Return the bytes of one kind of memory that ``call`` adds to this process at its peak; skip the test without kernel support."""
     if not STATUS.exists():
         pytest.skip(f"needs {STATUS}")
     return_freed()
@@ -101,9 +101,9 @@ def peak_growth(call: Callable[[], object], kind: str = "RssAnon") -> int:
 
 
 def live_bytes() -> int:
-    """Bytes of all tensor storages that Python objects of this process keep alive, when no thread of a network lets go of any more."""
+    """Return the bytes of all tensor storages that Python objects keep alive, once gloo's thread has released its tensors."""
     found = -1
-    for _ in range(40):  # gloo's thread holds the tensors of a collective a moment longer than the collective takes
+    for _ in range(40):  # gloo's thread keeps the tensors of a collective a moment longer than it runs
         before, found = found, _live_bytes()
         if found == before:
             break

@@ -27,7 +27,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class ModelCase:
-    """A model, how to build it and what to feed it. ``batch(seed, rows)`` is the same on every rank and machine."""
+    """A model, its builder and its batches. ``batch(seed, rows)`` is the same on every rank and machine."""
 
     name: str
     make: Callable[[], nn.Module]
@@ -41,7 +41,7 @@ class ModelCase:
             return self.make().train()
 
     def rows(self, *seed: int, rows: int = 2) -> Batch:
-        """Return the batch of ``rows`` rows that belongs to a seed such as (step, micro-step, rank), where the ranks keep tensors."""
+        """Return the batch of ``rows`` rows for a seed such as (step, micro-step, rank), on the ranks' device."""
         generator = torch.Generator().manual_seed(hash(tuple(seed)) % (2**31))
         return {name: value.to(ranks.device()) for name, value in self.batch(generator, rows).items()}
 
@@ -198,7 +198,7 @@ class Mlp(nn.Module):
 
 
 class TiedCoder(nn.Module):
-    """Encoder and decoder blocks around one embedding that serves both sides and the output."""
+    """Encoder and decoder blocks around one embedding, which serves both sides and the output."""
 
     def __init__(self, width: int = 16, blocks: int = 2) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class TiedCoder(nn.Module):
 
 
 class ConvNet(nn.Module):
-    """Convolutions without batch statistics (those would see each rank's part only)."""
+    """Convolutions without batch statistics, which would depend on each rank's part of the batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -232,7 +232,7 @@ class ConvNet(nn.Module):
 
 
 def class_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """Cross entropy of a plain model's logits, in fp32 whatever the model's dtype."""
+    """Return the cross-entropy of a plain model's logits, in fp32 for a model of any dtype."""
     inputs = {name: value for name, value in batch.items() if name != "labels"}
     logits = model(*inputs.values()).float()
     return functional.cross_entropy(logits.reshape(-1, logits.shape[-1]), batch["labels"].reshape(-1))
@@ -259,7 +259,8 @@ CASES: dict[str, ModelCase] = {
 }
 
 
-# Of the vote before each update, 4 each: a digest of all that is alike, twice, whether gradients were written, a signal, waiting gradients.
+# Messages of the vote before each update, 4 each: a digest of equal values, twice, whether gradients were written, a signal, waiting
+# gradients.
 STEP_VOTE_BYTES = 20
 
 

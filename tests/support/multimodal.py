@@ -47,7 +47,7 @@ def loss(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def feed_of(batch_of: Callable[[torch.Generator, bool], Batch]) -> Callable[[int, int, int], Batch]:
-    """Images on rank 0 in the first micro-step, on another rank in the second; on none in the last step."""
+    """Return a feed with images on rank 0 in the first micro-step, on another rank in the second, on none in the last step."""
 
     def feed(step: int, micro: int, rank: int) -> Batch:
         generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
@@ -109,7 +109,7 @@ def qwen_settings(vision: dict[str, Any]) -> dict[str, Any]:
 
 
 def qwen_batch(generator: torch.Generator, image: bool) -> Batch:
-    """One image of 4 x 4 patches per row: 4 tokens after merging."""
+    """Return a batch with one image of 4 x 4 patches per row: 4 tokens after merging."""
     tokens = torch.randint(20, VOCAB, (2, LENGTH), generator=generator)
     batch = {"input_ids": tokens, "labels": tokens.clone(), "mm_token_type_ids": torch.zeros_like(tokens, dtype=torch.int)}
     if image:

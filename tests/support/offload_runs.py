@@ -1,4 +1,4 @@
-"""Ways to offload that tests compare with the run that offloads nothing."""
+"""Ways to offload that tests compare with a run without offload."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FILE = {"device": "nvme", "nvme_path": "{nvme}"}
 
 FULL, FORWARD = ({"hf_zero": {"offload_overlap": name}} for name in ("full", "forward"))
 
-# Name -> (the training device counts as one with memory of its own, blocks of zero_optimization; "hf_zero" is a section of its own).
+# Name -> (the training device counts as having memory of its own, blocks of zero_optimization; "hf_zero" is a section of its own).
 OPTIMIZER_WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
     "cpu": (False, {"offload_optimizer": {"device": "cpu"}}),
     "cpu, apart": (True, {"offload_optimizer": {"device": "cpu"}}),
@@ -49,13 +49,15 @@ PARAM_WAYS: dict[str, tuple[bool, dict[str, Any]]] = {
 
 
 def ways(stage: int) -> dict[str, tuple[bool, dict[str, Any]]]:
-    """What can be offloaded at a stage."""
+    """Return the ways to offload at a stage."""
     return {**OPTIMIZER_WAYS, **PARAM_WAYS} if stage == 3 else OPTIMIZER_WAYS
 
 
 @contextlib.contextmanager
 def blocks_of(way: tuple[bool, dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The blocks of a way with a folder of its own in ``nvme_path``, while the device counts as ``way`` says."""
+    """Yield the blocks of a way with a folder of its own in ``nvme_path``; meanwhile the device has memory of its own or not, as ``way``
+    sets.
+    """
     from hf_zero.offload import policy as offloading
 
     apart, blocks = way
@@ -74,13 +76,13 @@ def _with_path(value: Any, folder: str) -> Any:
 
 
 def sections(stage: int, blocks: dict[str, Any]) -> dict[str, Any]:
-    """The sections of a configuration that hold the blocks of a way."""
+    """Return the sections of a configuration with the blocks of a way."""
     own = blocks.get("hf_zero", {})
     return {"zero_optimization": {"stage": stage, **SMALL_MODEL, **{k: v for k, v in blocks.items() if k != "hf_zero"}}, "hf_zero": own}
 
 
 def train_case(name: str, run: Run, blocks: dict[str, Any]) -> tuple[Trace, dict[str, torch.Tensor]]:
-    """Trains a case of ``tests.support.models`` with ``blocks`` in ``zero_optimization``; returns its trace and its second moments."""
+    """Train a case of ``tests.support.models`` with ``blocks`` in ``zero_optimization``; return its trace and its second moments."""
     import gc
 
     from hf_zero.utils import safe_get_full_optimizer_state
@@ -106,7 +108,7 @@ def train_case(name: str, run: Run, blocks: dict[str, Any]) -> tuple[Trace, dict
 
 
 def compare(name: str, run: Run, only: str = "", part: slice = slice(None)) -> list[str]:
-    """Trains with and without offload, in a part of the ways whose label contains ``only``; returns those that differ in a bit."""
+    """Train with and without offload, in a part of the ways whose label has ``only``; return the labels of those that differ in a bit."""
     torch.set_num_threads(1)
     plain, plain_moments = train_case(name, run, {})
     wrong = []
@@ -128,7 +130,7 @@ def compare(name: str, run: Run, only: str = "", part: slice = slice(None)) -> l
 
 
 def state_of(engine: Any) -> dict[str, torch.Tensor]:
-    """Weights, masters and moments of every parameter, whole. Collective."""
+    """Return the weights, masters and moments of every parameter, whole. Collective."""
     from hf_zero.utils import safe_get_full_optimizer_state
 
     trace = collect(engine, Trace())

@@ -1,8 +1,8 @@
 """The parity reference in plain PyTorch, the same training through the engine, and the one checker that compares them.
 
-The reference is a single process that sees the batches of all ranks and micro-steps. fp32: one forward of their
-concatenation. 16 bit: one forward and backward per part in 16 bit, gradients summed in fp32, clipped, torch AdamW on
-fp32 masters, cast back. A parameter that nobody used in a step has a zero gradient (the engine's rule for units).
+The reference is a single process with the batches of all ranks and micro-steps. fp32: one forward of their concatenation. 16 bit: one
+forward and backward per part in 16 bit, gradients summed in fp32, clipped, torch AdamW on fp32 masters, cast back. A parameter that no
+rank used in a step has a zero gradient (the engine's rule for units).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tests.support import ranks
 from tests.support.models import CASES, Batch, ModelCase, cast_floats, concatenate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Stage 3 would keep models as small as ours whole: release every block after its forward, shard every parameter.
+# Stage 3 would keep such small models whole, so release every block after its forward and shard every parameter.
 SMALL_MODEL = {"stage3_param_persistence_threshold": 0, "stage3_max_reuse_distance": 0}
 Feed = Callable[[int, int, int], Batch]  # (step, micro-step, rank) -> batch
 Masters = list[dict[str, Tensor]]  # fp32 masters by name, after each step
@@ -30,9 +30,9 @@ MicroStep = Callable[[Any, Batch, Forward, int], float]  # (engine, batch, forwa
 
 @dataclass(frozen=True)
 class Run:
-    """One training run. ``extra`` is merged into the engine's configuration, a level deep.
+    """One training run. ``extra`` is merged into the engine's configuration, one level deep.
 
-    Two steps, because the second sees what the first has left: weights, moments, the order of blocks.
+    It has two steps, because the second depends on state that the first has left: weights, moments, the order of blocks.
     """
 
     stage: int = 0
@@ -42,7 +42,7 @@ class Run:
     steps: int = 2
     lr: float = 1e-2
     weight_decay: float = 0.05
-    # Large against rounding noise in gradients that are zero in exact arithmetic (key biases), small against real ones.
+    # Large against rounding noise in gradients that are zero in exact arithmetic (key biases), small against real gradients.
     eps: float = 1e-3
     scale_power: int = 8  # fp16: initial loss scale 2 ** scale_power
     scale_window: int = 2  # fp16: steps without overflow after which the scale doubles
@@ -77,7 +77,7 @@ class Run:
 
 @dataclass
 class Trace:
-    """What a run leaves: per step the mean loss and the norm before clipping, at the end the weights by name."""
+    """Results of a run: per step the mean loss and the norm before clipping, at the end the weights by name."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -100,18 +100,18 @@ class Difference:
         return all(getattr(self, name) <= getattr(limit, name) for name in vars(limit))
 
 
-# [Note: parity in 16 bit] Both sides compute the same 16-bit gradients and sum them in fp32, so one step agrees like fp32. But a
-# master next to a rounding boundary may move its 16-bit copy by one unit in the last place, and from then on the runs drift
-# apart. A reference that can `follow` takes over the engine's masters after each step, so that every step starts from the same
-# weights; the moments stay its own. What is left is a kernel that sums in another order because a weight lies elsewhere in
-# memory, and so rounds single 16-bit numbers the other way. One gradient's last place moves its master by that part of lr, which
-# is what `masters` allows; the norm hardly sees it, and does see a rounding that all gradients suffer.
+# [Note: parity in 16 bit] Both sides compute the same 16-bit gradients and sum them in fp32, so one step agrees like fp32. But a master
+# next to a rounding boundary may change its 16-bit copy by one unit in the last place, and from then on the runs drift apart. A reference
+# that can `follow` takes over the engine's masters after each step, so that every step starts from the same weights; its moments stay its
+# own. The remaining difference is a kernel that sums in another order because a weight has another address, and so rounds single 16-bit
+# numbers the other way. The last place of one gradient moves its master by that fraction of lr, which `masters` allows. The norm is hardly
+# affected by it, but it is affected by a rounding of all gradients.
 LIMITS = {
     "fp32": Difference(loss=2e-6, norm=2e-5, weights=2e-5, masters=2e-5),
     "bf16": Difference(loss=1e-3, norm=2e-4, weights=2**-7, masters=2**-7),
     "fp16": Difference(loss=1e-4, norm=5e-5, weights=2**-10, masters=2**-10),
 }
-# What a few units in the last place of bf16 do within three steps, for runs that cannot be followed.
+# Effect of a few units in the last place of bf16 within three steps, for runs that cannot be followed.
 DRIFT = Difference(loss=1e-3, norm=5e-3, weights=2**-6, masters=8e-3)
 
 
@@ -121,7 +121,7 @@ DRIFT = Difference(loss=1e-3, norm=5e-3, weights=2**-6, masters=8e-3)
 def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: int, follow: Masters | None = None) -> Trace:
     """Train ``model`` in one process on the parts of ``world`` ranks, weights in ``run.dtype``, masters in fp32.
 
-    ``follow``: masters to go on from after each step; see [Note: parity in 16 bit].
+    ``follow``: masters to continue from after each step; see [Note: parity in 16 bit].
     """
     dtype = DTYPES[run.dtype]
     cast_model(model.to(ranks.device()), dtype, run.extra.get("data_types", {}).get("keep_in_fp32_modules", ()))
@@ -156,14 +156,14 @@ def reference(model: nn.Module, feed: Feed, forward: Forward, run: Run, world: i
 
 
 def prepare(batch: Batch, dtype: torch.dtype) -> Batch:
-    """The batch where and as the model wants it."""
+    """Return the batch on the model's device and in its dtype."""
     return {name: value.to(ranks.device()) for name, value in cast_floats(batch, dtype).items()}
 
 
 def backward_part(
     model: nn.Module, forward: Forward, batch: Batch, factor: float, trainable: dict[str, nn.Parameter], sums: dict[str, Tensor]
 ) -> float:
-    """Forward and backward of one rank's micro-step in the model's dtype; adds its gradients to fp32 ``sums``."""
+    """Run forward and backward of one rank's micro-step in the model's dtype; add its gradients to fp32 ``sums``. Return the loss."""
     loss = forward(model, batch)
     (loss * factor).backward()
     for name, parameter in trainable.items():
@@ -181,7 +181,7 @@ def reference_step(
     trace: Trace,
     scaler: ReferenceScaler | None,
 ) -> None:
-    """Norm, clip and update of the masters, unless a gradient is not finite."""
+    """Compute the norm, clip, and update the masters, unless a gradient is not finite."""
     # In fp64: torch's own sum of a million squares in fp32 is off by 5e-5.
     norm = torch.linalg.vector_norm(torch.stack([gradient.double().norm() for gradient in gradients.values()]))
     overflow = scaler is not None and not bool(torch.isfinite(norm))
@@ -216,7 +216,7 @@ class ReferenceScaler:
 
 
 def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2) -> Trace:
-    """fp32 only: one forward per step on the batch of all ranks and micro-steps joined."""
+    """Train in fp32 with one forward per step on the joined batch of all ranks and micro-steps."""
     whole = Run(**{**vars(run), "accumulation": 1})
 
     def feed(step: int, _micro: int, _rank: int) -> Batch:
@@ -227,12 +227,12 @@ def concatenated_reference(case: ModelCase, run: Run, world: int, rows: int = 2)
 
 
 def cast_model(model: nn.Module, dtype: torch.dtype, kept: Sequence[str] = ()) -> nn.Module:
-    """Cast parameters in place, but for those with one of ``kept``, or of the model's own list for fp32, in their names; buffers stay."""
+    """Cast parameters in place, except those whose names have one of ``kept``, or are on the model's own fp32 list; buffers stay."""
     kept = [*kept, *(getattr(model, "_keep_in_fp32_modules", None) or ())] if dtype == torch.float16 else kept
     for name, parameter in model.named_parameters():
         if any(part in name for part in kept):
             continue
-        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):  # bitsandbytes' bytes under another name
+        if parameter.is_floating_point() and not hasattr(parameter, "quant_state"):  # bitsandbytes stores packed bytes in a floating dtype
             parameter.data = parameter.data.to(dtype)
     return model
 
@@ -252,7 +252,7 @@ def initialize(model: nn.Module, run: Run, **arguments: Any) -> Any:
 
 
 def micro_step(engine: Any, batch: Batch, forward: Forward, _micro: int) -> float:
-    """Forward, backward and ``step`` after every micro-step: the engine counts."""
+    """Run forward, backward and ``step`` for one micro-step: the engine counts."""
     loss = forward(engine, batch)
     engine.backward(loss)
     engine.step()
@@ -274,7 +274,7 @@ def train(engine: Any, feed: Feed, forward: Forward, run: Run, micro_step: Micro
         if run.dtype != "fp32":
             trace.history.append(full_masters(engine))
     everyone: list[list[list[float]]] = [[] for _ in range(ranks.world())]
-    dist.all_gather_object(everyone, losses)  # at the end, all at once: in between it would keep the ranks in step
+    dist.all_gather_object(everyone, losses)  # once, at the end, because it would synchronise the ranks in between
     trace.losses = [_mean([loss for mine in everyone for loss in mine[step]]) for step in range(run.steps)]
     return collect(engine, trace)
 
@@ -291,13 +291,13 @@ def collect(engine: Any, trace: Trace) -> Trace:
 
 
 def value_of(parameter: nn.Parameter) -> Tensor:
-    """A copy on the host; of a weight that bitsandbytes has packed its bytes, which as numbers may be no numbers."""
+    """Return a copy on the host; for a weight packed by bitsandbytes its bytes, which may be NaN as numbers."""
     value = parameter.detach().clone().cpu()
     return value.view(torch.uint8) if hasattr(parameter, "quant_state") else value
 
 
 def full_masters(engine: Any) -> dict[str, Tensor]:
-    """The whole fp32 masters of the trainable parameters. Collective."""
+    """Return the whole fp32 masters of the trainable parameters. Collective."""
     from hf_zero.utils import safe_get_full_fp32_param
 
     trainable = [(name, parameter) for name, parameter in engine.module.named_parameters() if parameter.requires_grad]
@@ -306,7 +306,7 @@ def full_masters(engine: Any) -> dict[str, Tensor]:
 
 
 def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:
-    """``value`` of this rank's experts, or of its part of a layer, joined with those of all ranks; else as it is. Collective."""
+    """Return ``value``, joined over ranks if it is of this rank's experts or of its part of a layer. Collective."""
     from hf_zero.core.units.tp_shard import tp_shard_of
 
     part = tp_shard_of(parameter)
@@ -324,7 +324,7 @@ def whole_value(parameter: nn.Parameter, value: Tensor) -> Tensor:
 
 
 def mean_over_ranks(values: list[float]) -> float:
-    """Mean of the values of all ranks, the same number everywhere."""
+    """Return the mean of the values of all ranks, the same number on every rank."""
     gathered: list[list[float]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(gathered, values)
     return _mean([value for part in gathered for value in part])
@@ -335,7 +335,7 @@ def _mean(values: list[float]) -> float:
 
 
 def as_float(norm: Any) -> float:
-    """Grad norms come as float or 0-dim tensor; None means that the engine has none."""
+    """Return a grad norm, a float or 0-dim tensor, as float; fail for None, which means that the engine has no norm."""
     if norm is None:
         raise AssertionError("get_global_grad_norm() returned None after a step")
     return float(norm)
@@ -345,7 +345,7 @@ def as_float(norm: Any) -> float:
 
 
 def difference(trace: Trace, expected: Trace) -> Difference:
-    """Largest relative differences. A weight's is taken against the largest element of its tensor, at least 0.01."""
+    """Return the largest relative differences. A weight's is relative to the largest element of its tensor, at least 0.01."""
     for name in ("losses", "norms"):
         if len(getattr(trace, name)) != len(getattr(expected, name)):
             raise AssertionError(f"{len(getattr(trace, name))} {name}, expected {len(getattr(expected, name))}")
@@ -359,10 +359,10 @@ def difference(trace: Trace, expected: Trace) -> Difference:
 
 
 def check(trace: Trace, expected: Trace | Callable[..., Trace], run: Run, label: str = "", limit: Difference | None = None) -> Difference:
-    """Compare with the reference; returns the differences, raises an AssertionError that shows both traces.
+    """Compare with the reference; return the differences, raise an AssertionError that shows both traces.
 
-    ``expected`` is a trace, or a function that trains the reference and takes ``follow``: it is called again with the
-    engine's masters when a 16-bit run has drifted.
+    ``expected`` is a trace, or a function that trains the reference and takes ``follow``: it is called again with the engine's masters
+    when a 16-bit run has drifted.
     """
     limit = limit or limits_of(run)
     wanted = expected() if callable(expected) else expected
@@ -381,8 +381,8 @@ def check(trace: Trace, expected: Trace | Callable[..., Trace], run: Run, label:
 
 
 def limits_of(run: Run) -> Difference:
-    """``LIMITS``; wider where 16-bit gradients of ranks are added in 16 bit, which rounds each sum: on nccl, unlike our own exchange, and
-    where the sums of shard groups or nodes travel in 16 bit."""
+    """Return ``LIMITS``; wider where ranks' 16-bit gradients are summed in 16 bit, which rounds each sum: on nccl, unlike hf_zero's own
+    exchange, and where the sums of shard groups or nodes are sent in 16 bit."""
     limit, dtype = LIMITS[run.dtype], run.dtype
     sums_travel = "mics_shard_size" in run.extra.get("zero_optimization", {}) or "param_shard_size" in run.extra.get("hf_zero", {})
     if dtype == "fp32" or not dist.is_initialized() or dist.get_world_size() == 1 or (dist.get_backend() == "gloo" and not sums_travel):
@@ -391,7 +391,7 @@ def limits_of(run: Run) -> Difference:
 
 
 def check_bitwise(trace: Trace, expected: Trace, label: str = "") -> None:
-    """Losses, norms and weights must be the same bits."""
+    """Raise unless losses, norms and weights are equal bit for bit."""
     if trace.losses != expected.losses or trace.norms != expected.norms:
         raise AssertionError(
             f"{label}: not bitwise equal\nlosses {trace.losses}\n   and {expected.losses}\nnorms {trace.norms}\n  and {expected.norms}"
@@ -414,8 +414,8 @@ def check_training(
 ) -> Trace:
     """Train a model through the engine and, on rank 0, compare with the reference that runs the same parts one by one.
 
-    ``limit`` is the one that fits ``run`` where it is None; ``arguments`` go to ``hf_zero.initialize``, a callable value of them is called
-    with the model (an optimizer, say).
+    ``limit`` None selects the limit for ``run``; ``arguments`` are passed to ``hf_zero.initialize``, where a callable value is first called
+    with the model (for example to make an optimizer).
     """
     model = build()
     arguments = {name: value(model) if callable(value) else value for name, value in arguments.items()}
@@ -447,7 +447,7 @@ def check_case(name: str, run: Run, rows: int = 2, expected: Trace | None = None
 
 
 def reference_case(name: str, run: Run, world: int, rows: int = 2, follow: Masters | None = None) -> Trace:
-    """The reference of a case: concatenated in fp32, part by part in 16 bit (that is what 16-bit ranks compute)."""
+    """Return the reference of a case: concatenated in fp32, part by part in 16 bit, like 16-bit ranks."""
     case = CASES[name]
     if run.dtype == "fp32":
         return concatenated_reference(case, run, world, rows)
@@ -494,7 +494,7 @@ def _worst(trace: Trace, expected: Trace) -> str:
 
 
 def _check_copies(trace: Trace, label: str) -> None:
-    """A forward's weight must be its master, cast."""
+    """Raise unless each weight of the forward is its master, cast."""
     for name, master in trace.masters.items():
         if not torch.equal(master.to(trace.weights[name].dtype), trace.weights[name]):
             raise AssertionError(f"{label}: the weight of {name} is not its fp32 master cast to {trace.weights[name].dtype}")

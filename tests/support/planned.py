@@ -1,4 +1,4 @@
-"""What a plan says beside what a real job of ranks holds and sends."""
+"""Plans beside real jobs of ranks: the bytes that they hold and send."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ GPT2 = {"n_embd": 48, "n_layer": 2, "n_head": 4, "vocab_size": 131, "n_positions
 
 
 def plans_of(lines: list[list[str]]) -> list[tuple[int, str, str]]:
-    """Exit status, output and errors of each command line, all in one process of their own: a pretended device stays for its life."""
+    """Return exit status, output and errors of each command line, run in one new process, which keeps its pretended device for life."""
     answers: list[tuple[int, str, str]] = ranks.run_alone(_plans, lines)
     return answers
 
@@ -57,7 +57,7 @@ def plan(
     world: int,
     on_host: bool = True,
 ) -> Any:
-    """The prediction for a case on ``world`` ranks: CPUs, or devices with torch's reference kernels."""
+    """Return the prediction for a case on ``world`` ranks: CPUs, or devices with torch's reference kernels."""
     from hf_zero.plan.cluster import Cluster, Hardware, Load
     from hf_zero.plan.command import settled
     from hf_zero.plan.model_wish import ModelWish
@@ -70,7 +70,7 @@ def plan(
 
 
 def route_evenly(module: torch.nn.Module) -> None:
-    """Makes routers choose each expert equally often, as plans assume."""
+    """Make routers choose each expert equally often, as plans assume."""
 
     def spread(router: Any, _args: Any, result: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
         chosen = result[-1]
@@ -84,7 +84,7 @@ def route_evenly(module: torch.nn.Module) -> None:
 
 
 def _take_turns(_gate: Any, _args: Any, scores: torch.Tensor) -> torch.Tensor:
-    """Scores of which the two best of each row are those behind the two of the row before."""
+    """Return scores whose two best of each row follow the two best of the row before."""
     rows, count = scores.shape
     places = torch.arange(rows, device=scores.device)
     return sum((100.0 * (2 - k) * torch.nn.functional.one_hot((2 * places + k) % count, count) for k in range(2)), scores)
@@ -93,7 +93,7 @@ def _take_turns(_gate: Any, _args: Any, scores: torch.Tensor) -> torch.Tensor:
 def engine_of(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, wish: Mapping[str, Any], device: torch.device
 ) -> tuple[Any, Any]:
-    """What is planned, with values, and an engine that trains it; in a job of ranks."""
+    """Return the planned model, with values, and an engine that trains it; in a job of ranks."""
     import hf_zero
     from hf_zero.plan.command import settled
     from hf_zero.plan.model_wish import ModelWish
@@ -113,7 +113,7 @@ def engine_of(
 
 
 def bytes_saved(engine: Any) -> int:
-    """Bytes of tensors in a checkpoint; collective."""
+    """Return the bytes of tensors in a checkpoint; collective."""
     folder: list[Any] = [tempfile.mkdtemp()]
     torch.distributed.broadcast_object_list(folder)
     engine.save_checkpoint(folder[0], "saved")
@@ -133,7 +133,7 @@ def trained(
     wish: Mapping[str, Any],
     saves: bool = False,
 ) -> Any:
-    """Bytes that a rank holds after two optimizer steps, those that it sent in the second, and those of a checkpoint; in a job of ranks."""
+    """Return a rank's bytes after two optimizer steps, the bytes sent in the second, and a checkpoint's bytes; in a job of ranks."""
     from hf_zero.comm.collectives import Collectives
     from hf_zero.plan.models import loss_of
 
@@ -166,30 +166,30 @@ def trained(
 
 
 def cases_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
-    """``trained`` for each case, one after the other in one job."""
+    """Return ``trained`` for each case, one after the other in one job."""
     return [trained(**case) for case in cases]
 
 
 def run_real(cases: list[dict[str, Any]], world: int) -> list[Any]:
-    """What rank 0 holds and sends, per case."""
+    """Return the bytes that rank 0 holds and sends, per case."""
     return run_all(cases, world)[0]
 
 
 def run_all(cases: list[dict[str, Any]], world: int) -> list[list[Any]]:
-    """What each rank holds and sends, per case."""
+    """Return the bytes that each rank holds and sends, per case."""
     answers: list[list[Any]] = ranks.run_ranks(cases_on_ranks, world, cases, timeout=1200.0)
     return answers
 
 
 def key(case: Mapping[str, Any]) -> str:
-    """A case in words."""
+    """Return the JSON text of a case's model, configuration and wish, which identifies the case in files of results."""
     return json.dumps({name: case[name] for name in ("model", "config", "wish")})
 
 
 def peak_on_device(
     model: str, settings: Mapping[str, Any], config: Mapping[str, Any], samples: int, length: int, wish: Mapping[str, Any]
 ) -> Any:
-    """The allocator's peak in the second step on the pretend accelerator, and bytes sent; in a job of ranks."""
+    """Return the allocator's peak in the second step on the pretend accelerator, and the bytes sent; in a job of ranks."""
     from hf_zero.plan.models import loss_of
 
     device = ranks.device()
@@ -212,12 +212,12 @@ def peak_on_device(
 
 
 def peaks_on_ranks(cases: list[dict[str, Any]]) -> list[Any]:
-    """``peak_on_device`` for each case, one after the other in one job."""
+    """Return ``peak_on_device`` for each case, one after the other in one job."""
     return [peak_on_device(**case) for case in cases]
 
 
 def planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
-    """What plans of a device with torch's reference kernels say, in a process of their own."""
+    """Return the peaks that plans of a device with torch's reference kernels predict, from a process of their own."""
     peaks: list[int] = ranks.run_alone(_planned_peaks, cases, world, timeout=1200.0)
     return peaks
 
@@ -228,7 +228,7 @@ def _planned_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
 
 
 def real_peaks(cases: list[dict[str, Any]], world: int) -> list[int]:
-    """The allocator's peaks on the pretend accelerator, of the rank that holds most."""
+    """Return the allocator's peaks on the pretend accelerator, of the rank with the largest."""
     from tests import pretend
     from tests.pretend import network
 

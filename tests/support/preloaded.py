@@ -1,4 +1,4 @@
-"""Imported by the rank server last: the package without its integrations and kernels of Triton, so that no rank imports it again."""
+"""Module that the rank server imports last: the package without its integrations and Triton kernels, so that no rank imports it again."""
 
 import importlib
 import traceback
@@ -11,5 +11,5 @@ for name in modules():
     if not name.startswith(LEFT_TO_RANKS):
         try:
             importlib.import_module(name)
-        except Exception:  # the server must live: a test of that module fails with its own message
+        except Exception:  # the server must not end: a test of that module fails with its own message
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Fresh Python processes for tests of start-up behaviour: what a user's shell would start, with the alias active."""
+"""New Python processes for tests of start-up behaviour, like a user's shell starts them, with the alias active."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 REPO = Path(__file__).resolve().parents[2]
-# No test may depend on how fast the machine is: limits that end only what hangs are this many times what a quiet machine with two cores
-# needs at most. `tools/mutants.py`, which plants faults that hang, sets 1.
+# No test may depend on the speed of the machine. So limits that end hanging processes are this many times the longest time on a quiet
+# machine with two cores. `tools/mutants.py`, which plants faults that hang, sets 1.
 PATIENCE = float(os.environ.get("TEST_PATIENCE", "5"))
-MOST_SECONDS = 600.0  # for an event that is certain to come
+MOST_SECONDS = 600.0  # limit for an event that is certain to come
 PROBE = "import importlib.util, sys; sys.exit(importlib.util.find_spec('deepspeed') is None)"
-# What a launcher or another test may have set, and what would change what a fresh process does.
+# Variables that a launcher or another test may have set and that would change a new process.
 DROPPED_PREFIXES = ("ACCELERATE_", "DEEPSPEED_", "HF_ZERO", "MASTER_", "PARALLELISM_CONFIG_", "TORCHELASTIC_")
 DROPPED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "PYTHONPATH")
 
-# One interpreter imports what takes seconds; each piece of code goes on from there in a process of its own, and ends as a whole one would.
+# One interpreter does the imports, which take seconds; each piece of code continues in a fork of its own, and ends like a whole process.
 FORKING = """
 import gc, json, os, sys
 {imports}
@@ -49,7 +49,7 @@ exec(compile(code, "<script>", "exec"))
 
 @contextmanager
 def inside(folder: Path) -> Iterator[None]:
-    """Works in ``folder``; contextlib's own came with Python 3.11."""
+    """Work in ``folder`` inside the context; contextlib has this only from Python 3.11 on."""
     before = Path.cwd()
     os.chdir(folder)
     try:
@@ -59,15 +59,15 @@ def inside(folder: Path) -> Iterator[None]:
 
 
 def until(event: Callable[[], object], name: str = "", pause: float = 0.01) -> None:
-    """Wait until ``event()`` is true. A test waits for what happens, never for a time in which it should have happened.
+    """Wait until ``event()`` is true. A test waits for an event, never for a time in which it should have happened.
 
     Args:
-        event: Condition, asked again and again.
-        name: Of the event, for the error.
-        pause: Seconds between two questions.
+        event: Condition, called repeatedly.
+        name: Name of the event, for the error.
+        pause: Seconds between two calls.
 
     Raises:
-        AssertionError: The event has not come after ``MOST_SECONDS``.
+        AssertionError: The condition is still false after ``MOST_SECONDS``.
     """
     deadline = time.monotonic() + MOST_SECONDS
     while not event():
@@ -78,7 +78,7 @@ def until(event: Callable[[], object], name: str = "", pause: float = 0.01) -> N
 
 @dataclass(frozen=True)
 class Ended:
-    """A process that has ended: its status, what it printed, and the folder that it had."""
+    """A process that has ended: its status, its output, and its folder."""
 
     status: int
     out: str
@@ -88,7 +88,7 @@ class Ended:
 
 @functools.cache
 def hook_folder() -> str | None:
-    """A folder that switches the alias on by PYTHONPATH, or None where hf_zero is installed and its hook does."""
+    """Return a folder that activates the alias by PYTHONPATH; None if hf_zero is installed and its hook does that."""
     bare = subprocess.run([sys.executable, "-c", PROBE], cwd="/", env=_clean_environment(), capture_output=True)
     if bare.returncode == 0:
         return None
@@ -98,9 +98,9 @@ def hook_folder() -> str | None:
 
 
 def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Environment of a fresh process: this one's without launcher variables, hf_zero importable, the alias active, GPUs hidden.
+    """Return the variables of a new process: this one's without launcher variables, hf_zero importable, the alias active, GPUs hidden.
 
-    Two ranks need two GPUs under nccl; on the CPU they are the same everywhere.
+    GPUs are hidden because two ranks need two GPUs under nccl; on the CPU all machines are equal.
     """
     env = _clean_environment()
     hook = hook_folder()
@@ -116,12 +116,12 @@ def environment(changes: Mapping[str, str] | None = None) -> dict[str, str]:
 def run_python(
     code: str, *, cwd: Path | None = None, env: Mapping[str, str] | None = None, options: Sequence[str] = (), timeout: float = 120.0
 ) -> str:
-    """Runs ``code`` in a fresh interpreter and returns what it printed; fails with its output if it fails."""
+    """Run ``code`` in a new interpreter and return its output; fail with the output if it fails."""
     return run([sys.executable, *options, "-c", textwrap.dedent(code)], cwd=cwd, env=env, timeout=timeout)
 
 
 def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import torch._dynamo", timeout: float = 120.0) -> dict[str, Ended]:
-    """Runs pieces of code at the same time, as run_python would, with imports that they share; they find their folder in sys.argv[1]."""
+    """Run pieces of code at the same time, like ``run_python``, with shared imports; each finds its folder in sys.argv[1]."""
     (folder / "codes.json").write_text(json.dumps({name: textwrap.dedent(code) for name, code in codes.items()}))
     statuses = json.loads(run([sys.executable, "-c", FORKING.format(imports=imports), str(folder)], cwd=REPO, timeout=timeout))
     printed = {name: [(folder / name / number).read_text() for number in "12"] for name in codes}
@@ -129,7 +129,7 @@ def run_forked(codes: Mapping[str, str], folder: Path, imports: str = "import to
 
 
 def run(command: Sequence[str], *, cwd: Path | None = None, env: Mapping[str, str] | None = None, timeout: float = 120.0) -> str:
-    """Runs a command like a user would and returns its standard output; fails with all output if it fails."""
+    """Run a command like a user would and return its standard output; fail with all output if it fails."""
     done = subprocess.run(list(command), cwd=cwd or "/", env=environment(env), capture_output=True, text=True, timeout=PATIENCE * timeout)
     assert done.returncode == 0, f"{' '.join(command)[:400]}\nexit status {done.returncode}\n{done.stdout}\n{done.stderr[-6000:]}"
     return done.stdout
@@ -140,5 +140,5 @@ def _clean_environment() -> dict[str, str]:
 
 
 def _path() -> str:
-    """PATH with this interpreter's commands (accelerate, torchrun) first."""
+    """Return PATH with this interpreter's commands (accelerate, torchrun) first."""
     return os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))

@@ -1,9 +1,8 @@
 """Run a function on N gloo ranks under a time limit.
 
-Importing torch and transformers costs seconds, so ranks are processes that live on between calls: one pool per world
-size, forked from a server that imported both, and this package, once. Every call gets a fresh process group, fresh seeds and its own
-launcher environment; a call that fails, hangs or loses a rank raises ``RankError`` with the text of every rank and
-throws its pool away.
+Importing torch and transformers costs seconds, so ranks are processes that live on between calls: one pool per world size, forked from a
+server that imported both, and hf_zero, once. Every call gets a new process group, new seeds and its own launcher environment. A call that
+fails, hangs or loses a rank raises ``RankError`` with the text of every rank, and its pool is discarded.
 """
 
 from __future__ import annotations
@@ -45,12 +44,12 @@ PRELOAD = (
     *("transformers.trainer", "tests.support.parity", "tests.support.preloaded"),
 )
 LAUNCHER_VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-GRACE_SECONDS = 5.0  # what the other ranks get to report after one rank has failed
+GRACE_SECONDS = 5.0  # time for the other ranks to report after one rank has failed
 LOG_TAIL_CHARS = 4000
 
 
 class RankError(AssertionError):
-    """At least one rank raised, died or was still running at the time limit. ``outcomes`` holds one entry per rank."""
+    """Error raised if a rank raised, died or was still running at the time limit. ``outcomes`` holds one entry per rank."""
 
     def __init__(self, name: str, outcomes: list[RankOutcome]) -> None:
         self.outcomes = outcomes
@@ -61,7 +60,7 @@ class RankError(AssertionError):
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """How one rank ended: its value and collectives, or the text of its traceback, exit or stack at the time limit."""
+    """Outcome of one rank: its value and collectives, or the text of its traceback, exit or stack at the time limit."""
 
     rank: int
     status: Literal["ok", "error", "died", "hung"]
@@ -77,7 +76,7 @@ class RankOutcome:
 
 @dataclass(frozen=True)
 class Job:
-    """One call as it travels to a rank. ``store`` is None when the function creates its process group itself."""
+    """One call in the form that is sent to a rank. ``store`` is None when the function creates its process group itself."""
 
     payload: bytes  # pickled (function, args)
     store: str | None
@@ -99,19 +98,19 @@ def run_ranks(
     """Call ``function(*args)`` on every rank and return the values by rank.
 
     Args:
-        function: importable at module level (it travels by name), reads its rank from ``torch.distributed``.
-        world_size: number of ranks.
-        timeout: seconds, on a quiet machine, after which the call fails with the stack of every rank; times ``PATIENCE``.
-        group_timeout: timeout of the process group's collectives in seconds; times ``PATIENCE``.
-        group: create the default gloo group before the call; otherwise only the launcher's variables are set.
-        env: variables set during the call, on every rank.
-        ordered: check that what the ranks issued could not hang on NCCL (``collective_order.py``); whoever says False says why.
+        function: Function at module level (it is sent by name), which reads its rank from ``torch.distributed``.
+        world_size: Number of ranks.
+        timeout: Seconds on an idle machine after which the call fails with the stack of every rank; times ``PATIENCE``.
+        group_timeout: Timeout of the process group's collectives in seconds; times ``PATIENCE``.
+        group: Create the default gloo group before the call; otherwise only the launcher's variables are set.
+        env: Variables set during the call, on every rank.
+        ordered: Check that the ranks' collectives could not hang on NCCL (``collective_order.py``); a call with False gives the reason.
 
     Raises:
-        RankError: a rank raised, died or hung.
-        OrderError: the ranks' collectives could hang on NCCL.
+        RankError: A rank raised, died or hung.
+        OrderError: The ranks' collectives could hang on NCCL.
     """
-    __tracebackhide__ = True  # pytest: the ranks' tracebacks are what matters
+    __tracebackhide__ = True  # pytest: the ranks' tracebacks are enough
     limits = {"timeout": PATIENCE * timeout, "group_timeout": PATIENCE * group_timeout}
     outcomes = observe_ranks(function, world_size, *args, **limits, group=group, env=env, ordered=ordered)
     if not all(outcome.ok for outcome in outcomes):
@@ -130,9 +129,9 @@ def observe_ranks(
     grace: float = GRACE_SECONDS,
     ordered: bool = True,
 ) -> list[RankOutcome]:
-    """Like ``run_ranks``, but returns how each rank ended instead of raising; limits are as given. ``grace``: see ``GRACE_SECONDS``."""
+    """Run a call like ``run_ranks``, but return the outcome of each rank instead of raising; limits are not scaled. ``grace``: seconds."""
     __tracebackhide__ = True
-    # A process that has loaded the pretend accelerator keeps it and its size, and so with its back end: others have pools of their own.
+    # A process that has loaded the pretend accelerator keeps it, its size and its back end, so each combination has a pool of its own.
     own = {**os.environ, **(env or {})}
     key = (world_size, own.get("HF_ZERO_TEST_DEVICE", "cpu"), own.get("HF_ZERO_TEST_BACKEND", "gloo"), own.get("PRETEND_MEMORY", ""))
     if key[1] == pretend.NAME:
@@ -152,7 +151,7 @@ def observe_ranks(
 
 
 def run_alone(function: Callable[..., Any], *args: Any, timeout: float = 300.0) -> Any:
-    """What ``function(*args)`` returns in a process of its own, which is nobody's rank, has all imports and ends with the call."""
+    """Return ``function(*args)`` from a new process that is no rank, has all imports and ends with the call."""
     with ProcessPoolExecutor(1, _context(), _use_one_thread) as pool:
         return pool.submit(function, *args).result(PATIENCE * timeout)
 
@@ -194,7 +193,7 @@ class RankPool:
     def call(
         self, payload: bytes, *, timeout: float, group_timeout: float, group: bool, env: dict[str, str] | None, grace: float
     ) -> list[RankOutcome]:
-        """Send one job to every rank and collect how each ended, in at most ``timeout`` seconds and a little more."""
+        """Send one job to every rank and collect the outcomes, in at most ``timeout`` seconds and a little more."""
         self._calls += 1
         store = os.path.join(self._folder.name, f"store_{self._calls}") if group else None
         job = pickle.dumps(Job(payload, store, _free_port(), group_timeout, env or {}))
@@ -216,7 +215,7 @@ class RankPool:
         return [outcomes[rank] for rank in range(self.world_size)]
 
     def close(self) -> None:
-        """Let idle ranks end by themselves, so that they clean up what libraries registered; then as ``kill``."""
+        """Let idle ranks end by themselves, so that they clean up what libraries registered; then kill the rest."""
         for pipe in self._pipes:
             pipe.close()
         for process in self._processes:
@@ -224,7 +223,7 @@ class RankPool:
         self.kill()
 
     def kill(self) -> None:
-        """End the ranks at once: a rank that hangs in a collective does not listen."""
+        """End the ranks at once: a rank that hangs in a collective does not respond."""
         for process in self._processes:
             process.kill()
         for process in self._processes:
@@ -256,21 +255,21 @@ class RankPool:
 
 
 def rank() -> int:
-    """This process's rank in the default group."""
+    """Return this process's rank in the default group."""
     import torch.distributed as dist
 
     return dist.get_rank()
 
 
 def world() -> int:
-    """Size of the default group."""
+    """Return the size of the default group."""
     import torch.distributed as dist
 
     return dist.get_world_size()
 
 
 def device() -> Any:
-    """Where the ranks of the suite keep their tensors: ``HF_ZERO_TEST_DEVICE`` (all ranks may share one GPU) or the CPU."""
+    """Return the device of the suite's tensors: ``HF_ZERO_TEST_DEVICE`` (all ranks may share one GPU) or the CPU."""
     import torch
 
     from tests.pretend import network
@@ -287,8 +286,8 @@ def device() -> Any:
     return torch.device(name, int(os.environ.get("LOCAL_RANK", "0")) % torch.accelerator.device_count())
 
 
-_POOLS: dict[tuple[int, str, str, str], RankPool] = {}  # by number of ranks, device, back end and memory of the device
-_FACTORIES: dict[str, Any] = {}  # of a rank: the functions that zero.Init may replace for a while
+_POOLS: dict[tuple[int, str, str, str], RankPool] = {}  # pools by number of ranks, device, back end and memory of the device
+_FACTORIES: dict[str, Any] = {}  # torch's functions that zero.Init may replace temporarily
 atexit.register(close_pools)
 
 
@@ -316,14 +315,14 @@ def _use_one_thread() -> None:
 
 
 def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str) -> None:
-    """Body of a rank: wait for a job, run it, answer; ends when the parent closes the pipe."""
+    """Serve jobs as a rank: wait for a job, run it, answer; end when the parent closes the pipe."""
     import torch
 
     _use_one_thread()
     _share_gloo_thread()
-    gc.freeze()  # what was imported stays; collections between jobs need not look at it
+    gc.freeze()  # collections between jobs skip imported modules, which stay
     _FACTORIES.update({name: getattr(torch, name) for name in ("empty", "zeros", "ones", "full", "tensor", "arange")})
-    stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - lives as long as the process
+    stack = open(os.path.join(folder, f"stack_{rank}"), "w")  # noqa: SIM115 - open as long as the process runs
     faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
     log = os.open(os.path.join(folder, f"log_{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
@@ -332,7 +331,7 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
     sys.stderr = io.TextIOWrapper(os.fdopen(2, "wb", closefd=False), line_buffering=True)
     imported = len(sys.modules)
     while True:
-        if len(sys.modules) > imported:  # by the last job, whose garbage is gone
+        if len(sys.modules) > imported:  # imported by the last job, whose garbage is collected
             gc.freeze()
             imported = len(sys.modules)
         try:
@@ -342,23 +341,23 @@ def _serve(pipe: connection.Connection, rank: int, world_size: int, folder: str)
         os.ftruncate(log, 0)
         try:
             answer = pickle.dumps(("ok", _run(job, rank, world_size)))
-        except BaseException:  # a rank reports whatever happened, SystemExit included
+        except BaseException:  # a rank reports any error, SystemExit included
             answer = pickle.dumps(("error", traceback.format_exc()))
         pipe.send_bytes(answer)
 
 
 def _share_gloo_thread() -> None:
-    """All process groups of this rank use one thread of gloo.
+    """Make all process groups of this rank use one thread of gloo.
 
-    Each would start its own, which wakes a hundred times a second until nothing refers to its group any more: after some hundred jobs
-    these threads take more of the processors than the tests.
+    Each would start its own thread, which wakes a hundred times a second as long as its group is referenced: after some hundred jobs
+    these threads take more processor time than the tests.
     """
     from torch.distributed import ProcessGroupGloo
 
     construct, device = ProcessGroupGloo.__init__, ProcessGroupGloo.create_default_device()
 
     def construct_shared(group: Any, store: Any, rank: int, size: int, timeout: timedelta) -> None:
-        if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # connects on use, which takes a device of another kind
+        if os.environ.get("TORCH_GLOO_LAZY_INIT"):  # connects on use, which needs another kind of gloo device
             return construct(group, store, rank, size, timeout)
         options = ProcessGroupGloo._Options()
         options._devices, options._threads, options._timeout = [device], 2, timeout
@@ -379,12 +378,12 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
     with _environment({**launcher, **job.env}):
         random.seed(0)
         torch.manual_seed(0)
-        logging.getLogger("hf_zero").setLevel(logging.INFO)  # Lightning's strategy lowers it for good
-        # Fills what torch.empty returns with NaN: padding or a hole that somebody forgot to write shows at once.
+        logging.getLogger("hf_zero").setLevel(logging.INFO)  # Lightning's strategy lowers the level permanently
+        # Fills torch.empty with NaN, so that padding or a hole that no code writes shows at once.
         torch.use_deterministic_algorithms(True, warn_only=True)
         try:
-            device()  # the pretend accelerator must be there before anything asks for one
-            if pretend.loaded():  # as in a new process
+            device()  # the pretend accelerator must exist before any code looks for one
+            if pretend.loaded():  # reset to the state of a new process
                 torch.accelerator.set_device_index(0)
                 pretend.reset_counters()
             if job.store is not None:
@@ -392,8 +391,8 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
                 limit = timedelta(seconds=job.group_timeout)
                 backend = os.environ.get("HF_ZERO_TEST_BACKEND", "gloo")
                 dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
-                # A rank that ends without a collective would close its connections before others have made theirs. nccl is told the device:
-                # which is the current one is for the package to say.
+                # A rank that ends without a collective would close its connections before others have opened theirs. The device is passed
+                # for nccl, because hf_zero, not the test, sets the current device.
                 dist.barrier(device_ids=[device().index] if backend == "nccl" else None)
             function, args = pickle.loads(job.payload)
             with recording() as record:
@@ -403,7 +402,7 @@ def _run(job: Job, rank: int, world_size: int) -> tuple[Any, collective_order.Re
         finally:
             torch.set_default_dtype(torch.float32)
             torch.set_grad_enabled(True)
-            comms_log.stop_log()  # of a configuration that asked for one
+            comms_log.stop_log()  # started by a configuration with comms_logger
             _forget_accelerate()
             gc.collect()
             if dist.is_initialized():
@@ -422,7 +421,7 @@ def _environment(variables: dict[str, str]) -> Iterator[None]:
 
 
 def _forget_accelerate() -> None:
-    """accelerate's states belong to the process: the next job's Accelerator would take this one's mesh for its own."""
+    """Reset accelerate's states, which belong to the process: the next job's Accelerator would reuse this job's mesh."""
     state = sys.modules.get("accelerate.state")
     if state is not None:
         state.AcceleratorState._reset_state(True)
@@ -430,7 +429,7 @@ def _forget_accelerate() -> None:
 
 
 def _check_leaks() -> None:
-    """A job must leave the process as it found it: the next one runs in the same process."""
+    """Raise unless a job has left the process unchanged, because the next job runs in the same process."""
     import torch
 
     if torch.get_default_dtype() != torch.float32:

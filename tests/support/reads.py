@@ -1,4 +1,4 @@
-"""What is read of safetensors files: every tensor and every slice that is taken out of one, counted."""
+"""Count the reads of safetensors files: every tensor and every slice taken out of one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from transformers import modeling_utils
 
 Reads = dict[str, int]
-"""Bytes by the name of the tensor."""
+"""Bytes by name of the tensor."""
 
 
 class _Slice:
@@ -51,7 +51,7 @@ class _File:
 
 @contextmanager
 def counted_reads() -> Iterator[Reads]:
-    """A context in which what is read of safetensors files, by this process, is counted."""
+    """Yield a mapping that counts this process's reads of safetensors files inside the context."""
     reads: Reads = {}
     real = safetensors.safe_open
 
@@ -66,7 +66,7 @@ def counted_reads() -> Iterator[Reads]:
 
 
 def saved_sizes(model: Any, folder: Path) -> Reads:
-    """Writes ``model`` into several small files; the bytes of every tensor in them."""
+    """Write ``model`` into several small files; return the bytes of every tensor in them."""
     model.save_pretrained(folder, max_shard_size="20KB")
     files = sorted(folder.glob("*.safetensors"))
     assert len(files) > 2
@@ -78,7 +78,7 @@ def saved_sizes(model: Any, folder: Path) -> Reads:
 
 
 def loaded_under(settings: dict[str, Any], model_class: Any, folder: str | None, **arguments: Any) -> tuple[Any, Reads]:
-    """What ``from_pretrained`` gives while ``settings`` are the configuration in use, and what it has read."""
+    """Return the result of ``from_pretrained`` while ``settings`` are the configuration in use, and its reads."""
     from transformers.integrations import HfDeepSpeedConfig, unset_hf_deepspeed_config
 
     holder = HfDeepSpeedConfig(settings)

@@ -11,7 +11,7 @@ from tests.support.parity import Run, Trace, check_bitwise, initialize, train
 
 
 class Checkpointed(Mlp):
-    """Recomputes every block in backward; ``mode`` None: no checkpointing. ``nested``: a checkpoint inside a checkpoint."""
+    """Model that recomputes every block in backward; ``mode`` None: no checkpointing. ``nested``: a checkpoint inside a checkpoint."""
 
     def __init__(self, mode: str | None) -> None:
         super().__init__()

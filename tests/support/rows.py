@@ -1,4 +1,4 @@
-"""Tables of rows: many small ones checked in one test, and the cells of a large one that the fast run takes."""
+"""Tables of cases: many small ones checked in one test, and the cells of a large one that the fast run uses."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 
 def each(rows: Iterable[Any], check: Callable[[Any], None]) -> None:
-    """Calls ``check(row)`` for every row, and fails once, with every row that failed and why. No row at all fails as well."""
+    """Call ``check(row)`` for every row, and fail once, with every failed row and its error. An empty table fails as well."""
     count, wrong = 0, []
     for row in rows:
         count += 1
@@ -23,11 +23,11 @@ def each(rows: Iterable[Any], check: Callable[[Any], None]) -> None:
 
 
 def thinned(whole: Any = 3, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
-    """Parametrises a test over all combinations; most of them are slow.
+    """Parametrise a test over all combinations; most of them are slow.
 
-    The fast run takes every value of the other axes with one of the first, ``whole`` (of stages the one that does most), and each
-    other value of the first once. Without ``whole`` it takes a diagonal through all axes. Stage 1 is slow beside 2: they differ in
-    ``no_sync`` alone (``core/stages.py``), and the matrix, the traces and the protocols of accumulation have it.
+    The fast run takes every value of the other axes with one value of the first, ``whole`` (for stages the most complex one), and each
+    other value of the first once. Without ``whole`` it takes a diagonal through all axes. Stage 1 is slow beside 2: they differ only in
+    ``no_sync`` (``core/stages.py``), which the matrix, the traces and the protocols of accumulation cover.
     """
     first, *others = values = [list(axis) for axis in axes.values()]
     if whole is None:
@@ -40,10 +40,10 @@ def thinned(whole: Any = 3, /, **axes: Iterable[Any]) -> pytest.MarkDecorator:
 
 
 def _diagonal(axes: list[list[Any]]) -> list[tuple[Any, ...]]:
-    """Every value of every axis at least once, in as few cells as that takes."""
+    """Return cells with every value of every axis at least once, in as few cells as possible."""
     return [tuple(axis[i % len(axis)] for axis in axes) for i in range(max(map(len, axes)))]
 
 
 def slow_but(values: Iterable[Any], *fast: Any) -> list[Any]:
-    """The values for ``parametrize``, all slow but those in ``fast``."""
+    """Return the values for ``parametrize``, all slow except those in ``fast``."""
     return [value if value in fast else pytest.param(value, marks=pytest.mark.slow) for value in values]

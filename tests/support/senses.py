@@ -23,7 +23,7 @@ MAPPINGS = [
     "ZERO_SHOT_IMAGE_CLASSIFICATION", "ZERO_SHOT_OBJECT_DETECTION", "IMAGE_TEXT_TO_TEXT", "MULTIMODAL_LM", "VISUAL_QUESTION_ANSWERING",
     "DOCUMENT_QUESTION_ANSWERING", "TABLE_RECOGNITION", "TEXT_RECOGNITION", "IMAGE",
 ]  # fmt: skip
-LARGEST = 40_000_000  # elements of the parameters of a model that a test may build several copies of
+LARGEST = 40_000_000  # maximum number of parameters of a model, because a test may build several copies
 
 _STAGES = {"hidden_sizes": [8, 16, 24, 32], "depths": [1, 1, 1, 1]}
 _SOUND = {"conv_dim": [32] * 7}
@@ -44,7 +44,7 @@ OVERRIDES: dict[str, dict[str, Any]] = {
 
 @cache
 def candidates() -> dict[str, str]:
-    """Names of classes that the mappings hold and ``zoo`` does not, one for each model type, and that type."""
+    """Return class name -> model type for one class of each model type in the mappings that ``zoo`` does not have."""
     from transformers.models.auto import modeling_auto
 
     text = {item.name for item in zoo.architectures()}
@@ -59,7 +59,7 @@ def candidates() -> dict[str, str]:
 
 @cache
 def refusals() -> dict[str, str]:
-    """Why a class of ``candidates`` is not built: the error of its small configuration, or its size."""
+    """Return the reason why a class of ``candidates`` is not built: the error of its small configuration, or its size."""
     found = {}
     for name in sorted(candidates()):
         try:
@@ -74,7 +74,7 @@ def refusals() -> dict[str, str]:
 
 
 def architectures() -> list[str]:
-    """Names of the classes that can be built."""
+    """Return the names of the classes that can be built."""
     return [name for name in sorted(candidates()) if name not in refusals()]
 
 
@@ -95,7 +95,7 @@ def build(name: str) -> nn.Module:
 
 
 def inputs(model: Any) -> dict[str, Tensor] | None:
-    """Images or sound for a model's forward, by the name of its main input; None where it takes more than one input."""
+    """Return images or sound for a model's forward, by the name of its main input; None where it takes more than one input."""
     config, main = model.config, model.main_input_name
     takes = inspect.signature(model.forward).parameters
     if "input_ids" in takes:

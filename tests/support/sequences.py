@@ -1,4 +1,4 @@
-"""Training over slices of sequences beside training on whole ones: what the ``test_sequence_*`` files compare."""
+"""Training over slices of sequences, compared with training on whole ones, for the ``test_sequence_*`` files."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Data:
     packed: bool = False
 
     def batch(self, *seed: int) -> Batch:
-        """The whole batch that belongs to (step, micro-step, group); the same on every rank."""
+        """Return the whole batch of (step, micro-step, group); the same on every rank."""
         generator = torch.Generator().manual_seed(hash((7, *seed)) % 2**31)
         tokens = torch.randint(3, VOCAB, (self.rows, self.length), generator=generator)
         batch = {"input_ids": tokens, "labels": tokens.clone(), "position_ids": torch.arange(self.length).expand(self.rows, -1).clone()}
@@ -47,7 +47,7 @@ class Data:
         batch["labels"][:, : self.prompt] = -100
         if self.packed:
             for row in range(self.rows):
-                cut = 5 + 3 * row  # in the middle of a slice; the second begins at 0 again
+                cut = 5 + 3 * row  # in the middle of a slice; the second sequence begins at 0 again
                 batch["position_ids"][row, cut:] = torch.arange(self.length - cut)
                 batch["labels"][row, cut] = -100
         return batch
@@ -74,7 +74,7 @@ def mixtral() -> nn.Module:
 
 
 def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
-    """The model with weights that depend on ``seed`` only, larger than at initialisation: attention must matter."""
+    """Return the model with weights that depend on ``seed`` only, larger than at initialisation, so that attention matters."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = make().train()
@@ -85,7 +85,7 @@ def build(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def cut(batch: Batch, rank: int, size: int) -> Batch:
-    """Slice ``rank`` of a batch, with labels that were shifted before."""
+    """Return slice ``rank`` of a batch, with labels that were shifted before."""
     batch = dict(batch)
     batch["shift_labels"] = torch.nn.functional.pad(batch.pop("labels")[:, 1:], (0, 1), value=-100)
     length = batch["input_ids"].shape[1] // size
@@ -93,7 +93,7 @@ def cut(batch: Batch, rank: int, size: int) -> Batch:
 
 
 def loss_over_slices(model: Any, batch: Batch, group: dist.ProcessGroup) -> Tensor:
-    """The mean over all tokens of the group's sequences, as Trainer and accelerate's documentation compute it."""
+    """Return the mean loss over all tokens of the group's sequences, computed like in Trainer and accelerate's documentation."""
     loss = model(**batch, labels=batch["shift_labels"]).loss
     losses = torch.stack(torch.distributed.nn.functional.all_gather(loss, group=group))
     tokens = (batch["shift_labels"] != -100).sum()
@@ -104,7 +104,7 @@ def loss_over_slices(model: Any, batch: Batch, group: dist.ProcessGroup) -> Tens
 
 @dataclass
 class Result:
-    """What a run leaves on each rank."""
+    """Results of a run on one rank."""
 
     losses: list[float]
     norms: list[float]
@@ -112,7 +112,7 @@ class Result:
 
 
 def whole(make: Callable[[], nn.Module], run: Run, data: Data, groups: int) -> Result:
-    """Plain PyTorch on whole sequences: the mean over groups and micro-steps of each batch's mean over tokens."""
+    """Train in plain PyTorch on whole sequences; the loss is the mean over groups and micro-steps of each batch's mean over tokens."""
     model = build(make)
     low = run.dtype != "fp32"
     if low:
@@ -148,7 +148,7 @@ def whole(make: Callable[[], nn.Module], run: Run, data: Data, groups: int) -> R
 
 
 def sliced(make: Callable[[], nn.Module], run: Run, data: Data, size: int, implementation: str | None = "sdpa") -> Result:
-    """The same through ``initialize`` on all ranks, groups of ``size`` of which share their samples."""
+    """Train through ``initialize`` on all ranks, where groups of ``size`` ranks share their samples."""
     model = build(make)
     mpu = UlyssesSPAttentionHF.register_with_transformers(
         model_name_or_path=model, core_attn_implementation=implementation, sequence_parallel_size=size, micro_batch_size=data.rows
@@ -171,7 +171,7 @@ def sliced(make: Callable[[], nn.Module], run: Run, data: Data, size: int, imple
 
 
 def compare(found: Result, expected: Result, label: str = "", factor: float = 1.0) -> None:
-    """Loss and norm of every step and, on rank 0, the weights at the end agree."""
+    """Raise unless loss and norm of every step and, on rank 0, the final weights agree."""
     for step, (mine, theirs) in enumerate(zip(found.losses, expected.losses, strict=True)):
         assert abs(mine - theirs) <= factor * LOSS * abs(theirs), (label, step, found.losses, expected.losses)
     for step, (mine, theirs) in enumerate(zip(found.norms, expected.norms, strict=True)):
@@ -184,6 +184,6 @@ def compare(found: Result, expected: Result, label: str = "", factor: float = 1.
 
 
 def check(make: Callable[[], nn.Module], run: Run, data: Data, size: int, implementation: str | None = "sdpa", factor: float = 1.0) -> None:
-    """On every rank: training over slices is training on whole sequences."""
+    """Check on every rank that training over slices equals training on whole sequences."""
     expected = whole(make, run, data, ranks.world() // size)
     compare(sliced(make, run, data, size, implementation), expected, f"{run} {data}", factor)

@@ -1,4 +1,4 @@
-"""Signals that ranks of a test send themselves, and the end of a run that they bring about."""
+"""Signals that ranks of a test send to themselves, and the resulting end of a run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tests.support import ranks
 
 
 def send(*to: int, number: int = signal.SIGTERM) -> None:
-    """Sends the signal to this process if it is one of the ranks ``to``."""
+    """Send the signal to this process if it is one of the ranks ``to``."""
     if ranks.rank() in to:
         os.kill(os.getpid(), number)
 
 
 def preempted(run: Callable[[], object]) -> bool:
-    """Whether ``run`` ends as a preempted run does."""
+    """Return whether ``run`` ends like a preempted run."""
     try:
         run()
     except Preempted as end:
@@ -30,10 +30,10 @@ def preempted(run: Callable[[], object]) -> bool:
 
 @contextmanager
 def new_process() -> Iterator[None]:
-    """What this process has heard is forgotten after the ``with``, in which a run may have ended."""
+    """Reset the received signals of this process after the ``with``, in which a run may have ended."""
     try:
         yield
     finally:
-        assert not signals._ears, "somebody still listens"
+        assert not signals._registrations, "a signal still has listeners"
         signals._noted.__init__()  # type: ignore[misc]
         signals._newest.clear()

@@ -1,4 +1,4 @@
-"""Models that run the blocks which a batch chooses, and skip the others."""
+"""Models that run the blocks chosen by a batch, and skip the others."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ WIDTH = 16
 
 
 class Chosen(Mlp):
-    """Runs the blocks that the batch lists, in the batch's order."""
+    """Model that runs the blocks listed in the batch, in the batch's order."""
 
     def __init__(self, checkpointing: bool = False, blocks: int = 4) -> None:
         super().__init__(blocks=blocks)
@@ -27,7 +27,7 @@ class Chosen(Mlp):
 
 
 class TwoTowers(nn.Module):
-    """Text blocks that always run, vision blocks that run only when the batch holds pixels."""
+    """Text blocks that always run, and vision blocks that run only when the batch has pixels."""
 
     def __init__(self, vision: int = 2, text: int = 2) -> None:
         super().__init__()

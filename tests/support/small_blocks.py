@@ -1,4 +1,4 @@
-"""Blocks so small that a step over many of them is the host's work alone."""
+"""Blocks so small that a step over many of them consists of the host's work alone."""
 
 from __future__ import annotations
 

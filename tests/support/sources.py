@@ -1,4 +1,4 @@
-"""The package's files, and what they import: for tests that read sources."""
+"""The package's files and their imports, for tests that read sources."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PACKAGE = REPO / "hf_zero"
 
 @functools.cache
 def modules() -> dict[str, Path]:
-    """Every module of the package by its dotted name."""
+    """Return every module of the package by its dotted name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(REPO).with_suffix("").parts
@@ -28,7 +28,7 @@ def tree_of(path: Path) -> ast.Module:
 
 @functools.cache
 def imports_of(path: Path, *, top_level_only: bool) -> set[str]:
-    """Names of modules imported by a file, type-checking blocks left out."""
+    """Return the names of modules that a file imports, without type-checking blocks."""
     nodes = tree_of(path).body if top_level_only else list(ast.walk(tree_of(path)))
     found: set[str] = set()
     for node in nodes:

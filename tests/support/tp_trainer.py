@@ -58,11 +58,11 @@ def norms(trainer: Any) -> list[float]:
     return [float(entry["grad_norm"]) for entry in trainer.state.log_history if "grad_norm" in entry]
 
 
-EVALUATED = 9  # rows: no multiple of what the ranks evaluate at once
+EVALUATED = 9  # rows: no multiple of the rows that the ranks evaluate at once
 
 
 def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[float], float, Any]:
-    """Losses, norms, evaluation loss and predictions; the saved model is in ``folder``."""
+    """Return losses, norms, evaluation loss and predictions; save the model in ``folder``."""
     from transformers import Trainer
 
     with tempfile.TemporaryDirectory() as own:
@@ -81,7 +81,7 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
 
 
 def built_sharded() -> Any:
-    """The same model, built sharded over all ranks."""
+    """Return the same model, built sharded over all ranks."""
     import hf_zero
 
     whole = CASES["gpt2"].build()
@@ -94,9 +94,9 @@ def built_sharded() -> Any:
 
 
 def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[float], list[float]]:
-    """Losses of an uninterrupted run over ``saved_with`` ranks, and of one that is resumed half-way over ``tp`` ranks.
+    """Return the losses of an uninterrupted run over ``saved_with`` ranks, and of one that is resumed half-way over ``tp`` ranks.
 
-    The same rows go into a step: transformers 4 takes the batch size per device from the checkpoint, so it is accumulation that differs.
+    Both use the same rows per step: transformers 4 takes the batch size per device from the checkpoint, so the accumulation differs.
     """
     from transformers import Trainer
 
@@ -113,7 +113,7 @@ def resume(stage: int, tp: int, saved_with: int, folder: str) -> tuple[list[floa
 
 
 def generated(folder: str, config: dict[str, Any]) -> tuple[int, Any]:
-    """How many rows a sequence-to-sequence Trainer counts, and what it generates."""
+    """Return the number of rows that a sequence-to-sequence Trainer counts, and its generated tokens."""
     from transformers import Seq2SeqTrainer, Seq2SeqTrainingArguments
 
     args = Seq2SeqTrainingArguments(

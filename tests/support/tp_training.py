@@ -1,4 +1,4 @@
-"""Training of one model under tensor parallelism beside one rank: what the ``test_tp_*`` files compare."""
+"""Training of one model under tensor parallelism, compared with one rank, for the ``test_tp_*`` files."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ LOSS, NORM, WEIGHT = 1e-5, 1e-4, 2e-4
 
 
 def train(case: ModelCase, run: Run, tp: int) -> tuple[list[float], list[float], dict[str, Tensor] | None, Any]:
-    """Losses and norms of every step, the joined weights on rank 0, and the engine."""
+    """Return losses and norms of every step, the joined weights on rank 0, and the engine."""
     run = replace(run, extra={"tensor_parallel": {"autotp_size": tp}, **run.extra})
     engine = parity.initialize(case.build(), run)
 
@@ -35,7 +35,7 @@ def train(case: ModelCase, run: Run, tp: int) -> tuple[list[float], list[float],
 
 
 def check_against_one_rank(case: ModelCase, tp: int, runs: list[Run]) -> None:
-    """On every rank: losses, gradient norms and trained weights over groups of ``tp`` ranks are those of one rank."""
+    """Check on every rank that losses, gradient norms and trained weights over groups of ``tp`` ranks equal those of one rank."""
     world = ranks.world() // tp
     for run in runs:
         losses, norms, weights, engine = train(case, run, tp)
@@ -47,12 +47,12 @@ def check_against_one_rank(case: ModelCase, tp: int, runs: list[Run]) -> None:
 
 
 def reference_of(case: ModelCase, run: Run, replicas: int) -> Trace:
-    """Plain PyTorch on the samples of all replicas."""
+    """Return the trace of plain PyTorch on the samples of all replicas."""
     return parity.concatenated_reference(case, run, replicas) if run.dtype == "fp32" else parity.reference_case(case.name, run, replicas)
 
 
 def compare_trained(expected: Trace, losses: list[float], norms: list[float], weights: dict[str, Tensor] | None, run: Run) -> None:
-    """Losses, gradient norms and weights are those of ``expected``, to the rounding of the type that ``run`` trains in."""
+    """Raise unless losses, gradient norms and weights equal ``expected``, up to the rounding of ``run``'s dtype."""
     factor = 1 if run.dtype == "fp32" else 2e3
     assert losses == pytest.approx(expected.losses, rel=LOSS * factor), (run, losses, expected.losses)
     assert norms == pytest.approx(expected.norms, rel=NORM * factor), (run, norms, expected.norms)
@@ -65,7 +65,7 @@ def compare_trained(expected: Trace, losses: list[float], norms: list[float], we
 
 
 def zoo_case(name: str, changes: dict[str, Any]) -> ModelCase:
-    """An architecture of the zoo as a case; ``changes`` to its configuration."""
+    """Return an architecture of the zoo as a case; ``changes`` to its configuration."""
     return ModelCase(
         name,
         lambda: zoo.build(name, changes=changes),

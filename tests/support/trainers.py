@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 VOCAB, LENGTH = 64, 8
-TRAIN, EVAL = 32, 7  # rows; 7 divides neither by the batch nor by the ranks
+TRAIN, EVAL = 32, 7  # rows; 7 is no multiple of the batch or of the ranks
 STAGES = (0, 1, 2, 3)
 LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss")
 Logs = list[dict[str, float]]
@@ -21,7 +21,7 @@ Logs = list[dict[str, float]]
 
 @contextmanager
 def clean_state() -> Iterator[None]:
-    """Forgets, before and after, what transformers and accelerate keep in globals about the configuration of a run."""
+    """Reset, before and after the context, the globals in which transformers and accelerate keep the configuration of a run."""
     forget()
     try:
         yield
@@ -41,7 +41,7 @@ def forget() -> None:
 
 
 def rows(count: int, seed: int, masked: bool = True) -> list[dict[str, torch.Tensor]]:
-    """Token rows of one length; with ``masked`` their first labels are ignored, more of them in some rows than in others."""
+    """Return token rows of one length; with ``masked`` their first labels are ignored, more in some rows than in others."""
     generator = torch.Generator().manual_seed(seed)
     found = []
     for index, ids in enumerate(torch.randint(7, VOCAB, (count, LENGTH), generator=generator)):
@@ -53,14 +53,14 @@ def rows(count: int, seed: int, masked: bool = True) -> list[dict[str, torch.Ten
 
 
 def ragged_rows(count: int, seed: int) -> list[dict[str, list[int]]]:
-    """Token rows of different lengths, for collators that pad and samplers that group by length."""
+    """Return token rows of different lengths, for collators that pad and samplers that group by length."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(3, LENGTH + 1, (count,), generator=generator).tolist()
     return [{"input_ids": (ids := torch.randint(7, VOCAB, (n,), generator=generator).tolist()), "labels": ids} for n in lengths]
 
 
 def pad(features: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
-    """A collator for ``ragged_rows``."""
+    """Collate rows of ``ragged_rows``."""
     length = max(len(feature["input_ids"]) for feature in features)
     columns: dict[str, list[list[int]]] = {"input_ids": [], "labels": [], "attention_mask": []}
     for feature in features:
@@ -72,7 +72,7 @@ def pad(features: list[Mapping[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 def save_models(folder: Path) -> None:
-    """Writes the tiny models of these tests, as checkpoints for ``from_pretrained``: ``gpt2``, ``llama`` and ``t5``."""
+    """Write the tiny models of these tests, as checkpoints for ``from_pretrained``: ``gpt2``, ``llama`` and ``t5``."""
     from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, T5Config, T5ForConditionalGeneration
 
     special = {"bos_token_id": 5, "eos_token_id": 6, "pad_token_id": 0}
@@ -109,7 +109,7 @@ def save_models(folder: Path) -> None:
 
 
 def load(folder: Path, name: str = "gpt2", **options: Any) -> nn.Module:
-    """A model of ``save_models``."""
+    """Return a model of ``save_models``."""
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     auto = AutoModelForSeq2SeqLM if name == "t5" else AutoModelForCausalLM
@@ -117,7 +117,7 @@ def load(folder: Path, name: str = "gpt2", **options: Any) -> nn.Module:
 
 
 def zero_config(stage: int, **changes: Any) -> dict[str, Any]:
-    """A DeepSpeed configuration as people give it to Trainer; tiny models are really sharded at stage 3."""
+    """Return a DeepSpeed configuration like users give it to Trainer; tiny models are really sharded at stage 3."""
     section: dict[str, Any] = {"stage": stage}
     if stage == 3:
         section |= {"stage3_param_persistence_threshold": 0, "stage3_gather_16bit_weights_on_model_save": True}
@@ -135,7 +135,7 @@ def zero_config(stage: int, **changes: Any) -> dict[str, Any]:
 
 
 def arguments(folder: Path, deepspeed: Any, cls: Any = None, **changes: Any) -> Any:
-    """Training arguments: 4 steps of 2 ranks x 2 micro-steps x 2 rows; DDP when ``deepspeed`` is None."""
+    """Return training arguments: 4 steps of 2 ranks x 2 micro-steps x 2 rows; for DDP when ``deepspeed`` is None."""
     from transformers import TrainingArguments
 
     options: dict[str, Any] = {
@@ -163,13 +163,13 @@ def arguments(folder: Path, deepspeed: Any, cls: Any = None, **changes: Any) -> 
 
 
 def logs_of(trainer: Any) -> Logs:
-    """What Trainer logged per step and per evaluation."""
+    """Return Trainer's log entries, per step and per evaluation."""
     history = trainer.state.log_history
     return [{key: entry[key] for key in LOGGED if key in entry} for entry in history if "loss" in entry or "eval_loss" in entry]
 
 
 def assert_close(expected: Logs, found: Logs, what: str, rel: float = 2e-4) -> None:
-    """The same entries with the same keys and, within rounding, values."""
+    """Assert that both logs have the same entries with the same keys and, within rounding, values."""
     assert len(expected) == len(found), f"{what}: {len(expected)} entries expected, {len(found)} found"
     for step, (left, right) in enumerate(zip(expected, found, strict=True)):
         assert left.keys() == right.keys(), f"{what}, entry {step}: {left} and {right}"
@@ -179,7 +179,7 @@ def assert_close(expected: Logs, found: Logs, what: str, rel: float = 2e-4) -> N
 
 
 def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Whole weights of a model, sharded or not; collective."""
+    """Return the whole weights of a model, sharded or not; collective."""
     from hf_zero.zero import GatheredParameters
 
     with GatheredParameters(list(model.parameters())):
@@ -187,7 +187,7 @@ def weights_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def assert_same_weights(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor], what: str, atol: float = 3e-5) -> None:
-    """Equal within rounding; gradients that are only rounding noise (a key's bias) are left out."""
+    """Assert that weights are equal within rounding; weights with gradients that are only rounding noise (a key's bias) are left out."""
     assert expected.keys() == found.keys(), what
     for name, value in expected.items():
         if name.endswith("attn.c_attn.bias"):
@@ -196,14 +196,14 @@ def assert_same_weights(expected: dict[str, torch.Tensor], found: dict[str, torc
 
 
 def on_every_rank(value: Any) -> list[Any]:
-    """``value`` of each rank."""
+    """Return the ``value`` of each rank."""
     found: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(found, value)
     return found
 
 
 def error_of(call: Callable[[], Any]) -> str:
-    """The text of the error ``call`` raises: the same on every rank, or this fails."""
+    """Return the text of the error that ``call`` raises; fail unless it is the same on every rank."""
     try:
         call()
     except Exception as error:
@@ -215,7 +215,7 @@ def error_of(call: Callable[[], Any]) -> str:
 
 
 def load_whole(folder: Path, name: str) -> nn.Module:
-    """A plain, unsharded model of ``save_models``, whatever run is going on."""
+    """Return a plain, unsharded model of ``save_models``, even while a run is in progress."""
     from transformers.integrations import deepspeed
 
     kept = deepspeed._hf_deepspeed_config_weak_ref
@@ -227,7 +227,7 @@ def load_whole(folder: Path, name: str) -> nn.Module:
 
 
 def train_with(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", **options: Any) -> Any:
-    """One training; returns its Trainer."""
+    """Train once; return the Trainer."""
     from transformers import Trainer
 
     forget()
@@ -252,7 +252,7 @@ def train_with(models: Path, folder: Path, deepspeed: Any, name: str = "gpt2", *
 
 
 def _with_schedule(model: torch.nn.Module, args: Any) -> tuple[torch.optim.Optimizer, Any]:
-    """Plain AdamW with the schedule of the JSON."""
+    """Return plain AdamW with the schedule of the JSON."""
     from hf_zero.optim.scheduler_factory import build_scheduler
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.learning_rate, weight_decay=0.0)

@@ -1,4 +1,4 @@
-"""What TRL's trainers are given in these tests: a tokenizer, texts, adapters and arguments, the same under DDP and under every stage."""
+"""Inputs of TRL's trainers in these tests: a tokenizer, texts, adapters and arguments, the same under DDP and under every stage."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ STEPS = 4
 
 
 def tokenizer() -> Any:
-    """Words ``w0`` to ``w56`` and the special tokens of the tiny models."""
+    """Return a tokenizer with the words ``w0`` to ``w56`` and the special tokens of the tiny models."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
@@ -25,13 +25,13 @@ def tokenizer() -> Any:
 
 
 def texts(count: int, words: int, seed: int) -> list[str]:
-    """Texts of about ``words`` random words."""
+    """Return texts of about ``words`` random words."""
     source = random.Random(seed)
     return [" ".join(f"w{source.randrange(50)}" for _ in range(words + index % 3)) for index in range(count)]
 
 
 def pairs() -> Any:
-    """Prompts with an answer that is preferred and one that is not."""
+    """Return prompts with a preferred answer and another one."""
     from datasets import Dataset
 
     chosen, rejected = ([f" {text}" for text in texts(48, 4, seed)] for seed in (2, 3))
@@ -39,13 +39,13 @@ def pairs() -> Any:
 
 
 def options(folder: Path, config: Any, cls: Any, **changes: Any) -> Any:
-    """Training arguments of class ``cls``."""
+    """Return training arguments of class ``cls``."""
     common = {"max_steps": STEPS, "bf16": False, "gradient_checkpointing": False, "gradient_accumulation_steps": 1}
     return trainers.arguments(folder, config, cls, **(common | changes))
 
 
 def lora() -> Any:
-    """Adapters on every linear layer."""
+    """Return a configuration of adapters on every linear layer."""
     from peft import LoraConfig
 
     return LoraConfig(r=4, target_modules="all-linear", lora_dropout=0.0, task_type="CAUSAL_LM")

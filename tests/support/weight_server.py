@@ -1,8 +1,8 @@
 """The server of examples/rl in a thread of this process, for trainers in others; and a vLLM for TRL that sends to it over gloo.
 
-TRL's client imports vLLM for the trainer's end of the weights' process group, which is nccl's there. ``vllm_over_gloo`` puts those names
-in place: TRL's own code announces, walks over the model's parameters and sends, and what vLLM does with them (keeping the tensors of a
-message until it is full) is done over gloo.
+TRL's client imports vLLM for the trainer's end of the weights' process group, which uses nccl there. ``vllm_over_gloo`` provides these
+names: TRL's own code announces, iterates over the model's parameters and sends; vLLM's part (keeping the tensors of a message until it is
+full) is done over gloo.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ VERSION = "0.28.0"
 
 @contextmanager
 def serving(model: Any) -> Iterator[str]:
-    """Serves ``model`` on a free port; gives the URL."""
+    """Serve ``model`` on a free port; yield the URL."""
     with examples.modules("rl", "server") as found:
         handler = type("Handler", (found.server.Handler,), {"served": found.server.Served(model, "toy")})
         server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -44,14 +44,14 @@ def serving(model: Any) -> Iterator[str]:
 
 
 def weights_of(url: str) -> dict[str, torch.Tensor]:
-    """What the server computes with."""
+    """Return the weights with which the server computes."""
     with urllib.request.urlopen(f"{url}/weights") as response:
         found: dict[str, torch.Tensor] = load(response.read())
     return found
 
 
 def assert_has(url: str, expected: dict[str, torch.Tensor]) -> None:
-    """The server's weights are ``expected``, bit for bit and no others."""
+    """Assert that the server's weights are ``expected``, bit for bit and no others."""
     found = weights_of(url)
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
     for name, value in expected.items():
@@ -60,7 +60,7 @@ def assert_has(url: str, expected: dict[str, torch.Tensor]) -> None:
 
 @contextmanager
 def vllm_over_gloo() -> Iterator[None]:
-    """``import vllm`` finds the stand-in, and TRL's GRPO uses it on a CPU."""
+    """Make ``import vllm`` find the replacement, and TRL's GRPO use it on a CPU, inside the context."""
     from trl.generation import vllm_client, vllm_generation
     from trl.trainer import grpo_trainer
 
@@ -69,7 +69,7 @@ def vllm_over_gloo() -> Iterator[None]:
         importlib.reload(vllm_client)
         importlib.reload(vllm_generation)
         whole: Callable[..., None] = vllm_client.VLLMClient.init_communicator
-        # The client refuses what is no CUDA device, and asks no more of one without a number.
+        # The client refuses devices other than CUDA, and needs no more of one without an index.
         vllm_client.VLLMClient.init_communicator = lambda self, device: whole(self, "cuda")
         grpo_trainer.VLLMGeneration = vllm_generation.VLLMGeneration
         try:
@@ -81,7 +81,7 @@ def vllm_over_gloo() -> Iterator[None]:
 
 
 def _modules(groups: ModuleType) -> dict[str, ModuleType]:
-    """The modules of vLLM that TRL's client for a server imports, by name."""
+    """Return the modules of vLLM that TRL's client for a server imports, by name."""
 
     def join(init_info: dict[str, Any]) -> SimpleNamespace:
         group = groups.WeightGroup(init_info["master_address"], init_info["master_port"], 0, init_info["world_size"])

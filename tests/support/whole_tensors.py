@@ -18,7 +18,7 @@ Groups = Callable[[nn.Module], Any]
 
 
 class RowScaled(torch.optim.Optimizer):
-    """A third party's optimizer: a second moment per row, a first moment per element, a counter, and a list of tensors as state."""
+    """A third-party optimizer: a second moment per row, a first moment per element, a counter, and a list of tensors as state."""
 
     def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta})
@@ -42,7 +42,7 @@ class RowScaled(torch.optim.Optimizer):
 
 
 class Prodigy(torch.optim.Optimizer):
-    """Looks at all parameters together: its rate is the ratio of two norms over all of them."""
+    """Optimizer that reads all parameters together: its rate is the ratio of two norms over all of them."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -56,7 +56,7 @@ class Prodigy(torch.optim.Optimizer):
 
 
 class Momentum8bit(torch.optim.Optimizer):
-    """Momentum kept in bytes, with one scale per block of 32 elements of the whole parameter."""
+    """Optimizer with momentum in bytes, with one scale per block of 32 elements of the whole parameter."""
 
     def __init__(self, params: Any, lr: float = 1e-2) -> None:
         super().__init__(params, {"lr": lr})
@@ -77,14 +77,14 @@ class Momentum8bit(torch.optim.Optimizer):
 
 
 def matrices(model: nn.Module) -> list[Tensor]:
-    """Those alone; the others are frozen."""
+    """Return the matrices alone; freeze the other parameters."""
     for param in model.parameters():
         param.requires_grad_(param.ndim == 2)
     return everything(model)
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """Matrices decay, the others do not and have another rate; both kinds are in every block."""
+    """Return groups in which matrices decay, and other parameters do not and have another rate; every block has both kinds."""
     trained = [param for param in model.parameters() if param.requires_grad]
     return [
         {"params": [param for param in trained if param.ndim >= 2], "weight_decay": 0.2},
@@ -127,7 +127,7 @@ if hasattr(torch.optim, "Muon"):  # since torch 2.9
 
 
 def plain(name: str, case: ModelCase, run: Run, world: int, history: bool = False) -> Trace:
-    """Plain PyTorch: one rank's batch after another, gradients added up in fp32 in rank order, one step over whole fp32 weights."""
+    """Train in plain PyTorch: one rank's batch after another, gradients summed in fp32 in rank order, one step over whole fp32 weights."""
     make, groups_of = (OPTIMIZERS | ALL_TOGETHER)[name]
     dtype = DTYPES[run.dtype]
     model = case.build().to(ranks.device())
@@ -185,14 +185,14 @@ def _as_groups(groups: Any) -> list[dict[str, Any]]:
 
 
 def start(name: str, case: ModelCase, run: Run) -> Any:
-    """An engine that trains ``case`` with the client optimizer of that name."""
+    """Return an engine that trains ``case`` with the client optimizer of that name."""
     make, groups_of = (OPTIMIZERS | ALL_TOGETHER)[name]
     model = case.build()
     return initialize(model, run, optimizer=make(groups_of(model)), model_parameters=None)
 
 
 def through_engine(name: str, case_name: str, run: Run) -> Trace:
-    """Trains a case; collective."""
+    """Train a case through the engine; collective."""
     case = CASES[case_name]
     engine = start(name, case, run)
     trace = train(engine, case.rows, case.forward, run)

@@ -1,4 +1,4 @@
-"""Models whose parameters are shards from construction on: read whole, and built as Trainer and accelerate build them."""
+"""Models whose parameters are shards from construction on: read whole, and built like Trainer and accelerate build them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.support.parity import Run
 
 
 def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of all parameters, whole. Collective."""
+    """Return copies of all parameters, whole. Collective."""
     import hf_zero
 
     named = list(model.named_parameters())
@@ -21,7 +21,7 @@ def whole_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 @contextmanager
 def transformers_zero3(run: Run) -> Iterator[None]:
-    """What Trainer and accelerate do: while this object lives, transformers builds and loads models inside zero.Init."""
+    """Yield an object that, like in Trainer and accelerate, makes transformers build and load models inside zero.Init while it lives."""
     from transformers.integrations import HfDeepSpeedConfig
     from transformers.integrations.deepspeed import is_deepspeed_zero3_enabled
 

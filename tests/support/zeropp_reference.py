@@ -1,8 +1,8 @@
 """ZeRO++ in one process with N simulated ranks, in plain torch.
 
 Written from section 3 of Wang et al., "ZeRO++" (arXiv 2306.10209) and Algorithm 1 of Xie et al., "LoCo" (arXiv 2407.04480), with the code
-that docs/quantized-collectives.md defines, one block at a time. It knows nothing of the engine but where the parameters lie: one scale
-belongs to up to 256 elements of one of the N equal parts of a flat unit.
+that docs/quantized-collectives.md defines, one block at a time. It uses only the placement of the engine's parameters: one scale belongs
+to up to 256 elements of one of the N equal parts of a flat unit.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Places = list[tuple[int, list[tuple[str, int, int]]]]  # per unit: padded elemen
 
 @dataclass(frozen=True)
 class Settings:
-    """What is quantized, and the hyper-parameters. ``keep`` None keeps no error; ``node`` ranks of each node add up what they
-    send before it crosses, coded once more, to the others; 0 is one hop. Each shard group of ``group`` ranks holds everything; 0 is one.
-    Units whose position is in ``plain`` are never coded."""
+    """Quantized collectives, and the hyper-parameters. ``keep`` None keeps no error. The ``node`` ranks of each node sum their values
+    before these are coded once more and sent to the other nodes; 0 is one hop. Each shard group of ``group`` ranks has a whole set of
+    shards; 0 is one group. Units whose position is in ``plain`` are never coded."""
 
     world: int
     steps: int
@@ -44,13 +44,13 @@ class Settings:
 
     @property
     def parts(self) -> int:
-        """Into how many parts a unit is divided."""
+        """Return the number of parts of a unit."""
         return self.group or self.world
 
 
 @dataclass
 class Outcome:
-    """Mean loss and norm per step; masters, and weights as forward sees them, at the end."""
+    """Mean loss and norm per step; masters, and the weights that forward uses, at the end."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def code(values: Tensor, bits: int) -> Tensor:
-    """What the code of one part stands for, in fp32."""
+    """Return the values of the code of one part, in fp32."""
     return torch.cat([_code_block(block, bits) for block in values.float().split(BLOCK)])
 
 
@@ -74,7 +74,7 @@ def _code_block(block: Tensor, bits: int) -> Tensor:
 
 
 def _steps(quotients: Tensor) -> Tensor:
-    """The nearest of 0, 1, 3, 6, 10, 15, 21 and 28 with the sign of each; of two as near the one of even position."""
+    """Return the nearest of 0, 1, 3, 6, 10, 15, 21 and 28 with the sign of each quotient; on a tie the one at an even position."""
     found, level = torch.zeros_like(quotients), 0
     for position in range(1, 8):
         middle, level = level + position / 2, level + position
@@ -84,13 +84,13 @@ def _steps(quotients: Tensor) -> Tensor:
 
 
 class Reference:
-    """The model of all ranks, its masters, and what each rank has lost of each unit."""
+    """The model of all ranks, its masters, and the coding errors of each rank and unit."""
 
     def __init__(self, model: nn.Module, settings: Settings, places: Places) -> None:
         self.settings, self.places = settings, places
         self.model = model.to(settings.dtype)
         self.params = dict(model.named_parameters())
-        self.shown = [torch.zeros(padded, dtype=settings.dtype) for padded, _ in places]  # what forward computes with
+        self.shown = [torch.zeros(padded, dtype=settings.dtype) for padded, _ in places]  # weights with which forward computes
         self.masters = [torch.zeros(padded) for padded, _ in places]
         for (_, slots), shown, master in zip(places, self.shown, self.masters, strict=True):
             for name, offset, numel in slots:
@@ -107,14 +107,14 @@ class Reference:
         self.count = 0
 
     def show(self) -> None:
-        """Gives the model the weights that all ranks gather."""
+        """Give the model the weights that all ranks gather."""
         for index, (shown, master) in enumerate(zip(self.shown, self.masters, strict=True)):
             low = master.to(self.settings.dtype)
             parts, coded = low.chunk(self.settings.parts), self.settings.weights and index not in self.settings.plain
             shown.copy_(torch.cat([code(part, 8).to(low.dtype) for part in parts]) if coded else low)
 
     def gradients(self, rank: int) -> list[Tensor]:
-        """What this rank sends of each unit's gradient, in fp32, after the model's backward."""
+        """Return the values that this rank sends of each unit's gradient, in fp32, after the model's backward."""
         sent = []
         for index, (padded, slots) in enumerate(self.places):
             flat = torch.zeros(padded, dtype=self.settings.dtype)
@@ -139,12 +139,12 @@ class Reference:
         return seen
 
     def sum(self, sent: list[list[Tensor]]) -> list[Tensor]:
-        """The sums over all ranks of what each sends."""
+        """Return the sums over all ranks of the values that each sends."""
         size = self.settings.parts
         groups = [self._sum_of_group(sent[first : first + size], first) for first in range(0, len(sent), size)]
         if len(groups) == 1:
             return groups[0]
-        # The sum of a group crosses in the type of the message, and is added up there.
+        # The sum of a group is sent in the dtype of the message, and is summed in it.
         low = _added([[total.to(self.settings.dtype) for total in group] for group in groups])
         return [total.float() for total in low]
 
@@ -157,7 +157,7 @@ class Reference:
         return _added([[self._send(*both) for both in zip(one, of_node, strict=True)] for one, of_node in zip(sums, errors, strict=False)])
 
     def step(self, totals: list[Tensor]) -> float:
-        """One step with the gradients of all ranks; returns their norm."""
+        """Run one step with the gradients of all ranks; return their norm."""
         settings = self.settings
         norm = math.sqrt(sum(total.double().square().sum().item() for total in totals))
         factor = torch.clamp(settings.max_norm / (torch.tensor(norm) + 1e-6), max=1.0) if settings.max_norm else torch.tensor(1.0)
@@ -173,7 +173,7 @@ class Reference:
 
 
 def _added(sent: list[list[Tensor]]) -> list[Tensor]:
-    """Unit by unit, the first rank's, plus the second's, and so on."""
+    """Return, unit by unit, the first rank's values plus the second's, and so on."""
     sums = sent[0]
     for one in sent[1:]:
         sums = [total + more for total, more in zip(sums, one, strict=True)]
@@ -181,7 +181,7 @@ def _added(sent: list[list[Tensor]]) -> list[Tensor]:
 
 
 def run(model: nn.Module, loss_of: Lossy, settings: Settings, places: Places) -> Outcome:
-    """Trains ``model``."""
+    """Train ``model``; return losses, norms, masters and weights."""
     reference, outcome = Reference(model, settings, places), Outcome()
     for step in range(settings.steps):
         losses, totals = [], [torch.zeros(padded) for padded, _ in places]

@@ -1,6 +1,6 @@
 """A tiny model of every text architecture of the installed transformers, with a batch for it.
 
-``architectures()`` lists every class of the auto mappings that reads token ids alone; ``build`` makes one from a config whose sizes
+``architectures()`` lists every class of the auto mappings that reads token ids alone; ``build`` makes one from a configuration whose sizes
 are shrunk by the names of its fields, with an entry in ``OVERRIDES`` where an architecture has constraints of its own.
 Nothing is downloaded. Dropout is 0, so that two runs of the same weights can be compared.
 """
@@ -19,7 +19,7 @@ VOCAB = 96
 LENGTH = 16
 ROWS = 2
 CLASSES = 2
-FIRST_TOKEN = 20  # ids below are left to special tokens
+FIRST_TOKEN = 20  # lower ids are special tokens
 
 # Size -> names of config fields. Fields that a config class does not have are not passed to it.
 _SIZES = {
@@ -44,7 +44,7 @@ _SIZES = {
 }
 SIZES = {name: size for size, names in _SIZES.items() for name in names.split()}
 
-# Constraints that a field's name does not tell, by model type or class. A dict goes to the sub-config of that name.
+# Constraints that a field's name does not show, by model type or class. A dict is for the sub-config of that name.
 _AXIAL = {"axial_pos_shape": (4, 4), "axial_pos_embds_dim": (16, 16), "attention_head_size": 8, "feed_forward_size": 64}
 _LSH = {"attn_layers": ["local", "lsh"], "local_attn_chunk_length": 8, "lsh_attn_chunk_length": 8, "num_buckets": 2}
 _BLT_PART = {"num_hidden_layers": 2, "cross_attn_k": 2, "hidden_size_global": 32}
@@ -121,13 +121,13 @@ TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "seq2seq": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
-    "classes": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",  # only types that have none of the above
+    "classes": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES",  # only model types without a class in the mappings above
 }
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """One model class. ``task`` says which inputs and labels it takes: causal, seq2seq, masked or classes."""
+    """One model class. ``task`` selects its inputs and labels: causal, seq2seq, masked or classes."""
 
     name: str
     model_type: str
@@ -136,7 +136,7 @@ class Architecture:
 
 @cache
 def architectures() -> tuple[Architecture, ...]:
-    """Every class of the auto mappings, each once, in the order of the mappings."""
+    """Return every class of the auto mappings, each once, in the order of the mappings."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, Architecture] = {}
@@ -151,7 +151,7 @@ def architectures() -> tuple[Architecture, ...]:
 
 
 def architecture(name: str) -> Architecture:
-    """The architecture of that class name; KeyError when the installed transformers has none."""
+    """Return the architecture of that class name; KeyError when the installed transformers has none."""
     return {item.name: item for item in architectures()}[name]
 
 
@@ -168,7 +168,7 @@ def build(name: str, seed: int = 0, changes: dict[str, Any] | None = None) -> nn
 
 
 def small_config(name: str) -> Any:
-    """The shrunk configuration of a class."""
+    """Return the shrunk configuration of a class."""
     import transformers
 
     cls = getattr(transformers, name)
@@ -181,7 +181,7 @@ def small_config(name: str) -> Any:
 
 
 def shrink(config_class: type, overrides: dict[str, Any]) -> Any:
-    """An instance of ``config_class`` whose sizes are those of ``SIZES`` and ``overrides``, sub-configs included."""
+    """Return an instance of ``config_class`` whose sizes are those of ``SIZES`` and ``overrides``, sub-configs included."""
     defaults = config_class()
     values = vars(defaults)
     aliases = getattr(config_class, "attribute_map", {})
@@ -189,7 +189,7 @@ def shrink(config_class: type, overrides: dict[str, Any]) -> Any:
     names = [name for name in taken if name in values or name in SIZES]
     small = {name: _small_value(name, values.get(aliases.get(name, name)), overrides) for name in names}
     changes = {name: value for name, value in small.items() if value is not None}
-    if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # multi-head latent attention shares no heads
+    if "kv_lora_rank" in changes and "num_key_value_heads" in changes:  # multi-head latent attention has no shared heads
         changes["num_key_value_heads"] = changes["num_attention_heads"]
     changes |= _small_layer_lists(values, taken)
     plain = {name: value for name, value in overrides.items() if not isinstance(value, dict) or name not in changes}
@@ -197,7 +197,7 @@ def shrink(config_class: type, overrides: dict[str, Any]) -> Any:
 
 
 def _small_layer_lists(values: dict[str, Any], taken: set[str]) -> dict[str, Any]:
-    """Fields with one entry per layer (``layer_types``): every kind of layer once, and as many layers as that takes."""
+    """Return fields with one entry per layer (``layer_types``): every kind of layer once, and the number of layers that this needs."""
     layers = next((name for name in ("num_hidden_layers", "num_layers", "n_layers", "n_layer") if name in values), None)
     if layers is None or values[layers] is None:
         return {}
@@ -226,7 +226,7 @@ def _small_value(name: str, value: Any, overrides: dict[str, Any]) -> Any:
     return None
 
 
-# Classes of the mappings that are left out, and why.
+# Classes of the mappings that are left out, with the reason.
 LEFT_OUT = {
     "Gemma4AssistantForCausalLM": "a drafter: reads the keys and values of another model",
     "Gemma4UnifiedAssistantForCausalLM": "a drafter: reads the keys and values of another model",
@@ -239,7 +239,7 @@ LEFT_OUT = {
 
 
 def batch(name: str, generator: torch.Generator, rows: int = ROWS) -> dict[str, Tensor]:
-    """A batch for a class: token ids and labels of equal length, none ignored."""
+    """Return a batch for a class: token ids and labels of equal length, none ignored."""
     task = architecture(name).task
     tokens = torch.randint(FIRST_TOKEN, VOCAB, (rows, LENGTH), generator=generator)
     if task == "classes":
@@ -247,13 +247,13 @@ def batch(name: str, generator: torch.Generator, rows: int = ROWS) -> dict[str, 
     labels = tokens.clone() if task == "causal" else torch.randint(FIRST_TOKEN, VOCAB, (rows, LENGTH), generator=generator)
     if name.startswith("Musicgen"):  # one row per codebook, labels with codebooks last
         return {"input_ids": tokens.repeat(4, 1), "labels": labels[..., None].repeat(1, 1, 4)}
-    if name == "GitForCausalLM":  # its labels count from behind the image
+    if name == "GitForCausalLM":  # its labels start after the image
         return {"input_ids": tokens, "labels": labels, "pixel_values": torch.randn(rows, 3, 16, 16, generator=generator)}
     return {"input_ids": tokens, "labels": labels}
 
 
 def with_padding(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The batch with the last tokens of the second row masked, for models that take a mask."""
+    """Return the batch with the last tokens of the second row masked, for models that take a mask."""
     if "attention_mask" not in inspect.signature(model.forward).parameters:
         return inputs
     inputs = {**inputs, "attention_mask": torch.ones_like(inputs["input_ids"]), "labels": inputs["labels"].clone()}
@@ -264,11 +264,11 @@ def with_padding(model: nn.Module, inputs: dict[str, Tensor]) -> dict[str, Tenso
 
 
 def forward(model: nn.Module, inputs: dict[str, Tensor]) -> Any:
-    """The model's own outputs. No cache: training does not use it, and one class cannot build it."""
+    """Return the model's own outputs, without a cache: training does not use it, and one class cannot build it."""
     takes_cache = "use_cache" in inspect.signature(getattr(model, "module", model).forward).parameters
     return model(**inputs, **({"use_cache": False} if takes_cache else {}))
 
 
 def loss(model: nn.Module, inputs: dict[str, Tensor]) -> Tensor:
-    """The model's own loss."""
+    """Return the model's own loss."""
     return forward(model, inputs).loss

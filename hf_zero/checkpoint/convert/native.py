@@ -80,6 +80,7 @@ def read_checkpoint(folder: Place) -> Source:
         values={
             "scheduler": decoder.decode(index.scheduler),
             "scaler": decoder.decode(index.scaler),
+            "spikes": decoder.decode(index.spikes),
             "client_state": decoder.decode(index.client_state),
             "extra_state": decoder.decode(index.extra_state),
         },
@@ -212,4 +213,5 @@ def _index(source: Source, tag: str, values: dict[str, Any]) -> Index:
         scaler=values.get("scaler") or {},
         counters=dict(source.counters),
         client_state=values.get("client_state") or {},
+        spikes=values.get("spikes"),
     )

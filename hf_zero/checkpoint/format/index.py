@@ -13,7 +13,7 @@ import torch
 
 from hf_zero.checkpoint.format import consistency
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, FORMAT, VERSION
-from hf_zero.checkpoint.format.plausible import check_counters, check_group, check_numbers, check_scaler, check_values
+from hf_zero.checkpoint.format.plausible import check_counters, check_group, check_numbers, check_scaler, check_spikes, check_values
 from hf_zero.checkpoint.format.records import FileRecord, LooseRecord, OptimizerRecord, UnitRecord, read_record
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.errors import CheckpointError
@@ -40,6 +40,7 @@ class Index:
         optimizer: None when the engine had none.
         scheduler: Encoded state of the engine's scheduler; None when it had none.
         scaler: State of the loss scaler.
+        spikes: Gradient norms of the last steps (``core.step.spikes``); None when the engine did not compare them.
         counters: Counters of the engine.
         client_state: Rank 0's dict of the caller, encoded.
         client_states: Those of other ranks, where they differ from rank 0's, by rank.
@@ -64,6 +65,7 @@ class Index:
     counters: dict[str, int]
     client_state: Any
     client_states: dict[str, Any] = field(default_factory=dict)
+    spikes: Any = None
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
@@ -126,6 +128,7 @@ class Index:
         if not isinstance(self.scheduler, (dict, type(None))):
             raise CheckpointError(f"scheduler is {shown(self.scheduler)}, expected an object or null")
         check_values(decoder.decode(self.scheduler), "scheduler")
+        check_spikes(decoder.decode(self.spikes))
         if self.optimizer is not None:
             groups = [decoder.decode(group.values) for group in self.optimizer.groups]
             for number, values in enumerate(groups):

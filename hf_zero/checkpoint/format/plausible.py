@@ -64,6 +64,23 @@ def check_scaler(scaler: Any) -> None:
         raise CheckpointError(f"scaler: scale is {shown(scale)}, expected a number above 0, at most 2**127")
 
 
+def check_spikes(spikes: Any) -> None:
+    """Check the gradient norms of the last steps; None if the engine did not compare them.
+
+    Raises:
+        CheckpointError: Names the key.
+    """
+    if spikes is None:
+        return
+    if not isinstance(spikes, dict) or set(spikes) != {"norms", "consecutive"}:
+        raise CheckpointError(f"spikes is {shown(spikes)}, expected norms and consecutive")
+    norms, consecutive = spikes["norms"], spikes["consecutive"]
+    if not isinstance(norms, list) or not all(isinstance(norm, float) and 0 <= norm < math.inf for norm in norms):
+        raise CheckpointError(f"spikes: norms is {shown(norms)}, expected a list of finite numbers from 0 on")
+    if type(consecutive) is not int or not 0 <= consecutive <= _MOST_COUNT:
+        raise CheckpointError(f"spikes: consecutive is {shown(consecutive)}, expected a whole number from 0 on")
+
+
 def check_group(values: Any, where: str) -> None:
     """Check the hyper-parameters of a param group; they are empty where a conversion knew none.
 

@@ -20,7 +20,7 @@ from hf_zero.system.object_store import Place
 
 
 class Stateful(Protocol):
-    """A scheduler or loss scaler."""
+    """A scheduler, loss scaler, or comparison of gradient norms."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state."""
@@ -86,6 +86,7 @@ class TrainingState:
         scaler: The loss scaler.
         counters: Counters of the engine.
         averages: Averages of the weights.
+        spikes: Gradient norms of the last steps, or None.
     """
 
     module: nn.Module
@@ -99,6 +100,7 @@ class TrainingState:
     everyone: Collectives
     tensor: TensorAxis = field(default_factory=TensorAxis)
     averages: Sequence[AveragedWeights] = ()
+    spikes: Stateful | None = None
 
     @property
     def holders(self) -> Holders:

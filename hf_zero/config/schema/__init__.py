@@ -1,1 +1,1 @@
-"""The configuration schema: every key of the file, with type, default, help and fate. Starts at ``root``."""
+"""The configuration schema: every key of the file, with type, default, help and fate. It starts at ``root``."""

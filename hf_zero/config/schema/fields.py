@@ -6,7 +6,7 @@ A key is one pydantic field. Its annotation is the type, and the helper that dec
 `used`         the engine reads the value
 `mapped`       an old spelling; the reader translates it into the key it names
 `accepted`     has no effect here, for the reason given
-`refused`      raises when it asks for something, and says what to use instead
+`refused`      raises an error when it requests its feature, and names a replacement
 `part`         belongs to a section that is switched on by another key, and shares that key's fate
 =============  ==========================================================================================================
 """
@@ -25,13 +25,13 @@ from hf_zero.system.secrets import hidden_under
 Fate = Literal["used", "mapped", "accepted", "refused", "part"]
 
 OFF_VALUES: tuple[Any, ...] = (None, False, 0, "", "none", {}, [])
-"""Values that leave a switch off, whatever its type."""
+"""Values that leave a switch of any type off."""
 
 
 # --------------------------------------------------------------------------------------------------------------- values
 
 
-_INT_END = 2**63  # whole numbers are counts that torch and the native library take as 64 bits
+_INT_END = 2**63  # whole numbers are counts that torch and the native library store in 64 bits
 
 
 def _lenient_int(value: Any) -> Any:
@@ -88,7 +88,7 @@ def _dtype_name(value: Any) -> Any:
 
 
 def _inf_is_never(value: Any) -> Any:
-    """Return None for infinity, which accelerate writes for "never print"; None means the same and is an ordinary value."""
+    """Return None for infinity, which accelerate writes for "never print"; None has the same meaning and is an ordinary value."""
     value = _parse_float(value) if isinstance(value, str) else value
     return None if isinstance(value, float) and math.isinf(value) else value
 
@@ -104,7 +104,7 @@ Size = Annotated[int, BeforeValidator(_lenient_int), Field(ge=0)]
 NonNegative = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, BeforeValidator(_lenient_float), Field(gt=0, allow_inf_nan=False)]
 Bound = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0)]
-"""An upper bound: infinity is none."""
+"""An upper bound; infinity means no bound."""
 Share = Annotated[float, BeforeValidator(_lenient_float), Field(ge=0, le=1)]
 Steps = Annotated[Size | None, BeforeValidator(_inf_is_never)]
 Dtype = Annotated[Literal["fp16", "bf16", "fp32"], BeforeValidator(_dtype_name)]
@@ -115,23 +115,23 @@ Device = Annotated[Literal["none", "cpu", "nvme"], ANY_CASE]
 
 
 class Section(BaseModel):
-    """A block of the configuration. Immutable; unknown keys never reach it, the reader reports them first."""
+    """A block of the configuration. Immutable; the reader reports unknown keys before a section is created."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=())
 
     switch: ClassVar[str | None] = None
-    """Key (dotted, relative to the section) that turns the section on; while it is off, nothing in the section is asked for."""
+    """Key (dotted, relative to the section) that switches the section on; while it is off, no key of the section has an effect."""
     free_keys: ClassVar[bool] = False
-    """Keys beyond the fields are allowed (a client's own section)."""
+    """Keys beyond the fields are allowed (the user's own section)."""
     rest: ClassVar[FieldInfo | None] = None
-    """Fate of those further keys, where the key list has a row for them (`amp.*`)."""
+    """Fate of those further keys, if the key list has a row for them (`amp.*`)."""
 
     def __init_subclass__(cls, switch: str | None = None, **settings: Any) -> None:
         super().__init_subclass__(**settings)
         cls.switch = switch
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
-        """Yield the fields that the repr shows: all but secrets, and texts without credentials."""
+        """Yield the fields for the repr: without secrets, and texts without credentials."""
         for name, value in super().__repr_args__():
             yield name, hidden_under(name, value)
 
@@ -140,12 +140,12 @@ SectionClass = type[Section]
 
 
 def is_section_class(value: Any) -> TypeGuard[SectionClass]:
-    """Return whether ``value`` is a section; in Python 3.10 ``list[str]`` too is an instance of ``type``."""
+    """Return whether ``value`` is a section class; in Python 3.10 ``list[str]`` too is an instance of ``type``."""
     return isinstance(value, type) and get_origin(value) is None and issubclass(value, Section)
 
 
 class FreeSection(Section):
-    """A section that takes keys of its own beside the fields it knows."""
+    """A section that accepts further keys beside its fields."""
 
     model_config = ConfigDict(frozen=True, extra="allow", protected_namespaces=())
 
@@ -161,10 +161,10 @@ def is_on(value: Any, passes: Iterable[Any] = ()) -> bool:
 
 
 def _field(default: Any, text: str, fate: Fate, effect: str, extra: dict[str, Any]) -> Any:
-    """Return the pydantic field behind every helper; a callable default (a section class, `list`) becomes a factory.
+    """Return the pydantic field for the helpers below; a callable default (a section class, `list`) becomes a factory.
 
-    Among the extras, `secret` marks a value that is never shown: not by `explain`, nor in messages, nor in the section's repr. `model` is
-    the section that describes the keys of a block that stays a plain dictionary.
+    Among the extras, `secret` marks a value that is never shown: not by `explain`, in messages, or in the section's repr. `model` is the
+    section that describes the keys of a block which stays a plain dictionary.
     """
     extras = {"fate": fate, "effect": effect, **{name: value for name, value in extra.items() if value not in (None, (), {})}}
     shown = not extra.get("secret", False)
@@ -185,12 +185,12 @@ def accepted(default: Any, text: str, why: str, **extra: Any) -> Any:
 
 
 def mapped(default: Any, text: str, into: str, **extra: Any) -> Any:
-    """Return an old spelling. `into` names the key it is translated to."""
+    """Return a field for an old spelling; `into` names the key that it is translated to."""
     return _field(default, text, "mapped", f"read as {into}", {"into": into, **extra})
 
 
 def refused(default: Any, text: str, instead: str, **extra: Any) -> Any:
-    """Return a field that raises an error when it asks for something. `instead` names a replacement."""
+    """Return a field that raises an error when it requests its feature; `instead` names a replacement."""
     return _field(default, text, "refused", instead, extra)
 
 
@@ -200,10 +200,10 @@ def part(default: Any, text: str, **extra: Any) -> Any:
 
 
 def section(default: Any, text: str, **extra: Any) -> Any:
-    """Return a nested section without a fate of its own: it has that of its switch, else the sum of its keys."""
+    """Return a nested section without a fate of its own: it has the fate of its switch, or else of its keys."""
     return _field(default, text, "part", "", {"section": True, **extra})
 
 
 def asks(value: Any, default: Any, passes: Iterable[Any] = ()) -> bool:
-    """Return whether a value of a refused key asks for something: it is neither the default, nor empty, nor listed as harmless."""
+    """Return whether a value of a refused key requests its feature: it is neither the default, nor empty, nor listed as harmless."""
     return value not in OFF_VALUES and value != default and value not in tuple(passes)

@@ -1,4 +1,4 @@
-"""Sections of the sinks that training records are written to."""
+"""Sections of the monitors that training records are written to."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Comet(Section, switch="enabled"):
     samples_log_interval: Count = used(100, "Samples between submissions")
     project: str | None = used(None, "Project")
     workspace: str | None = used(None, "Workspace")
-    api_key: str | None = used(None, "Key; shown as *** wherever the configuration is", secret=True)
+    api_key: str | None = used(None, "Key; shown as *** wherever the configuration is printed", secret=True)
     experiment_name: str | None = used(None, "Experiment name")
     experiment_key: str | None = used(None, "Experiment key")
     online: Bool | None = used(None, "Online or offline experiment")

@@ -56,16 +56,16 @@ class OptimizerParams(FreeSection):
     min_coeff: NonNegative = used(0.01, "Lower bound of the trust ratio (Lamb)")
     freeze_step: FreezeStep = used(
         100000,
-        "Steps of plain Adam before OneBitAdam compresses; auto, or stable under accelerate: until the variance is",
+        "Steps of plain Adam before OneBitAdam compresses; auto, or stable under accelerate: the warm-up ends when the variance is",
         auto_is_value=True,
     )
     cuda_aware: Bool = accepted(
-        False, "MPI library handles device buffers", "the torch.distributed backend of the process group sends from where the data are"
+        False, "MPI library handles device buffers", "the torch.distributed backend of the process group sends from the device of the data"
     )
     comm_backend_name: str = accepted(
         "nccl",
         "Compressed communication backend (nccl, mpi, compressed, hccl)",
-        "the torch.distributed backend of the process group is used, whichever it is",
+        "the torch.distributed backend of the process group is always used",
     )
     coeff_beta: Float = refused(0.9, "Running average factor of the trust ratio", NO_LAMB)
     factor_max: Float = refused(4.0, "Upper bound of the frozen-ratio scaling", NO_LAMB)
@@ -91,7 +91,7 @@ class Optimizer(Section):
         "Adam, AdamW, Adagrad, Lion, SGD, Lamb, Muon, OneBitAdam or a class of torch.optim; ZeroOneAdam, OneBitLamb and mup are refused",
     )
     legacy_fusion: Bool = accepted(
-        False, "Use the older fused fp16 wrapper for a fused optimizer", "there is one fp16 path, over flat units"
+        False, "Use the older fused fp16 wrapper for a fused optimizer", "fp16 training has one implementation, over flat units"
     )
     params: dict[str, Any] | None = used(None, "Keyword arguments of the optimizer constructor", model=OptimizerParams)
 

@@ -1,4 +1,4 @@
-"""Sections that split the model in other ways than ZeRO: tensors, experts, pipeline stages, elastic world sizes."""
+"""Sections that divide the model in other ways than ZeRO: tensors, experts, pipeline stages; and elastic numbers of ranks."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _ROUTER = "the model's own router computes it"
 
 
 class Elasticity(Section, switch="enabled"):
-    """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise. Resuming needs no more: any checkpoint
-    loads on any number of ranks."""
+    """`elasticity`. Batch size computed for a range of world sizes; other batch keys then raise an error. Resuming needs no setting: any
+    checkpoint loads on any number of ranks."""
 
     enabled: Bool = used(False, "Compute the three batch keys so that many numbers of ranks share one global batch")
     max_train_batch_size: Int = part(2000, "Largest global batch")
@@ -32,11 +32,12 @@ class Elasticity(Section, switch="enabled"):
 
 
 class LayerSpec(Section):
-    """`tensor_parallel.partition_config.layer_specs[]`. One rule of how a layer is split."""
+    """`tensor_parallel.partition_config.layer_specs[]`. One rule for the split of a layer."""
 
     patterns: list[str] = part(list, "Regular expressions for parameter names (`layers.0.mlp.up_proj.weight`)")
     partition_type: str = part(
-        "column", "column (over outputs), row (over inputs), vocabulary (a head whose logits stay in parts until the loss) or skip (whole)"
+        "column",
+        "column (over outputs), row (over inputs), vocabulary (a head whose logits are not gathered before the loss) or skip (whole)",
     )
     shape: list[Any] | None = accepted(None, "Logical shape of fused weights", _FOUND)
     partition_dim: Int | None = accepted(None, "Split dimension", _FOUND)
@@ -48,7 +49,7 @@ class LayerSpec(Section):
 class PartitionConfig(Section):
     """`tensor_parallel.partition_config`. Custom partitioning."""
 
-    tp_size: Int | None = accepted(None, "Degree", "autotp_size says it")
+    tp_size: Int | None = accepted(None, "Degree", "autotp_size sets it")
     use_default_specs: Bool = part(True, "Layers that no rule matches are split as the data flow allows; false keeps them whole")
     strict_mode: Bool = part(False, "Raise for linear layers no rule matches")
     embedding_partition_dim: Int = accepted(1, "Split dimension of embeddings", "embeddings are split over the vocabulary")
@@ -59,7 +60,7 @@ class PartitionConfig(Section):
 class TpGroup(Section):
     """`tensor_parallel.tp`. Group options."""
 
-    tp_size: Int = accepted(1, "Degree", "autotp_size says it")
+    tp_size: Int = accepted(1, "Degree", "autotp_size sets it")
     tp_grain_size: Int = accepted(1, "Split granularity", "splits follow heads and never cut one")
     mpu: Any = accepted(None, "Topology object", "pass mpu= to initialize")
     tp_group: Any = accepted(None, "Process group", "pass mpu= to initialize")
@@ -69,17 +70,19 @@ class TensorParallel(Section, switch="autotp_size"):
     """`tensor_parallel`. AutoTP training."""
 
     autotp_size: Size = used(0, "Ranks that hold one model together; 0 and 1 are off", passes=(1,))
-    dtype: str = accepted("float16", "Type the model is converted to", "bf16 and fp16 say it")
-    tp_overlap_comm: Bool = accepted(False, "Overlap the all-reduce", "collectives are waited for where their result is read")
+    dtype: str = accepted("float16", "Type the model is converted to", "the sections bf16 and fp16 set it")
+    tp_overlap_comm: Bool = accepted(False, "Overlap the all-reduce", "the engine waits for a collective when its result is read")
     vocab_parallel_lm_head: Bool | None = part(
         None, "Compute the loss from each rank's part of the logits; the output head is found by its name"
     )
-    vocab_parallel_ce_backend: str = accepted("torch", "torch or liger", "the loss from parts of the logits is hf_zero's own")
+    vocab_parallel_ce_backend: str = accepted(
+        "torch", "torch or liger", "the loss over parts of the logits has hf_zero's own implementation"
+    )
     preset_model: str | None = accepted(None, "llama bloom chatglm mixtral deepseek_v2 qwen2 phi3", _FOUND)
     partition_config: PartitionConfig | None = section(None, "Custom partitioning")
     tp: TpGroup | None = section(None, "Group options", also=("tensor_parallel",))
     injection_policy_tuple: Any = accepted(None, "Explicit injection policy", _FOUND)
-    keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut where they are")
+    keep_module_on_host: Bool = accepted(False, "Leave loaded weights on the host", "parameters are cut on the device they are on")
     replace_with_kernel_inject: Bool = accepted(False, "Use inference kernels", "the model's own code runs", also=("kernel_inject",))
 
 
@@ -87,39 +90,45 @@ class Pipeline(FreeSection):
     """`pipeline`. The layers of a model are divided over the stages of a pipeline."""
 
     stages: Count | Literal["auto"] = used(
-        "auto", "Ranks that hold the layers of one model between them; auto is what a PipelineModule says, else 1: off", auto_is_value=True
+        "auto",
+        "Ranks that hold the layers of one model together; auto takes the number of a PipelineModule, else 1, which is off",
+        auto_is_value=True,
     )
     partition_method: str = used(
-        "parameters", "What stages have equal shares of: parameters, uniform (blocks), operations, or type:REGEX (layers of such classes)"
+        "parameters", "Quantity balanced over stages: parameters, uniform (blocks), operations, or type:REGEX (layers of matching classes)"
     )
     micro_batches: Count | Literal["auto"] = used(
-        "auto", "Parts that a batch is divided into; auto takes the most that divide it, up to two a stage", auto_is_value=True
+        "auto", "Parts that a batch is divided into; auto takes the largest divisor, up to two parts per stage", auto_is_value=True
     )
     schedule: str = used(
         "1F1B",
-        "Of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, "
+        "Schedule of train_batch: 1F1B, GPipe, Interleaved1F1B, LoopedBFS, InterleavedZeroBubble, ZBVZeroBubble or DualPipeV, "
         "all of torch.distributed.pipelining",
     )
     stages_per_rank: Count = used(1, "Stages that each rank runs in turn (interleaved schedules)")
-    partition: str = accepted("best", "Balance of stages", "partition_method says it")
-    seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) says it")
-    activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it wins over the argument")
+    partition: str = accepted("best", "Balance of stages", "partition_method sets it")
+    seed_layers: Bool = accepted(False, "Seed before each layer is built", "PipelineModule(seed_layers=) sets it")
+    activation_checkpoint_interval: Size = used(0, "Layers of a PipelineModule in one recomputation; from 1 on it overrides the argument")
     pipe_partitioned: Bool = accepted(
-        True, "Divide what is sent over tensor-parallel ranks", "each of them sends what the next stage's reads"
+        True, "Divide sent activations over tensor-parallel ranks", "each rank sends the tensors that its peer in the next stage reads"
     )
-    grad_partitioned: Bool = accepted(True, "The same for gradients", "each of them sends what the stage before reads")
-    use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing says it")
+    grad_partitioned: Bool = accepted(
+        True, "Divide sent gradients over tensor-parallel ranks", "each rank sends the gradients that its peer in the previous stage reads"
+    )
+    use_reentrant: Bool = accepted(True, "Kind of recomputation", "the model's own checkpointing sets it")
 
 
 class ExpertParallel(Section, switch="enabled"):
-    """`expert_parallel`. Adjacent ranks hold all experts of a mixture between them, and tokens travel to their experts."""
+    """`expert_parallel`. Adjacent ranks hold all experts of a layer together, and tokens are sent to the ranks of their experts."""
 
     enabled: Bool = used(False, "Divide the experts over ranks")
-    autoep_size: Count = used(1, "Ranks that hold all experts between them; 1 is off")
+    autoep_size: Count = used(1, "Ranks that hold all experts together; 1 is off")
     expert_tensor_parallel_size: Int = refused(
         1, "Ranks that share one expert", "not supported: experts are whole on their rank", passes=(1,)
     )
-    validate_folding_routing: Bool = accepted(False, "Check at run time that ranks route alike", "ranks route samples of their own")
+    validate_folding_routing: Bool = accepted(
+        False, "Check at run time that ranks route tokens equally", "each rank routes its own samples"
+    )
     preset_model: str | None = accepted(None, "mixtral qwen3_moe qwen3_5_moe deepseek_v2 deepseek_v3", _STRUCTURE)
     moe_layer_pattern: str | None = accepted(None, "Pattern of MoE modules", _STRUCTURE)
     expert_pattern: str | None = accepted(None, "Child name of the experts", _STRUCTURE)
@@ -136,7 +145,9 @@ class ExpertParallel(Section, switch="enabled"):
     num_expert_groups: Int | None = accepted(None, "Groups for limited routing", _ROUTER)
     num_limited_groups: Int | None = accepted(None, "Groups chosen", _ROUTER)
     top_k: Int | str = accepted("auto", "Experts per token", _ROUTER, auto_is_value=True)
-    load_balance_coeff: Any = refused(None, "Reserved", "not supported: the model's own auxiliary loss balances (router_aux_loss_coef)")
+    load_balance_coeff: Any = refused(
+        None, "Reserved", "not supported: the model's own auxiliary loss balances experts (router_aux_loss_coef)"
+    )
     routed_scaling_factor: Float | str = accepted("auto", "Scale of routed output", _ROUTER, auto_is_value=True)
     expert_w1: str | None = accepted(None, "Name of the gate weight", _STRUCTURE)
     expert_w2: str | None = accepted(None, "Name of the down weight", _STRUCTURE)

@@ -29,7 +29,7 @@ class Bf16(Section, switch="enabled"):
     enabled: Bool = used(False, "Turn bf16 on")
     immediate_grad_update: Bool = accepted(
         False,
-        "Fold gradients into the fp32 copy as soon as they appear",
+        "Fold gradients into the fp32 copy as soon as they are computed",
         "gradients are always added to the shard of their unit as soon as they are reduced",
     )
     check_grad_overflow: Bool = used(True, "Skip an update whose gradients are not finite")
@@ -46,8 +46,8 @@ class TorchAutocast(Section, switch="enabled"):
     dtype: Dtype | None = used(None, "bfloat16 or float16 (short names accepted)")
     lower_precision_safe_modules: list[str] | None = used(
         None,
-        "Full names of module classes whose parameters are marked (`comm_dtype`) as ones that may be communicated in the lower type; "
-        "gradients are reduced in fp32, or in communication_data_type, all the same",
+        "Full names of module classes whose parameters are marked (`comm_dtype`) as allowed to be communicated in the lower dtype; "
+        "gradients are still reduced in fp32, or in communication_data_type",
     )
 
 
@@ -56,11 +56,11 @@ class DataTypes(Section):
 
     grad_accum_dtype: Dtype | None = used(None, "Type of gradient accumulation: fp32 fp16 bf16; null follows the model")
     param_dtype: Dtype | None = used(None, "Cast parameters to this type at engine creation")
-    buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null leaves each in the type it was loaded in")
+    buffer_dtype: Dtype | None = used(None, "Cast floating-point buffers to this type; null leaves each in its loaded type")
     keep_in_fp32_modules: Annotated[Literal["auto"], ANY_CASE] | list[str] | None = used(
         "auto",
-        "Parts of names (`*` for any characters) of parameters and buffers that stay in fp32 in 16-bit training; auto and null take the "
-        "names that a transformers model lists itself (`_keep_in_fp32_modules_strict`, in fp16 `_keep_in_fp32_modules` too), and leave "
-        "them as loaded; [] keeps none",
+        "Parts of names (`*` for any characters) of parameters and buffers that stay in fp32 in 16-bit training. auto and null take the "
+        "names that a transformers model lists itself (`_keep_in_fp32_modules_strict`, in fp16 also `_keep_in_fp32_modules`), and leave "
+        "them in the dtype they were loaded in; [] keeps none",
         auto_is_value=True,
     )

@@ -45,7 +45,8 @@ class ZeroConfig(Section):
         None, "Adjacent ranks that share their samples, each with a slice of every sequence; 1 is off. Batch sizes count such groups once"
     )
     data_parallel_size: Count | None = used(
-        None, "Ranks, or groups of ranks that share their samples, that train on samples of their own; checked against the ranks there are"
+        None,
+        "Number of ranks, or groups of ranks that share samples, that train on samples of their own; checked against the number of ranks",
     )
     dataloader_drop_last: Bool = used(False, "Drop the last incomplete batch of the loader the engine builds from training_data")
     optimizer: Optimizer | None = section(
@@ -53,19 +54,19 @@ class ZeroConfig(Section):
     )
     zero_allow_untested_optimizer: Bool = used(
         False,
-        "Accept a client optimizer that cannot be tried, or looks at all parameters together; false, written down, refuses unknown ones",
+        "Accept a client optimizer that cannot be tried, or that reads all parameters together; an explicit false refuses unknown ones",
     )
     zero_force_ds_cpu_optimizer: Bool = used(
         True,
-        "true, written down, refuses a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded; accelerate "
-        "reads it, and false makes it leave the client's in place",
+        "An explicit true refuses a client optimizer that is not a DeepSpeed CPU optimizer when the optimizer is offloaded; accelerate "
+        "reads the key, and with false leaves the client's optimizer in place",
     )
     scheduler: Scheduler | None = section(None, "Scheduler the engine builds on engine.optimizer and advances inside step()")
     communication_data_type: Dtype | None = used(
         None, "Element type of gradient reduction: fp16, bf16 or fp32; unset follows the precision"
     )
     seq_parallel_communication_data_type: Dtype = used(
-        "fp32", "Element type of gradient reduction where sequences are divided over ranks, in place of communication_data_type"
+        "fp32", "Element type of gradient reduction where sequences are divided over ranks; replaces communication_data_type there"
     )
     gradient_allreduce_op: Annotated[Literal["mean", "sum"], ANY_CASE] = used(
         "mean", "mean averages over data-parallel ranks, sum leaves the sum"
@@ -83,13 +84,13 @@ class ZeroConfig(Section):
         "remove it: without the all-gather after the step the ranks would train on old parameters",
     )
     allgather_size: Int = accepted(
-        500000000, "Elements per weight all-gather (old name)", "a unit is gathered by one collective, whatever its size"
+        500000000, "Elements per weight all-gather (old name)", "a unit of any size is gathered by one collective"
     )
     use_data_before_expert_parallelism: Bool = accepted(
-        False, "Order of data and expert axes when expert groups are made", "ranks that hold all experts together are adjacent"
+        False, "Order of data and expert axes when expert groups are made", "ranks that hold all experts together are always adjacent"
     )
     vocabulary_size: Int | None = accepted(
-        None, "Vocabulary size, checked for alignment", "only used for a warning about alignment; units are padded by themselves"
+        None, "Vocabulary size, checked for alignment", "only used for a warning about alignment; units are padded independently of it"
     )
     graph_harvesting: Bool = accepted(
         False,
@@ -110,9 +111,9 @@ class ZeroConfig(Section):
     disable_python_gc: Bool = used(False, "Switch Python's garbage collector off in initialize, for good")
     dump_state: Bool = used(False, "Print the parsed configuration")
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], ANY_CASE] | None = used(
-        None, "Level of the package logger"
+        None, "Level of the hf_zero logger"
     )
-    timers: Timers = accepted(Timers, "Timer section", "samples per second are measured where steps_per_print asks for a line")
+    timers: Timers = accepted(Timers, "Timer section", "samples per second are measured when steps_per_print is set")
     autotuning: dict[str, Any] | None = section(
         None, "Search for stage, micro batch and related settings from the launcher", model=unread.AUTOTUNING
     )
@@ -150,5 +151,5 @@ class ZeroConfig(Section):
     aio: Aio = section(Aio, "How swap files of NVMe offload are accessed")
     compile: Compile | None = section(None, "DeepCompile")
     msamp: dict[str, Any] | None = section(None, "Written by accelerate for MS-AMP", model=unread.MSAMP)
-    hf_zero: OwnSettings = section(OwnSettings, "What DeepSpeed has no key for; it ignores the section")
+    hf_zero: OwnSettings = section(OwnSettings, "Settings that DeepSpeed does not have; it ignores the section")
     inference: dict[str, Any] | None = section(None, "Inference settings that transformers reads", model=unread.INFERENCE)

@@ -10,21 +10,20 @@ from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative
 
 
 def _false_is_none(value: Any) -> Any:
-    """Return None for `false`, with which published files switch this number off."""
+    """Return None for `false`, which published files use to switch this number off."""
     return None if value is False else value
 
 
 class ActivationCheckpointing(Section):
     """`activation_checkpointing`. Settings of deepspeed.checkpointing.
-
-    They hold for functions run through `deepspeed.checkpointing.checkpoint`. A transformers model uses it after
-    `model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)`; its own `gradient_checkpointing_enable()` does not.
+    The settings hold for functions run through `deepspeed.checkpointing.checkpoint`. A transformers model uses it after
+    `model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint)`, but not after its own `gradient_checkpointing_enable()`.
     """
 
     partition_activations: Bool = used(
-        False, "Each rank of the model-parallel axis keeps its part of saved inputs, gathered in backward; no effect without such an axis"
+        False, "Each model-parallel rank keeps its part of saved inputs, which backward gathers; no effect without model-parallel ranks"
     )
-    cpu_checkpointing: Bool = used(False, "Saved inputs wait in pinned host memory; backward fetches them one function ahead")
+    cpu_checkpointing: Bool = used(False, "Keep saved inputs in page-locked host memory; backward fetches them one function ahead")
     contiguous_memory_optimization: Bool = accepted(
         False,
         "Copy saved activations to one buffer",
@@ -50,12 +49,12 @@ class Writer(Section):
     """`checkpoint.writer`. Fast checkpoint writer."""
 
     type: Annotated[Literal["fast", "python", "mock"], ANY_CASE] = used(
-        "FAST", "`fast` and `mock` write past the page cache where the file system lets them, as without this section; `python` through it"
+        "FAST", "`fast` and `mock` bypass the page cache where the file system allows, like the default; `python` writes through it"
     )
     io_buffer_size: Int = accepted(67108864, "Buffer bytes", _OWN_WRITER)
     io_buffer_double: Bool = accepted(True, "Two buffers", _OWN_WRITER)
-    show_statistics: Bool = accepted(False, "Print statistics", "the line that reports a saved checkpoint has its seconds")
-    data_parallel: str | None = accepted(None, "replica socket or machine", "every rank writes its own share, at stage 0 too")
+    show_statistics: Bool = accepted(False, "Print statistics", "the log line of a saved checkpoint has the seconds")
+    data_parallel: str | None = accepted(None, "replica socket or machine", "every rank writes its own part, at stage 0 too")
     decoupled: Bool = used(False, "Write checkpoints in the background: save_checkpoint returns when the shards are copied to host memory")
     io_multiplier: Int = accepted(1, "Buffers per writer", _OWN_WRITER)
 
@@ -68,7 +67,7 @@ class Checkpoint(Section):
     )
     load_universal: Bool = accepted(False, "Load the universal format", "every checkpoint loads on any number of ranks")
     use_node_local_storage: Bool = used(
-        False, "Each node writes the files of its ranks to its own disk, and loads them from there; with save_on_each_node of Trainer"
+        False, "Each node writes the files of its ranks to its own disk and loads them from it; use it with save_on_each_node of Trainer"
     )
     parallel_write: ParallelWrite | None = accepted(None, "Parallel writing", "every rank writes its own file")
     checkpoint_serialization: Bool = accepted(True, "Serialise with the torch zip format", "files are safetensors and JSON, never pickle")
@@ -79,7 +78,7 @@ class DataStates(Section):
     """`datastates_ckpt`. Asynchronous engine; any value except false enables it."""
 
     host_cache_size: NonNegative | None = used(
-        None, "GiB of host memory for the copy; what does not fit is written before save_checkpoint returns; unset is no limit"
+        None, "GiB of host memory for the copy; the remainder is written before save_checkpoint returns; unset is no limit"
     )
 
 
@@ -88,10 +87,10 @@ class Aio(Section):
 
     block_size: Count = used(1048576, "Bytes per read or write, in multiples of 4096")
     queue_depth: Annotated[Int, Field(ge=1)] = used(8, "Requests in flight: threads that read and write")
-    intra_op_parallelism: Int = accepted(1, "Threads per request", "every request is one thread; queue_depth says how many there are")
-    thread_count: Int = accepted(1, "Documented name of intra_op_parallelism", "as intra_op_parallelism")
+    intra_op_parallelism: Int = accepted(1, "Threads per request", "every request is one thread; queue_depth sets their number")
+    thread_count: Int = accepted(1, "Documented name of intra_op_parallelism", "see intra_op_parallelism")
     single_submit: Bool = accepted(False, "Submit requests one by one", "requests go to threads, not to a kernel queue")
-    overlap_events: Bool = accepted(True, "Overlap submission and completion", "requests complete in the order the disk chooses")
+    overlap_events: Bool = accepted(True, "Overlap submission and completion", "requests complete in the disk's order")
     use_gds: Bool = refused(False, "GPUDirect storage", "not supported: reads and writes pass through page-locked host memory")
 
 
@@ -105,7 +104,7 @@ class Compile(Section, switch="deepcompile"):
     )
     autoep_non_moe: Bool = refused(
         False,
-        "engine.compile() compiles what stands around layers of experts, and not those",
+        "engine.compile() compiles the modules around layers of experts, but not these layers",
         "not supported: call torch.compile() on the modules",
     )
     free_activation: Bool = accepted(False, "Free activations early", "autograd frees a saved tensor with the node that used it")
@@ -121,7 +120,7 @@ class Compile(Section, switch="deepcompile"):
     symmetric_memory: Bool = accepted(False, "Use symmetric memory", "collectives are those of torch.distributed")
     debug_log: Bool = accepted(False, "Verbose log", "TORCH_LOGS shows graphs and breaks")
     enabled: Bool = used(False, "Key of DeepSpeed 0.14: initialize compiles the blocks, as engine.compile() does")
-    disable: Bool = used(False, "Key of DeepSpeed 0.14: do not compile, whatever `enabled` says")
+    disable: Bool = used(False, "Key of DeepSpeed 0.14: do not compile, even if `enabled` is true")
     backend: str = used("inductor", "Key of DeepSpeed 0.14: backend of torch.compile")
     kwargs: dict[str, Any] | None = used(None, "Key of DeepSpeed 0.14: further arguments of torch.compile")
     offload_parameters: Bool = refused(False, "Offload parameters", "use zero_optimization.offload_param")
@@ -132,5 +131,5 @@ class Compile(Section, switch="deepcompile"):
     keep_int_input_tensors: Bool = accepted(True, "Keep integer inputs for tracing", "torch.compile keeps what its guards need")
     keep_all_input_tensors: Bool = accepted(False, "Keep all inputs for tracing", "torch.compile keeps what its guards need")
     passes: list[str] | None = accepted(
-        None, "z1 z3 autosp autotp", "`zero_optimization.stage` says what is sharded; autosp and autotp are refused"
+        None, "z1 z3 autosp autotp", "`zero_optimization.stage` selects the sharding; autosp and autotp are refused"
     )

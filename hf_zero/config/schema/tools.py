@@ -25,13 +25,13 @@ class Timers(Section):
 class FlopsProfiler(Section, switch="enabled"):
     """`flops_profiler`. Count operations and time of one training step."""
 
-    enabled: Bool = used(False, "Count operations and time of one training step on rank 0; wall_clock_breakdown goes on too")
+    enabled: Bool = used(False, "Count operations and time of one training step on rank 0; this also enables wall_clock_breakdown")
     recompute_fwd_factor: NonNegative = part(
-        0.0, "Part of forward that activation checkpointing computes again (1 for all): the report tells it apart from what was counted"
+        0.0, "Fraction of forward that activation checkpointing recomputes (1 for all); the report lists recomputation separately"
     )
     profile_step: Size = part(1, "Optimizer steps before the one that is profiled; 0 profiles the first, without warm-up")
     module_depth: Annotated[Int, Field(ge=-1)] = part(-1, "Depth of the modules in the report; -1 is all")
-    top_modules: Size = part(1, "Classes of modules listed per depth, those with the most parameters, operations and time")
+    top_modules: Size = part(1, "Number of module classes listed per depth: those with the most parameters, operations and time")
     detailed: Bool = part(True, "Print a line for every module")
     output_file: str | None = part(None, "File that the report is written to; null prints it")
     step: Size = accepted(1, "Written by some configurations instead of profile_step", "DeepSpeed does not read it; write profile_step")
@@ -42,6 +42,6 @@ class CommsLogger(Section, switch="enabled"):
 
     enabled: Bool = used(False, "Count the engine's collectives, their bytes, latency and bandwidth for deepspeed.comm.log_summary()")
     prof_all: Bool = part(True, "Record every operation; false records those of prof_ops")
-    prof_ops: list[str] = part(list, "Names of the operations to record where prof_all is false: all_reduce, all_gather, ...")
+    prof_ops: list[str] = part(list, "Names of the operations to record if prof_all is false: all_reduce, all_gather, ...")
     verbose: Bool = part(False, "Log each operation on rank 0")
-    debug: Bool = part(False, "Tell operations apart by the unit they carry and the phase that asked for them")
+    debug: Bool = part(False, "Distinguish operations by the unit they send and the phase that issues them")

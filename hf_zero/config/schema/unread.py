@@ -1,7 +1,7 @@
-"""Sections that nothing here reads, as data: one row each, with the key that asks for the section, and DeepSpeed's names and defaults.
+"""Sections that hf_zero does not read, as data: one row each, with the key that enables the section, and DeepSpeed's names and defaults.
 
-The values are checked as everywhere, so that a typing error is found; what they are is told by the switch alone. The root of the
-schema hangs each section in with `section(..., model=...)` and keeps what is written in it as a plain dictionary.
+Their values are checked like all others, so that typing errors are found; the switch alone decides whether a section is refused. The root
+of the schema includes each section with `section(..., model=...)` and keeps its content as a plain dictionary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TYPES: dict[type, Any] = {bool: Bool, int: Int, float: Float, str: str, dict: d
 
 
 def _field(value: Any) -> tuple[Any, Any]:
-    """Return annotation and pydantic field of one value given to `_block`."""
+    """Return annotation and pydantic field of one argument of `_block`."""
     if isinstance(value, FieldInfo):
         return _TYPES[type(value.default)], value
     if is_section_class(value):
@@ -48,13 +48,13 @@ def _field(value: Any) -> tuple[Any, Any]:
 
 
 def _block(switch: str | None = None, /, free: bool = False, **keys: Any) -> SectionClass:
-    """Return a section made from its keys.
+    """Return a section class made from its keys.
 
     Args:
-        switch: Key that turns it on.
-        free: It takes further keys.
-        keys: Name -> default, which says the type too; `(default, type)`; a type, where the default is null; a section; `{"<name>":
-            section}` for sections under names of the user's; or a declared field.
+        switch: Key that switches the section on.
+        free: The section accepts further keys.
+        keys: Name -> default, which also gives the type; `(default, type)`; a type, for a default of null; a section; `{"<name>": section}`
+            for sections under names that the user chooses; or a declared field.
     """
     fields: dict[str, Any] = {name: _field(value) for name, value in keys.items()}
     return create_model("Block", __base__=FreeSection if free else Section, __cls_kwargs__={"switch": switch}, **fields)

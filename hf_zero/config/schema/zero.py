@@ -1,4 +1,4 @@
-"""The `zero_optimization` section: what is sharded, offloaded and gathered, and when."""
+"""The `zero_optimization` section: sharding, offloading and gathering, and their schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from hf_zero.config.schema.fields import (
     used,
 )
 
-_AHEAD = "the next block is always fetched ahead, and as much more as stage3_prefetch_bucket_size says"
+_AHEAD = "the next block is always fetched ahead, and up to stage3_prefetch_bucket_size more elements"
 NO_BUCKETS = "every unit is one flat buffer with one collective, so there are no buckets to size"
 
 
@@ -46,24 +46,24 @@ class LeafModule(Section):
 class OffloadParam(Section, switch="device"):
     """`zero_optimization.offload_param`. Keep parameter shards on host or NVMe (stage 3)."""
 
-    device: Device = used("none", "Where parameter shards rest between uses; stage 3 only, a warning says so at other stages")
+    device: Device = used("none", "Where parameter shards are kept between uses; only at stage 3, other stages log a warning")
     nvme_path: str | None = part(None, "Directory for swap files")
-    buffer_count: Annotated[Int, Field(ge=1)] = part(5, "nvme: buffers for shards that come next, each as large as the largest shard")
+    buffer_count: Annotated[Int, Field(ge=1)] = part(5, "nvme: number of buffers for the next shards, each as large as the largest shard")
     buffer_size: Int = accepted(
         100000000, "Elements per buffer", "a buffer is as large as the largest shard; use buffer_count for more or fewer"
     )
-    max_in_cpu: Size = part(1000000000, "nvme: elements per rank that stay in host memory, those of the first blocks")
+    max_in_cpu: Size = part(1000000000, "nvme: elements per rank that stay in host memory, from the first block on")
     pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
 
 
 class OffloadOptimizer(Section, switch="device"):
     """`zero_optimization.offload_optimizer`. Keep optimizer states on host or NVMe and update there."""
 
-    device: Device = used("none", "Where masters and optimizer states rest; they are updated on the host")
+    device: Device = used("none", "Where masters and optimizer states are kept; the host updates them")
     nvme_path: str | None = part(None, "Directory for swap files")
     buffer_count: Annotated[Int, Field(ge=1)] = part(
         4,
-        "nvme: buffers of the size of the largest shard that may be in memory; sub-groups are cut so that they suffice for every optimizer",
+        "nvme: number of buffers in memory, each as large as the largest shard; sub-groups are cut so that any optimizer fits into them",
     )
     pin_memory: Bool = part(True, "Use page-locked host memory; ordinary memory, with a warning, where locking fails")
     pipeline_read: Bool = part(False, "nvme: read the next sub-group while one is updated")
@@ -71,16 +71,16 @@ class OffloadOptimizer(Section, switch="device"):
     fast_init: Bool = accepted(
         False, "Faster first creation of the swap files", "room for the files is reserved in one call; they are not written at start"
     )
-    ratio: Share = part(1.0, "Share of parameters whose states are offloaded; units from the front of the model stay on the device")
+    ratio: Share = part(1.0, "Fraction of parameters whose states are offloaded; the first units of the model stay on the device")
     super_offload: Bool = accepted(
         False,
         "Speculative host update in a separate process",
-        "hf_zero.offload_overlap says whether units are updated during backward, in a thread, and it is on beside a device",
+        "hf_zero.offload_overlap selects updates during backward, in a thread; by default they are on beside a device",
     )
     cpuadam_cores_perc: Share = part(
         0.8,
-        "Share of the host's cores, divided by its ranks, that updates use beside a device; at least OMP_NUM_THREADS, which is all that "
-        "counts where the host trains itself",
+        "Fraction of the host's cores, divided by its ranks, for updates beside a device; at least OMP_NUM_THREADS, which alone counts "
+        "where the host itself trains",
     )
 
     @property
@@ -90,10 +90,12 @@ class OffloadOptimizer(Section, switch="device"):
 
 
 class LocoParam(Section):
-    """`zero_optimization.zeropp_loco_param`. What codes of gradients lose is added before the next coding."""
+    """`zero_optimization.zeropp_loco_param`. The errors of gradient codes are added before the next coding."""
 
-    err_beta: Share = used(0.8, "Weight of the old error when what a code has lost is mixed in; 0 keeps what the last code lost, 1 nothing")
-    reset_T: Annotated[Int, Field(ge=1)] = used(1024, "Errors start from zero again after so many optimizer steps")  # noqa: N815
+    err_beta: Share = used(
+        0.8, "Weight of the old error when a new code's error is mixed in; 0 keeps only the last code's error, 1 keeps no error"
+    )
+    reset_T: Annotated[Int, Field(ge=1)] = used(1024, "Number of optimizer steps after which errors restart from zero")  # noqa: N815
 
 
 class ZeroOptimization(Section):
@@ -101,7 +103,7 @@ class ZeroOptimization(Section):
 
     stage: Annotated[Int, Field(ge=0, le=3)] = used(0, "0 off; 1 optimizer states; 2 plus gradients; 3 plus parameters")
     contiguous_gradients: Bool = accepted(
-        True, "Copy gradients to a contiguous buffer as they appear", "the gradients of a unit are always one flat buffer"
+        True, "Copy gradients to a contiguous buffer as they are computed", "the gradients of a unit are always one flat buffer"
     )
     reduce_scatter: Bool = accepted(
         True, "Reduce to the owner instead of all-reduce", "a unit is always reduced to the rank that owns the shard; the sums are the same"
@@ -118,21 +120,21 @@ class ZeroOptimization(Section):
         None, "Overlap gathers and reductions with computation; unset means true: overlapping changes no number"
     )
     load_from_fp32_weights: Bool = used(
-        True, "Where optimizer states are not loaded, restore master weights from those of the checkpoint, not from the 16-bit weights"
+        True, "If optimizer states are not loaded, restore masters from the checkpoint's masters instead of its 16-bit weights"
     )
     elastic_checkpoint: Bool = accepted(False, "Checkpoint independent of the rank count", "every checkpoint loads on any number of ranks")
     grad_hooks: Bool = accepted(True, "Collect gradients by hooks", "gradients are always collected by hooks")
     sub_group_size: Size = used(
-        1000000000, "Most elements read, updated and written at a time with offload_optimizer on nvme; 0 is as few as can be"
+        1000000000, "Maximum elements read, updated and written at a time with offload_optimizer on nvme; 0 is the minimum"
     )
     ignore_unused_parameters: Bool = used(
         True,
-        "A parameter without gradient counts as zero; false: a step in which a trainable parameter had none, on any rank, is an error "
-        "that names it",
+        "Count a parameter without gradient as zero; if false, a step in which a trainable parameter had no gradient on any rank raises an "
+        "error that names it",
     )
     legacy_stage1: Bool = refused(False, "Old stage 1 implementation", "remove it: stage 1 has one implementation")
     round_robin_gradients: Bool = accepted(
-        False, "Spread gradient copies to the host over ranks", "shards are dealt evenly over ranks already"
+        False, "Spread gradient copies to the host over ranks", "shards are already distributed evenly over ranks"
     )
     compute_grad_norm: Bool = accepted(
         True, "Compute the gradient norm of each step", "the norm is always computed, in one pass; updates do not depend on it"
@@ -147,15 +149,15 @@ class ZeroOptimization(Section):
     )
     stage3_prefetch_bucket_size: Size = used(50000000, "Elements fetched ahead of use")
     stage3_adaptive_prefetch_bucket_size: Bool = accepted(False, "Choose stage3_prefetch_bucket_size while training", _AHEAD)
-    stage3_adaptive_prefetch_min_size: Size = accepted(10000000, "Least elements that are chosen", _AHEAD)
-    stage3_adaptive_prefetch_max_size: Size = accepted(500000000, "Most elements that are chosen", _AHEAD)
+    stage3_adaptive_prefetch_min_size: Size = accepted(10000000, "Minimum of the chosen number of elements", _AHEAD)
+    stage3_adaptive_prefetch_max_size: Size = accepted(500000000, "Maximum of the chosen number of elements", _AHEAD)
     stage3_param_persistence_threshold: Size = used(100000, "Parameters smaller than this stay gathered")
-    stage3_model_persistence_threshold: Size = used(9223372036854775807, "Most elements that may stay gathered in total")
-    stage3_max_live_parameters: Size = used(1000000000, "Most gathered elements per rank")
+    stage3_model_persistence_threshold: Size = used(9223372036854775807, "Maximum number of elements that stay gathered in total")
+    stage3_max_live_parameters: Size = used(1000000000, "Maximum number of gathered elements per rank")
     stage3_max_reuse_distance: Size = used(1000000000, "Keep a parameter gathered when reused within this many elements")
     stage3_gather_16bit_weights_on_model_save: Bool = used(
         False,
-        "Whole weights are wanted when a model is saved. They are gathered in any case, unit by unit; a save warns where this is false",
+        "Gather whole weights when a model is saved. They are gathered unit by unit in any case; a save with false logs a warning",
         also=("gather_16bit_weights_on_model_save", "stage3_gather_fp16_weights_on_model_save"),
     )
     stage3_gather_fp16_weights_on_model_save: Bool = mapped(
@@ -174,21 +176,21 @@ class ZeroOptimization(Section):
     )
     zero_hpz_partition_size: Count = used(
         1,
-        "Adjacent ranks (of a node) that keep all parameters between them from the first gather to the update (stage 3); 1 is off",
+        "Adjacent ranks (of a node) that together keep all parameters from the first gather to the update (stage 3); 1 is off",
     )
     zero_quantized_weights: Bool = used(
         False, "Stage 3: all-gather parameters as codes of 8 bits; shards, masters and saved weights stay exact"
     )
-    zero_quantized_nontrainable_weights: Bool = used(False, "Stage 3: as zero_quantized_weights, for frozen parameters alone")
+    zero_quantized_nontrainable_weights: Bool = used(False, "Stage 3: like zero_quantized_weights, but only for frozen parameters")
     zero_quantized_gradients: Bool = used(
         False,
-        "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all (over several nodes by two, inside each and "
-        "then between them), summed in fp32 in rank order",
+        "Stages 1 to 3, 16-bit training: reduce gradients as codes of 4 bits, by an all-to-all (over several nodes by two: inside each "
+        "node, then between nodes), summed in fp32 in rank order",
     )
     zeropp_loco_param: LocoParam | None = section(None, "Error feedback of quantized gradients (LoCo)")
-    mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each of which holds everything (stages 1 to 3); -1 is all")
+    mics_shard_size: Int = used(-1, "Data-parallel ranks per shard group, each with a whole set of shards (stages 1 to 3); -1 is all ranks")
     mics_hierarchical_params_gather: Bool = accepted(
-        False, "Gather inside and across nodes in two steps", "gathers never leave the shard group, which a node can hold"
+        False, "Gather inside and across nodes in two steps", "gathers never leave the shard group, which can be a node"
     )
     memory_efficient_linear: Bool = accepted(
         True,
@@ -199,7 +201,7 @@ class ZeroOptimization(Section):
         False, "Load ranks one after another", "each rank reads only the byte ranges of its own shards"
     )
     override_module_apply: Bool = accepted(
-        True, "Patch Module.apply so that it gathers", "inside zero.Init a sharded layer's apply gathers"
+        True, "Patch Module.apply so that it gathers", "inside zero.Init, apply() of a sharded layer gathers"
     )
     log_trace_cache_warnings: Bool = accepted(
         False,
@@ -208,7 +210,7 @@ class ZeroOptimization(Section):
     )
     enable_sanity_checks: Bool = accepted(False, "Run internal consistency checks", "the checks are always on; they cost no communication")
     save_muon_momentum_buffer_in_memory: Bool = accepted(
-        False, "Keep Muon momentum in memory", "its owner keeps it on the training device or, with offload_optimizer, in host memory"
+        False, "Keep Muon momentum in memory", "its rank keeps it on the training device or, with offload_optimizer, in host memory"
     )
     leaf_module: LeafModule = section(LeafModule, "Modules fetched as one unit")
     offload_param: OffloadParam = section(OffloadParam, "Keep parameter shards on host or NVMe")
@@ -216,6 +218,6 @@ class ZeroOptimization(Section):
     zenflow: dict[str, Any] | None = refused(
         None,
         "Update the most important gradients on the device and the rest later on the host",
-        "not supported: every gradient is applied in the step it belongs to",
+        "not supported: every gradient is applied in its own step",
         model=unread.ZENFLOW,
     )

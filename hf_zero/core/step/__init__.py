@@ -7,7 +7,8 @@ shards with them) → all-gather of updated parameters (label ``spread``) → cl
 while the next is updated; ``tests/core/test_trace.py`` holds the exact sequence of labels and the bytes sent, for every stage. The norm
 is over all gradients, before clipping, without loss scale, added up in double precision over pieces of a shard (on a host in one pass of
 the native kernel); with tensor parallelism, parameters that every rank of the model axis holds alike count once. On overflow every rank
-skips, the scheduler stays, the norm is inf (for NaN gradients too), and the first parameter with a non-finite gradient is named.
+skips, the scheduler stays, the norm is inf (for NaN gradients too), and the first parameter with a non-finite gradient is named. A finite
+norm far above those of the last steps may be logged or skipped too (``core/step/spikes.py``).
 
 Each step begins by finding the parameters to train (``core/step/trained_set.py``, [Note: what is trained]) and the values that the script
 has written (``core/step/written.py``, ``core/units/values.py adopt_writes``). ``core/step/trained_set.py`` lets parameters rest

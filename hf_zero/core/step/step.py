@@ -52,8 +52,8 @@ class StepResult:
     """Result of a step.
 
     Attributes:
-        norm: Gradient norm before clipping; 0-dim tensor, unscaled.
-        skipped: Whether the step was skipped (norm inf).
+        norm: Gradient norm before clipping; 0-dim tensor, unscaled; inf if a gradient was not finite and the step was skipped.
+        skipped: Whether the update was skipped.
         culprit: Name of the parameter whose gradient is not finite.
         signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
     """
@@ -197,8 +197,11 @@ class Stepper:
         self.optimizer.state_store.halt()
         return shards
 
-    def take(self) -> StepResult:
+    def take(self, skips: Callable[[torch.Tensor], bool] | None = None) -> StepResult:
         """Take one step over the gradients accumulated so far, and over gradients that the script has written; collective.
+
+        Args:
+            skips: Returns whether to skip the update for its gradient norm, a finite 0-dim tensor that is the same on all ranks.
 
         Raises:
             StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
@@ -213,8 +216,11 @@ class Stepper:
         overflow = self.settings.skips_overflow and not bool(torch.isfinite(scaled_norm))
         norm = torch.full_like(scaled_norm, math.inf) if overflow else scaled_norm / self.scaler.scale
         culprit = ""
+        skipped = overflow
         if overflow:
             culprit = self.culprit_of(shards)
+        elif skips is not None and skips(norm):
+            skipped = True
         else:
             self.optimizer.begin_step()
             with span("clip"):
@@ -229,16 +235,16 @@ class Stepper:
                 for spread in spreads:
                     if spread is not None:
                         spread.wait()
-        self.optimizer.overflow, self.optimizer.norm = overflow, norm
-        if not overflow:
+        self.optimizer.overflow, self.optimizer.norm = skipped, norm
+        if not skipped:
             self.optimizer.end_step()
         self.reducer.clear()
         if overflow:
             log_rank0("step skipped: the gradient of %s is not finite at loss scale %g", culprit, self.scaler.scale)
         scale = self.scaler.scale
         self.scaler.update(overflow)
-        self.reducer.exchange.stepped(overflow, self.scaler.scale / scale)
-        return StepResult(norm, overflow, culprit, agreed.signal)
+        self.reducer.exchange.stepped(skipped, self.scaler.scale / scale)
+        return StepResult(norm, skipped, culprit, agreed.signal)
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
-"""A text-to-image loop as diffusers' examples write it: a frozen encoder and decoder, a U-Net, its moving average, clipping, saving.
+"""A text-to-image loop like diffusers' examples: a frozen encoder and decoder, a U-Net, its moving average, clipping, saving.
 
-The last line reports losses, norms of the weights and of their average, and what a run that goes on from the saved state gets.
+The last line reports losses, norms of the weights and of their average, and the losses of a run that continues from the saved state.
 """
 
 import argparse
@@ -20,11 +20,11 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from transformers.utils import ContextManagers
 
 STEPS, ROWS, BATCH = 4, 32, 2
-training_utils.deepspeed = deepspeed  # diffusers 0.42 imports it only where stage 3 is on before diffusers is imported, and then misses it
+training_utils.deepspeed = deepspeed  # diffusers 0.42 imports it only if stage 3 is on before its own import, and later needs it
 
 
 def whole_elsewhere():
-    """Models that only run forward are no part of ZeRO."""
+    """Return a context in which models that only run forward are built without ZeRO."""
     plugin = AcceleratorState().deepspeed_plugin
     return [] if plugin is None else [plugin.zero3_init_context_manager(enable=False)]
 
@@ -58,7 +58,7 @@ def rows():
 
 
 def whole(accelerator, model):
-    """A context in which the model's parameters are whole on every rank."""
+    """Return a context in which the model's parameters are whole on every rank."""
     if accelerator.distributed_type != DistributedType.DEEPSPEED:
         return nullcontext()
     import deepspeed

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning as PEFT's example does it: three dataclasses, a base in 4 or 8 bit or whole, new special tokens, TRL's trainer."""
+"""Supervised fine-tuning like PEFT's example: three dataclasses, a base in 4 or 8 bit or whole, new special tokens, TRL's trainer."""
 
 from dataclasses import dataclass, field
 
@@ -30,7 +30,7 @@ class DataArguments:
 
 
 def prepared(names, training):
-    """The model, its tokenizer with new tokens, and the adapter's configuration."""
+    """Return the model, its tokenizer with new tokens, and the adapter's configuration."""
     quantization, dtype = None, torch.float32
     if names.use_4bit_quantization:
         storage = getattr(torch, names.bnb_4bit_quant_storage_dtype)

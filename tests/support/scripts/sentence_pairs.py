@@ -1,4 +1,4 @@
-"""sentence-transformers' own trainer on pairs of texts, with in-batch negatives, as its examples write it."""
+"""sentence-transformers' own trainer on pairs of texts, with in-batch negatives, like its examples."""
 
 import sys
 from pathlib import Path

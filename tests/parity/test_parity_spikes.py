@@ -1,0 +1,120 @@
+"""Gradient norms far above those before: logged, or skipped on all ranks as plain PyTorch would without that step, also after a resume."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+import hf_zero
+from hf_zero.config.resolve import resolve
+from hf_zero.core.step import spikes
+from hf_zero.core.step.spikes import MOST_SKIPPED, NormSpikes
+from hf_zero.errors import ConfigError
+from tests.support import ranks
+from tests.support.models import CASES, Batch, class_loss
+from tests.support.parity import Run, initialize
+
+MLP = CASES["mlp"]
+SPIKE, STEPS, SAVED = 7, 10, 6
+
+
+def _rows(step: int, rank: int) -> Batch:
+    """Return a batch; that of rank 1 in step ``SPIKE`` has labels far from all others and inputs 50 times as large."""
+    batch = MLP.rows(step % 2, 0, rank)
+    if (step, rank) == (SPIKE, 1):
+        batch["inputs"] *= 50
+    return batch
+
+
+@contextmanager
+def _few_norms() -> Iterator[None]:
+    """Make four norms enough for a comparison."""
+    with mock.patch.object(spikes, "LEAST", 4):
+        yield
+
+
+@contextmanager
+def _messages() -> Iterator[list[str]]:
+    found: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: found.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("hf_zero").addHandler(handler)
+    yield found
+    logging.getLogger("hf_zero").removeHandler(handler)
+
+
+def _reference(skips: bool, world: int) -> list[torch.Tensor]:
+    """Train in plain PyTorch on the batches of all ranks, and leave the update of step ``SPIKE`` out."""
+    run, module = Run(steps=STEPS), MLP.build()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=run.lr, betas=(0.9, 0.99), weight_decay=run.weight_decay, eps=run.eps)
+    for step in range(STEPS):
+        for rank in range(world):
+            (class_loss(module, _rows(step, rank)) / world).backward()
+        if not (skips and step == SPIKE):
+            optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.detach() for parameter in module.parameters()]
+
+
+def _train(engine: Any, steps: range) -> list[bool]:
+    made = []
+    for step in steps:
+        engine.backward(class_loss(engine, _rows(step, ranks.rank())))
+        engine.step()
+        made.append(engine.progress.last_step_applied)
+    return made
+
+
+def check(stage: int, action: str, folder: Path) -> None:
+    world = torch.distributed.get_world_size()
+    run = Run(stage=stage, extra={"hf_zero": {"spike_factor": 3.0, "spike_action": action}})
+    with _few_norms(), _messages() as messages:
+        engine = initialize(MLP.build(), run)
+        made = _train(engine, range(SAVED))
+        engine.save_checkpoint(str(folder))
+        engine.destroy()
+        engine = initialize(MLP.build(), run)
+        engine.load_checkpoint(str(folder))
+        made += _train(engine, range(SAVED, STEPS))
+    skips = action == "skip"
+    assert made == [not (skips and step == SPIKE) for step in range(STEPS)]
+    assert engine.progress.skipped_steps == int(skips) and engine.progress.global_steps == STEPS
+    (told,) = [message for message in messages if "the gradient norm" in message] if ranks.rank() == 0 else [""]
+    if ranks.rank() == 0:
+        first = SPIKE * world * 2
+        assert told.startswith(f"step={SPIKE + 1}:") and f"samples {first} to {first + 2 * world - 1} of the run" in told
+        assert told.endswith("The update is skipped" if skips else "The update is made")
+    parameters = list(engine.module.parameters())
+    with hf_zero.zero.GatheredParameters(parameters):
+        for mine, plain in zip(parameters, _reference(skips, world), strict=True):
+            torch.testing.assert_close(mine.detach(), plain, rtol=1e-5, atol=1e-6)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(("stage", "action"), [(0, "skip"), (3, "skip"), (2, "log")])
+def test_the_step_of_a_spike_is_left_out_on_all_ranks(stage: int, action: str, tmp_path: Path) -> None:
+    ranks.run_ranks(check, 2, stage, action, tmp_path)
+
+
+def test_norms_that_have_grown_for_good_count_as_usual() -> None:
+    with _few_norms():
+        watched = NormSpikes(2.0, skips=True)
+        assert not any(watched.found(norm, 1, (0, 1)) for norm in (1.0, 3.0, 1.0, 1.0)), "too few norms to compare with"
+        found = [watched.found(10.0, 1, (0, 1)) for _ in range(MOST_SKIPPED + 3)]
+        assert found == [True] * MOST_SKIPPED + [False] * 3 and list(watched.norms) == [10.0] * 3
+        again = NormSpikes(2.0, skips=True)
+        again.load_state_dict(watched.state_dict())
+        assert again == watched
+
+
+@pytest.mark.parametrize("factor", [1.0, -1, "often"])
+def test_a_factor_that_is_none_is_refused(factor: Any) -> None:
+    with pytest.raises(ConfigError, match="hf_zero.spike_factor"):
+        resolve({"train_batch_size": 1, "hf_zero": {"spike_factor": factor}})
