@@ -66,7 +66,7 @@ class Checkpoint:
         if tag is None:
             latest = os.path.join(base, "latest")
             if not _is_file(latest):
-                raise FileNotFoundError(f"{latest} does not exist; name the checkpoint with tag=")
+                raise FileNotFoundError(f"{_shown(latest)} does not exist; name the checkpoint with tag=")
             with _reading(latest):
                 tag = _read_small(latest, SMALL_BYTES).decode("utf-8").strip()
                 _require(len(tag) <= 200, f"it names a folder of {len(tag)} characters")

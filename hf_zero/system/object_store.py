@@ -56,17 +56,24 @@ def place_of(given: Any) -> Place:
     Raises:
         CheckpointError: It is a URL that a ``pathlib.Path`` has cut, or the library for its store is missing; says how to install it.
     """
-    if isinstance(given, (Path, ObjectPath)) and _BROKEN_URL.match(str(given)) is None:
+    if isinstance(given, ObjectPath):
         return given
     text = str(given)
     if not is_url(text):
-        broken = _BROKEN_URL.match(text)
-        if broken is not None and broken[1] in {*_WITHOUT_FOLDERS, "file", "sftp", "http", "https"}:
-            raise CheckpointError(
-                f"{without_credentials(text)!r} was a URL before pathlib.Path removed one of its slashes; give the URL as a string"
-            )
+        require_folder(Path(text), "give the URL as a string")
         return Path(text)
     return ObjectPath(text.rstrip("/") if not text.endswith("://") else text, _file_system(text))
+
+
+def require_folder(path: Path, advice: str = "only checkpoints are written to object stores; give a folder") -> None:
+    """Refuse the path of a file system that was made of a URL: it would name a folder such as ``s3:``.
+
+    Raises:
+        CheckpointError: It was a URL.
+    """
+    broken = _BROKEN_URL.match(str(path))
+    if broken is not None and broken[1] in {*_WITHOUT_FOLDERS, "file", "sftp", "http", "https"}:
+        raise CheckpointError(f"{str(path)!r} was a URL before pathlib.Path removed one of its slashes; {advice}")
 
 
 def raw(place: Place) -> str:

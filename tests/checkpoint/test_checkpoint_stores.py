@@ -219,9 +219,15 @@ def test_what_killed_saves_left_is_found_by_their_records(tmp_path: Path, caplog
 
 def test_an_url_is_refused_where_it_cannot_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from hf_zero.system.object_store import place_of
+    from hf_zero.system.own_files import make_folders
+    from hf_zero.utils import newest_trainer_checkpoint
 
     with pytest.raises(CheckpointError, match="give the URL as a string"):
         place_of(Path("s3://bucket/run"))
+    with pytest.raises(CheckpointError, match="only checkpoints are written to object stores"):
+        make_folders(Path("s3://bucket/run"))
+    with pytest.raises(CheckpointError, match="output_dir is a URL"):
+        newest_trainer_checkpoint("s3://bucket/run")
     with pytest.raises(CheckpointError, match=r"sftp://\*\*\*@host/x (needs|cannot)"):
         place_of("sftp://me:secret@host/x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)

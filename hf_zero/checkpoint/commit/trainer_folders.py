@@ -21,7 +21,7 @@ from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
 from hf_zero.system import own_files
-from hf_zero.system.object_store import ObjectPath, Place, place_of, tried
+from hf_zero.system.object_store import ObjectPath, Place, is_url, place_of, tried
 from hf_zero.system.reading import whole_json
 from hf_zero.system.secrets import MASK
 from hf_zero.system.text_file import limit_beside, opened_file, read_first_line
@@ -46,9 +46,13 @@ def newest_trainer_checkpoint(output_dir: str | os.PathLike[str], checkpoint_url
             ``output_dir`` unless a newer one is complete on this machine. Every rank may call this at the same time.
 
     Raises:
-        CheckpointError: The library for ``checkpoint_url`` is missing.
+        CheckpointError: The library for ``checkpoint_url`` is missing, or ``output_dir`` is a URL.
         OSError: The store or the file system refuses.
     """
+    if is_url(os.fspath(output_dir)):
+        raise CheckpointError(
+            "output_dir is a URL, and Trainer writes to folders; give the URL as checkpoint_url beside a local output_dir"
+        )
     number, found = _newest_local(Path(output_dir))
     if checkpoint_url is not None:
         place = place_of(checkpoint_url)
