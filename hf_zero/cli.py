@@ -1,9 +1,9 @@
-"""The `hf-zero` command: `explain`, `plan`, `recipes`, `launch`, `trace`, `convert`, `report`; alone: what to do next.
+"""Implement the `hf-zero` command: `explain`, `plan`, `recipes`, `launch`, `trace`, `convert`, `report`; alone it prints the next steps.
 
-Arguments and printing, no logic.
+This module parses arguments and prints; the logic is in other packages.
 
-Exit codes: 0 all is well, 1 the configuration (model, checkpoint) has a fault, 2 the command line is wrong; those of `plan` in
-`hf_zero/plan/command.py`.
+Exit codes: 0 success, 1 the configuration (or model, or checkpoint) has a mistake, 2 the command line is wrong. The exit codes of `plan`
+are in `hf_zero/plan/command.py`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ try:
     from hf_zero.launch.command import launch as start
     from hf_zero.plan import command as plan_command
     from hf_zero.profiling import trace_command
-except ConfigError as error:  # a variable of the package's has a value that is none
+except ConfigError as error:  # an environment variable of hf_zero has a wrong value
     sys.exit(f"hf-zero: {error}")
 
 if TYPE_CHECKING:
@@ -34,10 +34,10 @@ _STYLES = {"used": "green", "mapped": "cyan", "accepted": "dim", "refused": "bol
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command.
+    """Run the `hf-zero` command.
 
     Args:
-        arguments: Command line without the program's name, by default that of the process.
+        arguments: Command line without the program's name; None uses that of the process.
 
     Returns:
         The exit code.
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except HfZeroError as error:
         print(f"hf-zero: {error}", file=sys.stderr)
         return 1
-    except BrokenPipeError:  # the reader (a pager, `head`) has seen enough
+    except BrokenPipeError:  # the reader (a pager, `head`) has closed the pipe
         sys.stderr.close()
         return 0
     return code
@@ -59,31 +59,31 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="hf-zero", description="ZeRO training with DeepSpeed configuration files.")
     parser.set_defaults(run=_next_steps)
     commands = parser.add_subparsers(metavar="COMMAND")
-    explain = commands.add_parser("explain", help="what each key of a DeepSpeed config does here, and what is wrong with it")
+    explain = commands.add_parser("explain", help="show what each key of a DeepSpeed configuration does here, and which mistakes it has")
     explain.add_argument("config", nargs="?", help="JSON file, JSON text or base64 text; may be left out with --tp")
-    explain.add_argument("--model", help='local model folder, config.json or Hub ID that "auto" sizes are taken from')
-    explain.add_argument("--tp", type=_positive, metavar="N", help="print how --model is split over N tensor-parallel ranks, and why")
+    explain.add_argument("--model", help='local model folder, config.json or Hub ID, from which "auto" sizes are computed')
+    explain.add_argument("--tp", type=_positive, metavar="N", help="print how --model is split over N tensor-parallel ranks, with reasons")
     explain.add_argument("--save-plan", metavar="FILE", help="with --tp: also write the plan as JSON, to edit and load")
     explain.add_argument("--world", type=_positive, default=1, metavar="N", help="number of data-parallel ranks (default 1)")
     explain.add_argument("--source", action="append", default=[], type=_source, metavar="NAME=VALUE", help=_SOURCE_HELP)
     explain.add_argument("--strict", action="store_true", help="treat warnings as errors")
-    explain.add_argument("--all", action="store_true", help="also list the keys that are at their default")
+    explain.add_argument("--all", action="store_true", help="also list keys with their default value")
     explain.add_argument("--json", action="store_true", help="print rows, batch, warnings and errors as JSON")
     explain.set_defaults(run=_explain, usage_error=explain.error)
-    plan = commands.add_parser("plan", help="memory, traffic and time of a run, before there is hardware for it")
+    plan = commands.add_parser("plan", help="predict memory, bytes sent and time of a run, also on hardware that you do not have")
     plan_command.add_arguments(plan)
     plan.set_defaults(run=plan_command.run)
-    recipes = commands.add_parser("recipes", help="configurations to start from, by task and number of GPUs")
+    recipes = commands.add_parser("recipes", help="list or write configurations to start from, by task and number of GPUs")
     recipes_command.add_arguments(recipes)
     recipes.set_defaults(run=recipes_command.run)
     launch = commands.add_parser("launch", help="start a script on several ranks, with the flags of DeepSpeed's launcher")
     add_arguments(launch)
     launch.set_defaults(run=start)
-    trace = commands.add_parser("trace", help="which transfers of a recorded step were hidden behind compute, as a trace and a picture")
+    trace = commands.add_parser("trace", help="show which transfers of a recorded step overlapped with compute, as a trace and a picture")
     trace_command.add_arguments(trace)
     trace.set_defaults(run=trace_command.run)
     _add_convert(commands)
-    report = commands.add_parser("report", help="versions, devices and variables, to paste into a bug report")
+    report = commands.add_parser("report", help="print versions, devices and variables, to paste into a bug report")
     report.set_defaults(run=_report)
     return parser
 
@@ -91,25 +91,31 @@ def _parser() -> argparse.ArgumentParser:
 def _add_convert(commands: Any) -> None:
     convert = commands.add_parser(
         "convert",
-        help="checkpoints of DeepSpeed, torch.distributed.checkpoint and models of Hugging Face to ours, and ours to those of the last two",
+        help="convert checkpoints between hf_zero, DeepSpeed (read only), torch.distributed.checkpoint and Hugging Face models",
     )
-    convert.add_argument("source", help="folder or URL of checkpoints or of one of them, or folder of a model; its files show what it is")
+    convert.add_argument(
+        "source", help="folder or URL with one or several checkpoints, or folder with a model; the format is recognised from its files"
+    )
     convert.add_argument("target", help="folder to write; with --to hf_zero also a URL")
     convert.add_argument(
         "--to",
         choices=("hf_zero", "hf", "dcp"),
-        help="a checkpoint of ours, a Hugging Face model, or torch.distributed.checkpoint (default: hf from ours, hf_zero from others)",
+        help="format to write: of hf_zero, a Hugging Face model, or torch.distributed.checkpoint (default: hf from hf_zero, else hf_zero)",
     )
-    convert.add_argument("--tag", help="name of the checkpoint in the source, and of the one that is written (default: what latest names)")
-    convert.add_argument("--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="type of weights with --to hf (default fp32)")
-    convert.add_argument("--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="size of one file with --to hf (default 5GB)")
+    convert.add_argument("--tag", help="name of the checkpoint in the source and in the target (default: the name in the file latest)")
+    convert.add_argument(
+        "--dtype", choices=("fp32", "bf16", "fp16"), default="fp32", help="element type of the weights with --to hf (default fp32)"
+    )
+    convert.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest size of one file with --to hf (default 5GB)"
+    )
     convert.add_argument("--trust-pickle", action="store_true", help=_TRUST_HELP)
     convert.add_argument("--quiet", action="store_true", help="no progress bar")
     convert.set_defaults(run=_convert)
 
 
-_TRUST_HELP = "open pickles (*.pt, *.bin): tensors and plain values are taken, nothing that they name is imported or run"
-_SOURCE_HELP = 'value of a training argument that "auto" stands for, such as learning_rate=3e-5; may be given several times'
+_TRUST_HELP = "read pickle files (*.pt, *.bin): only tensors and plain values are read; no code in them is imported or run"
+_SOURCE_HELP = 'value of a training argument that replaces "auto", such as learning_rate=3e-5; may be given several times'
 
 
 def _positive(text: str) -> int:
@@ -203,7 +209,7 @@ def _print_table(rows: Sequence[Row], analysis: Analysis) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    file = getattr(sys.stdout, "terminal", sys.stdout)  # colours are ours, and what stands in them is made printable
+    file = getattr(sys.stdout, "terminal", sys.stdout)  # bypass the escaping stream for colours; all texts are escaped below
     console = Console(file=file, soft_wrap=False)
     if not console.is_terminal and console.width < 160:
         console = Console(file=file, width=160)  # a file or pipe has no width of its own
@@ -243,19 +249,19 @@ def _explain_plan(options: argparse.Namespace) -> None:
 _NEXT_STEPS = """\
 hf_zero {version}: ZeRO training with DeepSpeed configuration files. `import deepspeed` is answered by {answered}.
 
-A script without Trainer    accelerate config             choose DeepSpeed, as ever
+A script without Trainer    accelerate config             choose DeepSpeed
                             accelerate launch train.py
 A Trainer script            TrainingArguments(..., deepspeed="ds.json"), or hf_zero.ZeroTrainingArguments(..., zero_stage=3)
 A DeepSpeed script          hf-zero launch --num_gpus 2 train.py ...
 
-hf-zero explain ds.json     what each key of a configuration does here, and what is wrong with it
-hf-zero plan MODEL ...      memory, traffic and time of a run on hardware that need not be there
-hf-zero recipes             configurations to start from, by task and number of GPUs
-hf-zero plan --from FILE    settings of FSDP as a configuration, key by key
-hf-zero trace FOLDER        a recorded step: what was hidden behind compute, and what was not
-hf-zero report              versions, devices and variables
-hf-zero convert OLD NEW     checkpoints of DeepSpeed and torch.distributed.checkpoint, models of Hugging Face
-hf-zero COMMAND --help      the flags of a command"""
+hf-zero explain ds.json     show what each key of a configuration does here, and which mistakes it has
+hf-zero plan MODEL ...      predict memory, bytes sent and time of a run, also on hardware that you do not have
+hf-zero recipes             list or write configurations to start from, by task and number of GPUs
+hf-zero plan --from FILE    translate settings of FSDP into a configuration, key by key
+hf-zero trace FOLDER        show which transfers of a recorded step overlapped with compute
+hf-zero report              print versions, devices and variables
+hf-zero convert OLD NEW     convert checkpoints of DeepSpeed and torch.distributed.checkpoint, and Hugging Face models
+hf-zero COMMAND --help      list the flags of a command"""
 
 
 def _next_steps(options: argparse.Namespace) -> int:

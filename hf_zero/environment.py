@@ -1,4 +1,4 @@
-"""What is installed and which devices are there: the block that users paste into bug reports."""
+"""Describe the installed packages, the devices and the environment variables, as the text that users paste into bug reports."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ VARIABLES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
-    """Facts by group: group -> name -> text. Starts no process group and allocates nothing on a device.
+    """Return facts about this machine and process: group -> name -> text. Starts no process group and allocates no device memory.
 
     Args:
-        environ: Environment variables to look at, by default those of the process.
+        environ: Environment variables to report; None reads those of the process.
     """
     return {
         "hf_zero": _package_facts(),
@@ -41,7 +41,7 @@ def environment_facts(environ: Mapping[str, str] | None = None) -> Facts:
 
 
 def installed_version(distribution: str) -> str:
-    """Version of an installed distribution, "" when it is not installed."""
+    """Return the version of an installed distribution; "" if it is not installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
@@ -86,7 +86,7 @@ def _device_facts() -> dict[str, str]:
     properties = getattr(torch.get_device_module(accelerator), "get_device_properties", None)
     for index in range(torch.accelerator.device_count()):
         device = properties(index) if properties is not None else None
-        text = f"{device.name}, {size_text(device.total_memory, '.1f', 'GiB')}" if device is not None else "nothing known of it"
+        text = f"{device.name}, {size_text(device.total_memory, '.1f', 'GiB')}" if device is not None else "properties unknown"
         facts[f"{accelerator.type}:{index}"] = text
     return facts
 
@@ -96,14 +96,14 @@ def _kernel_facts() -> dict[str, str]:
 
     found = status()
     if not found.isa:
-        return {"used": "no, the torch reference serves", "reason": found.reason}
+        return {"used": "no; the reference implementation in torch is used", "reason": found.reason}
     loaded = library()
     supported = ", ".join(loaded.supported) if loaded else ""
     return {"used": found.isa, "runs here": supported, "library": found.path}
 
 
 def _host_memory_bytes() -> int:
-    """Physical memory of the machine, 0 where the system does not tell."""
+    """Return the bytes of physical memory of the machine; 0 if the system does not report them."""
     try:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, ValueError, OSError):
@@ -111,7 +111,7 @@ def _host_memory_bytes() -> int:
 
 
 def who_answers_as_deepspeed() -> str:
-    """What ``import deepspeed`` finds: "hf_zero", "DeepSpeed" or "nothing"."""
+    """Return what ``import deepspeed`` would import: "hf_zero", "DeepSpeed" or "nothing"."""
     from hf_zero.deepspeed.alias.finder import alias_is_active, real_deepspeed_importable
 
     return "hf_zero" if alias_is_active() else "DeepSpeed" if real_deepspeed_importable() else "nothing"
@@ -132,22 +132,22 @@ def _deepspeed_facts() -> dict[str, str]:
 
 
 def _deepspeed_command() -> str:
-    """Where it is. Uninstalling one of two packages that both bring it removes it, whoever's it was; pip cannot be told otherwise."""
+    """Return the path of the command, or advice if it is missing: both packages install it, so uninstalling one of them removes it."""
     folders = os.pathsep.join((os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)))
     return shutil.which("deepspeed", path=folders) or (
-        "missing: use `hf-zero launch`, or install again (pip install --force-reinstall --no-deps, hf_zero or deepspeed)"
+        "missing: use `hf-zero launch`, or reinstall hf_zero or deepspeed (pip install --force-reinstall --no-deps)"
     )
 
 
 def _variables(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that change what a run does, sorted; secrets are masked before a long value is cut."""
+    """Return the environment variables that affect a run, sorted by name; secrets are masked, and then long values are shortened."""
     found = {name: value for name, value in environ.items() if name in VARIABLES or name.startswith(VARIABLE_PREFIXES)}
     shown = {name: MASK if is_secret(name) else without_credentials(value) for name, value in sorted(found.items())}
     return {name: value if len(value) <= 100 else value[:97] + "..." for name, value in shown.items()}
 
 
 def as_text(facts: Facts) -> str:
-    """Return the block: one heading per group, one aligned line per fact."""
+    """Return ``facts`` as text: one heading per group, one aligned line per fact."""
     lines = []
     for group, entries in facts.items():
         lines.append(f"{group}:")
@@ -157,7 +157,7 @@ def as_text(facts: Facts) -> str:
 
 
 def main(hide_operator_status: bool = False, hide_errors_and_warnings: bool = False) -> None:
-    """Prints the report, as ``ds_report`` does; the arguments change nothing: there are no operators to compile."""
+    """Print the report, as ``ds_report`` does; the arguments have no effect, because hf_zero has no operators to compile."""
     print(as_text(environment_facts()))
 
 

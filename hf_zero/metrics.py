@@ -1,7 +1,7 @@
-"""Where training records go: TensorBoard, Weights & Biases, Comet, Trackio and CSV files, as their sections of the config say.
+"""Write training records to TensorBoard, Weights & Biases, Comet, Trackio and CSV files, as configured in their sections.
 
-Only one rank writes. The caller builds sinks on rank 0 and hands them records; names go out as they come in, so that dashboards made for
-DeepSpeed keep working when the caller uses its names (`Train/Samples/train_loss`, `Train/Samples/lr`, `Train/Samples/loss_scale`).
+Only one rank writes. The caller builds sinks on rank 0 and passes records to them. Names are written unchanged, so dashboards made for
+DeepSpeed keep working if the caller uses DeepSpeed's names (`Train/Samples/train_loss`, `Train/Samples/lr`, `Train/Samples/loss_scale`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 
 class EventWriter:
-    """Writes records of a script's own to sinks; ``engine.monitor`` is one.
+    """A writer with DeepSpeed's interface for a script's own records; ``engine.monitor`` is one.
 
     Args:
-        sinks: Where to; none on ranks that do not write.
+        sinks: Sinks to write to; empty on ranks that do not write.
 
     Attributes:
         enabled: Whether there is a sink.
@@ -37,11 +37,11 @@ class EventWriter:
         self.enabled = bool(sinks)
 
     def write_events(self, event_list: Sequence[tuple[Any, ...]], flush: bool = True) -> None:
-        """Writes events.
+        """Write events to all sinks.
 
         Args:
-            event_list: Triples (name, value, step); what follows in a tuple is ignored.
-            flush: Ignored: every record is flushed.
+            event_list: Tuples (name, value, step); further elements of a tuple are ignored.
+            flush: Has no effect, because every record is flushed.
         """
         for name, value, step, *_ in event_list:
             for sink in self.sinks:
@@ -49,7 +49,7 @@ class EventWriter:
 
 
 class Sink(ABC):
-    """One place that training records are written to."""
+    """A destination of training records."""
 
     @abstractmethod
     def write(self, record: Mapping[str, float], step: int) -> None:
@@ -57,36 +57,36 @@ class Sink(ABC):
 
         Args:
             record: Name -> value, for example loss, learning rate, gradient norm and loss scale.
-            step: Position on the horizontal axis, growing; DeepSpeed counts samples here.
+            step: Position on the horizontal axis, which must not decrease; DeepSpeed uses the number of samples.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Flush and release what the sink holds. A second call does nothing."""
+        """Flush and release files and connections of the sink. A second call does nothing."""
 
 
 class MonitorSections(Protocol):
-    """What holds the sections: a whole configuration, or DeepSpeed's view of its monitors."""
+    """Interface of an object with the monitor sections: a complete configuration, or DeepSpeed's monitor configuration."""
 
     @property
     def tensorboard(self) -> Tensorboard:
-        """Return the section of TensorBoard."""
+        """Return the section ``tensorboard``."""
 
     @property
     def wandb(self) -> Wandb:
-        """Weights & Biases'."""
+        """Return the section ``wandb`` (Weights & Biases)."""
 
     @property
     def comet(self) -> Comet:
-        """Comet's."""
+        """Return the section ``comet``."""
 
     @property
     def csv_monitor(self) -> CsvMonitor:
-        """That of CSV files."""
+        """Return the section ``csv_monitor`` (CSV files)."""
 
     @property
     def trackio(self) -> Trackio:
-        """Trackio's."""
+        """Return the section ``trackio``."""
 
 
 def build_sinks(config: MonitorSections) -> list[Sink]:
@@ -125,23 +125,23 @@ def _import(section: str, module: str, package: str) -> Any:
 
 
 def _open_folder(name: str, section: Tensorboard | CsvMonitor) -> Folder:
-    """Makes and opens the folder of a file sink. ``output_path`` may be a link, what ``job_name`` names below it is none.
+    """Create and open the folder of a file sink. ``output_path`` may be a symbolic link, ``job_name`` below it must not be one.
 
     Raises:
-        ConfigError: The file system refuses, or there is a link.
+        ConfigError: The folder cannot be created, or ``job_name`` is a symbolic link.
     """
     base = Path(section.output_path or ".").expanduser()
     try:
         return own_files.make_inner(base, section.job_name)
     except OSError as error:
         raise ConfigError(
-            f"`{name}`: the folder {str(base / section.job_name)!r} cannot be used: {error}. Below output_path job_name is a folder, "
-            "and no link to one; name another output_path or job_name"
+            f"`{name}`: the folder {str(base / section.job_name)!r} cannot be used: {error}. job_name must be a folder below output_path, "
+            "not a symbolic link. Set another output_path or job_name"
         ) from error
 
 
 class TensorboardSink(Sink):
-    """TensorBoard event files in `<output_path>/<job_name>`.
+    """A sink that writes TensorBoard event files in `<output_path>/<job_name>`.
 
     Attributes:
         writer: torch's `SummaryWriter`.
@@ -162,7 +162,7 @@ class TensorboardSink(Sink):
 
 
 class WandbSink(Sink):
-    """A Weights & Biases run: the one that is active (a tracker of the user's), else one of its own."""
+    """A sink that logs to the active Weights & Biases run (for example a tracker's); it starts its own run if none is active."""
 
     def __init__(self, section: Wandb) -> None:
         wandb = _import("wandb", "wandb", "wandb")
@@ -172,7 +172,7 @@ class WandbSink(Sink):
     def write(self, record: Mapping[str, float], step: int) -> None:
         if self._own:
             self._run.log(dict(record), step=step)
-        else:  # the owner of the run counts its steps; a step that goes backwards would be dropped
+        else:  # the run's owner counts its steps; wandb drops records with a smaller step
             self._run.log({**record, "hf_zero/step": step})
 
     def close(self) -> None:
@@ -182,10 +182,10 @@ class WandbSink(Sink):
 
 
 class CometSink(Sink):
-    """A Comet experiment, written at most once every `samples_log_interval` steps.
+    """A sink that logs to a Comet experiment, at most once every `samples_log_interval` steps.
 
     Attributes:
-        experiment: comet_ml's object.
+        experiment: The experiment object of comet_ml.
     """
 
     def __init__(self, section: Comet) -> None:
@@ -215,7 +215,7 @@ class CometSink(Sink):
 
 
 class TrackioSink(Sink):
-    """A Trackio run of its own."""
+    """A sink that logs to its own Trackio run."""
 
     def __init__(self, section: Trackio) -> None:
         self._trackio: Any = _import("trackio", "trackio", "trackio")
@@ -231,12 +231,12 @@ class TrackioSink(Sink):
 
 
 class CsvSink(Sink):
-    """One CSV file per name in `<output_path>/<job_name>`, with the columns step and name; later runs append."""
+    """A sink that writes one CSV file per record name in `<output_path>/<job_name>`: columns step and name; later runs append."""
 
     def __init__(self, section: CsvMonitor) -> None:
         self._folder = _open_folder("csv_monitor", section)
         self._files: dict[str, IO[str]] = {}
-        self._taken: dict[str, str] = {}  # file name without regard to capitals -> the record that is written there
+        self._taken: dict[str, str] = {}  # case-folded file name -> name of the record in that file
 
     def write(self, record: Mapping[str, float], step: int) -> None:
         for name, value in record.items():
@@ -250,7 +250,7 @@ class CsvSink(Sink):
         try:
             file = own_files.append_to(self._folder, _numbered(safe, number))
         except OSError as error:
-            raise ConfigError(f"`csv_monitor` cannot write the record {name!r}: {error}. Name another output_path or job_name") from error
+            raise ConfigError(f"`csv_monitor` cannot write the record {name!r}: {error}. Set another output_path or job_name") from error
         if file.tell() == 0:
             csv.writer(file).writerow(["step", name])
         self._files[name] = file
@@ -264,5 +264,5 @@ class CsvSink(Sink):
 
 
 def _numbered(name: str, number: int) -> str:
-    """Return the file of the ``number``-th record whose name comes to ``name``: ``a/b`` and ``a_b``, or ``Loss`` and ``loss``."""
+    """Return the file name of the ``number``-th record with the escaped name ``name`` (``a/b`` and ``a_b``, or ``Loss`` and ``loss``)."""
     return f"{name}.csv" if number == 1 else f"{name}-{number}.csv"

@@ -1,4 +1,4 @@
-"""Logging and spans: one label per phase, shared by the profiler, the ring of recent events and the tests."""
+"""Log messages, and label the phases of an engine for the profiler, the ring buffer of recent events and the tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError, printable
 
 
 class _PrintableFormatter(logging.Formatter):
-    """Tracebacks and names of loggers included: a terminal obeys nothing of what a record says."""
+    """A formatter that escapes control characters, also in tracebacks and logger names, so that no record can control a terminal."""
 
     def format(self, record: logging.LogRecord) -> str:
         return printable(super().format(record))
@@ -31,8 +31,8 @@ if not logger.handlers and not logging.getLogger().handlers:
     logger.propagate = False
 
 
-def _write_out(record: logging.LogRecord) -> bool:
-    """Has a record say nothing that a terminal would obey, whoever prints it; ``errors.printable``."""
+def _escape_message(record: logging.LogRecord) -> bool:
+    """Escape control characters in a record's message (``errors.printable``), for every handler; return True, as a log filter."""
     text = record.getMessage()
     safe = printable(text)
     if safe != text:
@@ -40,40 +40,40 @@ def _write_out(record: logging.LogRecord) -> bool:
     return True
 
 
-logger.addFilter(_write_out)
+logger.addFilter(_escape_message)
 _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL", "WARN", "FATAL", "NOTSET")
 _level = (os.environ.get("HF_ZERO_LOG_LEVEL") or "INFO").upper()
 if _level not in _LEVELS:
     raise ConfigError(f"HF_ZERO_LOG_LEVEL is {os.environ['HF_ZERO_LOG_LEVEL']!r}; {', '.join(_LEVELS[:5])} are allowed")
 logger.setLevel(_level)
-_hushed = False  # nobody is to be told of engines: they are not the user's
+_announcements_off = False  # whether ``announce`` is off, because the engines are not the user's
 
 _RING_SIZE = 64
 _NOTHING = nullcontext()
 _warned: set[str] = set()
 
 
-WAIT = "hf_zero::wait "  # how profiler ranges of waits begin
+WAIT = "hf_zero::wait "  # prefix of profiler ranges of waits
 ISSUED = "hf_zero::issued "
 PHASE = "hf_zero::phase "
 
-_ring: deque[tuple[float, str]] = deque(maxlen=_RING_SIZE)  # when a phase was entered (seconds, monotonic) and its label
-_phases: list[str] = []  # forward, backward or step of the engines that are in one, innermost last
+_ring: deque[tuple[float, str]] = deque(maxlen=_RING_SIZE)  # time of entry (monotonic seconds) and label of recent phases
+_phases: list[str] = []  # "forward", "backward" or "step" of running engines, innermost last
 _listeners: list[Callable[[str], None]] = []
 
 
 class WaitMeter(Protocol):
-    """Whoever adds up how long this rank waits."""
+    """Interface of an object that sums the time that this rank waits."""
 
     def wait(self, kind: str, on_stream: bool) -> AbstractContextManager[Any]:
-        """A wait begins, now, for ``kind``; ``on_stream``: the device's stream may wait in place of the host."""
+        """Begin a wait of ``kind`` and return the context that ends it; ``on_stream``: the device's stream may wait instead of the host."""
 
 
-_meter: WaitMeter | None = None  # of the engine that trains; waits inside a wait are part of it
+_meter: WaitMeter | None = None  # of the training engine; it counts nested waits once
 
 
 def note(phase: str, unit: str = "") -> str:
-    """Records that a phase begins, in the ring and for listeners; returns its label, for example ``hf_zero::gather (layers.3)``."""
+    """Record the beginning of a phase in the ring buffer, call the listeners and return its label, e.g. ``hf_zero::gather (layers.3)``."""
     text = f"hf_zero::{phase} ({unit})" if unit else f"hf_zero::{phase}"
     _ring.append((time.monotonic(), text))
     for listener in _listeners:
@@ -82,18 +82,18 @@ def note(phase: str, unit: str = "") -> str:
 
 
 def span(phase: str, unit: str = "") -> AbstractContextManager[Any]:
-    """A phase with a beginning, now, and an end: a profiler range when a profiler runs, an entry in the ring always."""
+    """Record the beginning of a phase now, and return a context for it: a profiler range if a profiler runs, otherwise an empty one."""
     text = note(phase, unit)
     return torch.autograd.profiler.record_function(text) if torch.autograd.profiler._is_profiler_enabled else _NOTHING
 
 
 def waiting(kind: str, label: str, on_stream: bool = False) -> AbstractContextManager[Any]:
-    """A stretch, from now on, in which this rank does nothing but wait; free unless a profiler runs or a meter is set.
+    """Return a context in which this rank only waits. It costs nothing unless a profiler runs or a meter is set.
 
     Args:
-        kind: What for: gathers, reductions, exchanges, votes, offload.
-        label: As ``note`` gives it; the profiler's range is called ``hf_zero::wait <label>``.
-        on_stream: The device's stream may wait in place of the host, which goes on.
+        kind: Reason of the wait: "gathers", "reductions", "exchanges", "votes" or "offload".
+        label: Label as returned by ``note``; the profiler's range is called ``hf_zero::wait <label>``.
+        on_stream: Whether the device's stream may wait instead of the host, which continues.
     """
     if torch.autograd.profiler._is_profiler_enabled:
         return torch.autograd.profiler.record_function(f"{WAIT}{label.removeprefix('hf_zero::')}")
@@ -101,21 +101,21 @@ def waiting(kind: str, label: str, on_stream: bool = False) -> AbstractContextMa
 
 
 def issued(label: str) -> None:
-    """Marks in a profiler's recording that what ``label`` names is under way from here until it has been waited for."""
+    """Mark in a profile that the collective or copy ``label`` has been issued; it runs until the wait with the same label ends."""
     if torch.autograd.profiler._is_profiler_enabled:
         with torch.autograd.profiler.record_function(f"{ISSUED}{label.removeprefix('hf_zero::')}"):
             pass
 
 
 def set_meter(meter: WaitMeter | None) -> None:
-    """Says who adds up waits from now on; None is nobody."""
+    """Set the object that sums waits from now on; None stops summing."""
     global _meter
     _meter = meter
 
 
 @contextmanager
 def record_labels() -> Iterator[list[str]]:
-    """Collect the labels noted inside the ``with``; trace tests compare them."""
+    """Return a context that yields a list and appends each label noted inside it; trace tests compare the lists."""
     labels: list[str] = []
     with told(labels.append):
         yield labels
@@ -123,7 +123,7 @@ def record_labels() -> Iterator[list[str]]:
 
 @contextmanager
 def told(listener: Callable[[str], None]) -> Iterator[None]:
-    """Calls ``listener`` with each label noted inside the ``with``."""
+    """Call ``listener`` with each label that is noted inside the ``with`` block."""
     _listeners.append(listener)
     try:
         yield
@@ -133,7 +133,7 @@ def told(listener: Callable[[str], None]) -> Iterator[None]:
 
 @contextmanager
 def phase(name: str) -> Iterator[None]:
-    """Says what an engine is doing inside the ``with``: forward, backward or step."""
+    """Set the current phase of an engine inside the ``with`` block: "forward", "backward" or "step"."""
     _phases.append(name)
     recorded = torch.autograd.profiler.record_function(f"{PHASE}{name}") if torch.autograd.profiler._is_profiler_enabled else _NOTHING
     try:
@@ -144,17 +144,17 @@ def phase(name: str) -> Iterator[None]:
 
 
 def current_phase() -> str:
-    """What the innermost engine is doing; empty outside of all."""
+    """Return the phase of the innermost running engine; "" if none runs."""
     return _phases[-1] if _phases else ""
 
 
 def recent_labels() -> list[str]:
-    """Return the labels of the ring, newest last."""
+    """Return the labels in the ring buffer of recent events, newest last."""
     return [text for _, text in list(_ring)]
 
 
 def last_event() -> tuple[float, str]:
-    """Return the label that was noted last, and when, in seconds of the monotonic clock; 0 and "" where there is none."""
+    """Return time (monotonic seconds) and text of the last label; 0 and "" if there is none."""
     ring = list(_ring)
     return ring[-1] if ring else (0.0, "")
 
@@ -173,14 +173,14 @@ def global_rank() -> int:
 
 
 def log_rank0(message: str, *args: object, level: int = logging.INFO) -> None:
-    """Logs on rank 0 only; ``args`` are formatted lazily."""
+    """Log ``message`` on rank 0 only; ``args`` are formatted lazily."""
     if logger.isEnabledFor(level) and global_rank() == 0:
         logger.log(level, message, *args)
 
 
 def announce(message: str) -> None:
-    """Writes a line on rank 0 whatever the level of the log is, as libraries set it too; HF_ZERO_LOG_LEVEL above INFO leaves it out."""
-    if _hushed or global_rank() != 0 or logging.getLevelName(_level) > logging.INFO:
+    """Log a line on rank 0 whatever level other libraries have set; only HF_ZERO_LOG_LEVEL above INFO suppresses it."""
+    if _announcements_off or global_rank() != 0 or logging.getLevelName(_level) > logging.INFO:
         return
     record = logger.makeRecord(logger.name, logging.INFO, __file__, 0, message, (), None)
     if not logger.filter(record):
@@ -194,20 +194,20 @@ def announce(message: str) -> None:
 
 @contextmanager
 def hushed() -> Iterator[None]:
-    """Leaves out what engines announce and log below ERROR inside the ``with``: they are made for a measurement."""
-    global _hushed
-    before, level = _hushed, logger.level
-    _hushed = True
+    """Suppress announcements and messages below ERROR inside the ``with`` block, for engines that are made for a measurement."""
+    global _announcements_off
+    before, level = _announcements_off, logger.level
+    _announcements_off = True
     logger.setLevel("ERROR")
     try:
         yield
     finally:
-        _hushed = before
+        _announcements_off = before
         logger.setLevel(level)
 
 
 def warn_once(message: str) -> None:
-    """Warns once per process for the same text, on rank 0 only."""
+    """Log a warning on rank 0, once per process for the same text."""
     if message not in _warned:
         _warned.add(message)
         log_rank0(message, level=logging.WARNING)

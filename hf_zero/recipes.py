@@ -1,6 +1,6 @@
-"""``hf-zero recipes``: pairs of a DeepSpeed configuration and accelerate's YAML, by task and number of GPUs.
+"""Provide ``hf-zero recipes``: pairs of a DeepSpeed configuration and accelerate's YAML, by task and number of GPUs.
 
-The table is all there is; sizes that depend on the number of GPUs are filled in when a recipe is written. Listing needs no torch.
+All recipes are in one table; sizes that depend on the number of GPUs are computed when a recipe is written. Listing needs no torch.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from hf_zero.errors import ConfigError
 
 Task = Literal["full", "lora", "qlora", "long", "moe"]
 _TRL_LORA = "--use_peft --lora_target_modules all-linear"
-# Flags of TrainingArguments, and for adapters of TRL's scripts. TRL's bf16 has no value by default, so that it takes one.
+# Flags of TrainingArguments, and of TRL's scripts for adapters. TRL's default of bf16 is None, so --bf16 needs a value.
 FLAGS: Mapping[Task, str] = {
     "full": "--bf16 true --gradient_checkpointing",
     "lora": f"--bf16 true --gradient_checkpointing {_TRL_LORA}",
@@ -28,19 +28,19 @@ FLAGS: Mapping[Task, str] = {
 
 @dataclass(frozen=True)
 class Recipe:
-    """Describe a recipe.
+    """A recipe: the settings from which the two files are made.
 
     Attributes:
-        name: As the command takes it.
-        task: Key of ``FLAGS``.
-        gpus: Of all nodes, where ``--gpus`` does not say another number.
-        stage: Of ZeRO.
-        use: When to take it, a few words.
+        name: Name on the command line.
+        task: Kind of training, a key of ``FLAGS``.
+        gpus: Default number of GPUs of all nodes together; ``--gpus`` sets another number.
+        stage: ZeRO stage.
+        use: Short description of the case that the recipe is for.
         zero: Further keys of ``zero_optimization``.
-        nodes: Machines.
-        per_node: Key of ``zero_optimization`` that becomes the GPUs of one node, if any.
-        experts: The ranks share the experts of each layer.
-        sequence: The ranks share the tokens of each sample.
+        nodes: Number of machines.
+        per_node: Key of ``zero_optimization`` that is set to the number of GPUs per node; "" for none.
+        experts: Whether the ranks divide the experts of each layer among them.
+        sequence: Whether the ranks divide the tokens of each sample among them.
     """
 
     name: str
@@ -61,7 +61,7 @@ RECIPES = {
     for recipe in (
         Recipe("full-1", "full", 1, 2, "full fine-tuning on one GPU, masters and moments on the host", _HOST),
         Recipe("full-8", "full", 8, 3, "full fine-tuning on one node, everything sharded"),
-        Recipe("full-8-offload", "full", 8, 3, "as full-8, masters and moments on the host", _HOST),
+        Recipe("full-8-offload", "full", 8, 3, "like full-8, with masters and moments on the host", _HOST),
         Recipe("lora-1", "lora", 1, 2, "LoRA, the base fits one GPU in 16 bit"),
         Recipe("lora-8", "lora", 8, 3, "LoRA, the base is sharded over the GPUs"),
         Recipe("qlora-1", "qlora", 1, 2, "LoRA on a base in 4 bit that fits one GPU"),
@@ -80,7 +80,7 @@ def config_of(recipe: Recipe, gpus: int) -> dict[str, Any]:
 
     Args:
         recipe: The recipe.
-        gpus: Of all nodes.
+        gpus: Number of GPUs of all nodes together.
     """
     zero: dict[str, Any] = {"stage": recipe.stage, **recipe.zero}
     if recipe.stage == 3:
@@ -103,12 +103,12 @@ def config_of(recipe: Recipe, gpus: int) -> dict[str, Any]:
 
 
 def launcher_of(recipe: Recipe, gpus: int, file: Path) -> dict[str, Any]:
-    """Return the content of accelerate's YAML.
+    """Return the content of accelerate's YAML file.
 
     Args:
         recipe: The recipe.
-        gpus: Of all nodes.
-        file: Where the configuration is, absolute.
+        gpus: Number of GPUs of all nodes together.
+        file: Absolute path of the DeepSpeed configuration.
     """
     answers: dict[str, Any] = {"deepspeed_config_file": str(file), "zero3_init_flag": recipe.stage == 3}
     if recipe.nodes > 1:
@@ -134,45 +134,53 @@ def launcher_of(recipe: Recipe, gpus: int, file: Path) -> dict[str, Any]:
 
 
 def command_of(recipe: Recipe, launcher: Path) -> str:
-    """Return the line that starts a script with a recipe's files."""
+    """Return the shell command that starts a script with a recipe's files."""
     far = " --machine_rank N --main_process_ip HOST --main_process_port 29500" if recipe.nodes > 1 else ""
     return f"accelerate launch --config_file {launcher}{far} train.py {FLAGS[recipe.task]}"
 
 
 def remarks_of(recipe: Recipe) -> list[str]:
-    """Return what a person has to know before the start, in lines."""
+    """Return lines with the requirements of a recipe that the user must check before the start."""
     lines = [
-        "train.py is a script on Trainer or TRL: these are its flags; a loop of accelerate sets the same in code and takes the same files."
+        "train.py is a script with Trainer or TRL, with its flags. A loop over accelerate sets the same in code and uses the same files."
     ]
     if recipe.task in ("lora", "qlora"):
-        lines.append("The flags of adapters are those of TRL's scripts (sft.py, dpo.py); another script makes its LoraConfig itself.")
+        lines.append("The flags for adapters are those of TRL's scripts (sft.py, dpo.py); other scripts must make a LoraConfig themselves.")
     if recipe.sequence:
         lines.append(
-            'The model must be loaded with attn_implementation="sdpa", as the YAML says; sequences are a multiple of the GPUs long.'
+            'Load the model with attn_implementation="sdpa", as in the YAML; the length of sequences must be a multiple of the GPUs.'
         )
     if recipe.experts:
-        lines.append("The number of experts of a layer must be a multiple of the GPUs (expert_parallel.autoep_size in ds.json, if not).")
+        lines.append(
+            "The number of experts of a layer must be a multiple of the GPUs; if not, set a smaller expert_parallel.autoep_size in ds.json."
+        )
     if recipe.nodes > 1:
-        lines.append(f"Start the line on each of the {recipe.nodes} machines: N is 0 to {recipe.nodes - 1}, HOST the address of machine 0.")
+        lines.append(
+            f"Run the command on each of the {recipe.nodes} machines: N is 0 to {recipe.nodes - 1}, HOST is the address of machine 0."
+        )
     return lines
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    parser.add_argument("name", nargs="?", choices=list(RECIPES), metavar="NAME", help="the recipe; without one all are listed")
-    parser.add_argument("--gpus", type=int, metavar="N", help="GPUs of all machines, where they are not the recipe's")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="write ds.json and accelerate.yaml there; without it both are printed")
+    parser.add_argument(
+        "name", nargs="?", choices=list(RECIPES), metavar="NAME", help="name of the recipe; without it all recipes are listed"
+    )
+    parser.add_argument("--gpus", type=int, metavar="N", help="number of GPUs of all machines together (default: the recipe's)")
+    parser.add_argument(
+        "--out", type=Path, metavar="DIR", help="folder to write ds.json and accelerate.yaml to; without it both are printed"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """List the recipes, print one, or write its two files and print the command to run; return 0.
 
     Raises:
-        ConfigError: ``--gpus`` does not fit the recipe, or a file of that name is there already.
+        ConfigError: ``--gpus`` does not fit the recipe, or one of the files exists already.
     """
     if options.name is None:
         if options.gpus is not None or options.out is not None:
-            raise ConfigError(f"recipes: --gpus and --out need the NAME of a recipe: {', '.join(RECIPES)}")
+            raise ConfigError(f"recipes: --gpus and --out need the NAME of a recipe; allowed are {', '.join(RECIPES)}")
         print(_table())
         return 0
     recipe = RECIPES[options.name]
@@ -201,7 +209,7 @@ def _gpus(recipe: Recipe, wanted: int | None) -> int:
     least = 2 * recipe.nodes if recipe.nodes > 1 else 2 if recipe.experts or recipe.sequence else 1
     if gpus < least or gpus % recipe.nodes:
         each = f", a multiple of its {recipe.nodes} machines" if recipe.nodes > 1 else ""
-        raise ConfigError(f"--gpus is {gpus}; {recipe.name} takes {least} or more{each}")
+        raise ConfigError(f"--gpus is {gpus}; {recipe.name} needs {least} or more{each}")
     return gpus
 
 

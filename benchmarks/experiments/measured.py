@@ -84,7 +84,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 class MeasuredAccelerator(accelerate.Accelerator):
-    """Accelerate's Accelerator, which also writes ``measured`` into results.json when the training ends."""
+    """Accelerate's Accelerator, which also writes ``measured`` into results.json when the script frees the objects that it has trained."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -102,8 +102,8 @@ class MeasuredAccelerator(accelerate.Accelerator):
         self.measured_objects = prepared[:2]
         return prepared
 
-    def end_training(self) -> None:
-        """Measure, and end the training; collective."""
+    def free_memory(self, *objects: Any) -> Any:
+        """Measure, and free the objects; collective."""
         model, optimizer = self.measured_objects
         sizes = [peak_memory_bytes(self.device), measured_state_bytes(model, optimizer)]
         peak, state = self.gather(torch.tensor([sizes], device=self.device)).amax(dim=0).tolist()
@@ -124,7 +124,8 @@ class MeasuredAccelerator(accelerate.Accelerator):
         if self.is_main_process:
             results = json.loads(path.read_text(encoding="utf-8"))
             path.write_text(json.dumps(results | {"measured": found}, indent=1) + "\n", encoding="utf-8")
-        super().end_training()
+        del model, optimizer, self.measured_objects
+        return super().free_memory(*objects)
 
 
 def main() -> None:

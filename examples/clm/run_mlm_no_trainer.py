@@ -215,9 +215,7 @@ def main() -> None:
     micro_steps = math.ceil(math.ceil(len(train_data) / batch_size) / accelerator.num_processes)
     per_epoch = math.ceil(micro_steps / accumulation)
     counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
-    say(
-        f"{len(train_data):,} samples to train, {len(eval_data):,} to evaluate; {counts.steps:,} steps on {accelerator.num_processes} ranks"
-    )
+    say(f"{len(train_data):,} samples to train, {len(eval_data)} to evaluate; {counts.steps} steps on {accelerator.num_processes} ranks")
     if config.get("train_micro_batch_size_per_gpu") == "auto":
         config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
     options = {"collate_fn": default_data_collator, "generator": torch.Generator().manual_seed(args.seed)}
@@ -238,6 +236,8 @@ def main() -> None:
             # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
             transformers.integrations.deepspeed.unset_hf_deepspeed_config()
             fill_in(args.output_dir)
+    del model, prepared
+    accelerator.free_memory()  # a DDP model that outlives its group may wait for ever for a thread of gloo
     accelerator.end_training()
 
 

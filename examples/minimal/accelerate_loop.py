@@ -7,7 +7,7 @@ from pydoc_data.topics import topics  # text that every Python carries: the lang
 
 import torch
 from accelerate import Accelerator
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer
 
 from hf_zero import ZeroPlugin
@@ -26,15 +26,15 @@ config = AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)
 model = AutoModelForCausalLM.from_config(config)
 
 tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
-samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[: STEPS * 16]]
+samples = TensorDataset(tokens[: STEPS * 16 * LENGTH].view(-1, LENGTH))
 loader = DataLoader(samples, batch_size=8, shuffle=True)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
 
 # Here ZeRO takes over: each rank keeps its share of weights, gradients and optimizer state, and sees its share of the batches.
 model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-for step, batch in enumerate(loader, start=1):
-    loss = model(**batch).loss
+for step, (block,) in enumerate(loader, start=1):
+    loss = model(input_ids=block, labels=block).loss
     accelerator.backward(loss)
     accelerator.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()

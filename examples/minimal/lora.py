@@ -18,7 +18,7 @@ LENGTH = 64
 # Stands in for a pretrained model, with random weights. With a BASE of your own this block goes.
 if int(os.environ["RANK"]) == 0:
     torch.manual_seed(0)
-    tokenizer = ByT5Tokenizer()
+    letters = ByT5Tokenizer()
     shape = {
         "n_positions": LENGTH,
         "n_layer": 2,
@@ -28,8 +28,8 @@ if int(os.environ["RANK"]) == 0:
         "eos_token_id": 1,
         "initializer_range": 0.1,
     }
-    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=len(tokenizer), **shape)).save_pretrained(BASE)
-    tokenizer.save_pretrained(BASE)
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=len(letters), **shape)).save_pretrained(BASE)
+    letters.save_pretrained(BASE)
 
 # Before the model: at stage 3 no rank ever holds it whole.
 args = ZeroTrainingArguments(
@@ -46,8 +46,8 @@ args = ZeroTrainingArguments(
 torch.distributed.barrier()  # until the first rank has written BASE
 
 tokenizer = AutoTokenizer.from_pretrained(BASE)
-model = AutoModelForCausalLM.from_pretrained(BASE)
-model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
+base = AutoModelForCausalLM.from_pretrained(BASE)
+model = get_peft_model(base, LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM"))
 if args.process_index == 0:
     model.print_trainable_parameters()
 

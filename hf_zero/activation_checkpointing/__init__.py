@@ -1,4 +1,4 @@
-"""Activation checkpointing whose saved inputs may be divided over the ranks of a model axis, and activations that wait on the host."""
+"""Checkpoint activations: divide saved inputs over the ranks of a model axis, or keep saved activations in host memory."""
 
 from hf_zero.activation_checkpointing.random_states import RandomStates, random_states, seed_model_parallel
 from hf_zero.activation_checkpointing.recompute import checkpoint, configure, is_configured, reset

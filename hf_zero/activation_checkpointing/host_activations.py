@@ -1,14 +1,14 @@
-"""Keep tensors that functions save for backward on the host between forward and backward.
+"""Keep tensors that autograd functions save for backward in host memory between forward and backward.
 
-[Note: two groups on the device] What is saved between two calls of ``advance`` is a group: the activations of a block, or the inputs of a
-checkpointed function. When a group is complete its copies to the host begin, in a lane beside the computation. When the group after it is
-complete as well the computing stream waits for these copies, and the group's memory is free for the next one. So two groups are on
-the device at most, and the last group of a forward, which backward wants first, is never moved. Backward fetches a whole group while it
-computes in the group after it; a tensor that several functions have saved is moved once.
+[Note: two groups on the device] The tensors that are saved between two calls of ``advance`` form a group: the activations of a block, or
+the inputs of a checkpointed function. When a group is complete, its copies to the host begin, in a stream beside the computing stream. When
+the next group is complete too, the computing stream waits for these copies, and the first group's device memory is freed. So at most two
+groups are on the device, and the last group of a forward, which backward reads first, is never moved. Backward fetches a complete group
+while it computes in the following group. A tensor that several functions have saved is moved once.
 
-[Note: saved and changed] torch looks whether a saved tensor was written before backward reads it, but not where hooks pack it. The
-copies here are made later than the tensor was saved, so the same question is asked here: the versions are compared when the device has
-copied, or when the tensor is read where nothing was copied.
+[Note: saved and changed] torch checks whether a saved tensor was modified before backward reads it, but not for tensors that hooks pack.
+The copies here are made later than the tensor was saved, so this module makes the check: it compares version counters after the device has
+copied, or, for a tensor without a copy, when it is read.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from hf_zero.memory.residents import is_resident
 from hf_zero.system.planning import has_values
 
 LEAST_BYTES = 4096
-"""Smaller memory stays on the device: on the host it would take a page."""
+"""Smallest storage in bytes that is moved; a smaller one would take a complete page on the host."""
 
-_MOST_UNUSED = 4  # bytes of a storage for each byte of a tensor in it, up to which the complete storage is moved
+_MOST_UNUSED = 4  # a complete storage is moved if it has at most so many bytes per byte of the tensor
 _MOVERS = ("save_on_cpu.__init__.<locals>.pack_to_cpu", "OffloadActivations.__init__.<locals>.pack_tensor")
 
 
@@ -44,19 +44,19 @@ def moves_to_host(pack: Callable[..., Any]) -> bool:
 
 @dataclass(eq=False)
 class _Piece:
-    """Device memory that functions have saved.
+    """A piece of device memory with tensors that functions have saved.
 
     Attributes:
-        device: Where it is from.
-        pool: Gets the host memory back with the last reference to this object: a second backward may read it again.
-        source: All of the memory, (n,), until it was moved.
-        version: Of ``source`` when it was saved.
-        users: Saved tensors in it that no backward has read yet.
-        host: The copy, (n,), page-locked where possible.
-        block: Memory of ``host``.
-        fetched: All of the memory, (n,), on the device again, or on its way.
-        arrived: After the copy back; None after the computing stream was ordered behind it.
-        changed: The source was written to after it had been saved.
+        device: Device of the saved tensors.
+        pool: Pool of host memory; ``block`` is returned to it with the last reference to this object, because a second backward may read.
+        source: The device memory as a tensor (n,); None after it was moved.
+        version: Version counter of ``source`` when it was saved.
+        users: Number of saved tensors in this piece that no backward has read yet.
+        host: Copy on the host, (n,), in page-locked memory where possible; None before it is made.
+        block: Block of host memory that ``host`` is a view of.
+        fetched: Device memory (n,) that is copied back from the host; None before it is needed.
+        arrived: Event after the copy to ``fetched``; None once the computing stream waits for it.
+        changed: Whether the source was modified after it was saved.
     """
 
     device: torch.device
@@ -71,18 +71,18 @@ class _Piece:
     changed: bool = False
 
     def used(self) -> None:
-        """Note that one of the saved tensors was read or has gone; after the last one let the device memory go."""
+        """Record that one of the saved tensors was read or freed; after the last one free the device memory."""
         self.users -= 1
         if self.users <= 0:
             self.leave_device()
 
     def leave_device(self) -> None:
-        """Drop the device memory, unless there is no copy of it."""
+        """Free the device memory if there is a copy on the host."""
         if self.host is not None:
             self.source = self.fetched = None
 
     def check(self) -> None:
-        """Compare versions, see [Note: saved and changed]."""
+        """Compare the version counters, and set ``changed`` if they differ; see [Note: saved and changed]."""
         self.changed |= self.source is not None and self.source._version != self.version
 
     def __del__(self) -> None:
@@ -92,12 +92,12 @@ class _Piece:
 
 @dataclass(eq=False)
 class _Group:
-    """What was saved between two calls of ``advance``.
+    """The pieces that were saved between two calls of ``advance``.
 
     Attributes:
         place: Position in the order of groups.
-        pieces: Its pieces; one that was saved again is in several groups.
-        marks: After copies under way, out or back.
+        pieces: Weak references to the pieces; a piece that was saved again is in several groups.
+        marks: Events after the copies that are running, to or from the host.
         held: Device memory that these copies use.
     """
 
@@ -107,16 +107,16 @@ class _Group:
     held: list[Tensor] = field(default_factory=list)
 
     def alive(self) -> list[_Piece]:
-        """Return the pieces that a backward may still want."""
+        """Return the pieces that a backward may still read."""
         return list({id(piece): piece for refers in self.pieces if (piece := refers()) is not None}.values())
 
 
 @dataclass(eq=False)
 class SavedOnHost:
-    """A saved tensor, and where in a piece it lies: ``offset`` in elements, with the strides that it had.
+    """The position of a saved tensor in a piece: its ``offset`` in elements, and its size and strides.
 
     Attributes:
-        spread: The elements lay apart in a larger storage; the piece has them without gaps.
+        spread: Whether the tensor was a small part of its storage, with gaps between its elements; the piece has no gaps.
     """
 
     piece: _Piece
@@ -135,17 +135,17 @@ class SavedOnHost:
 
 @dataclass
 class SavedHere:
-    """A saved tensor that stays where it is, and its version."""
+    """A saved tensor that is not moved, and its version counter when it was saved."""
 
     tensor: Tensor
     version: int
 
 
 @dataclass
-class _Side:
-    """What a device has beside the computation: a lane for copies in both directions, and memory on the host.
+class _CopyResources:
+    """The copy stream of a device, for both directions, and its pool of host memory.
 
-    All copies from and to the memory are the lane's, so a block may be filled again before it has been read.
+    All copies to and from the pool run in this one stream, so a block may be reused before an earlier copy from it has finished.
     """
 
     lane: CopyLane
@@ -153,17 +153,17 @@ class _Side:
 
 
 class HostActivations:
-    """A pair of hooks for saved tensors, ``save`` and ``load``, that keeps them on the host.
+    """A pair of saved-tensor hooks, ``save`` and ``load``, that keeps the tensors in host memory until backward.
 
-    Parameters, memory that is marked as resident, tensors that are on the host already and small ones stay as they are.
+    Parameters, memory that is marked as resident, tensors that are on the host already and small tensors are not moved.
 
     Args:
-        copies_always: Copy what is on the host, too (for tests).
+        copies_always: Whether tensors that are on the host already are copied too (for tests).
     """
 
     def __init__(self, copies_always: bool = False) -> None:
         self.copies_always = copies_always
-        self._sides: dict[torch.device, _Side] = {}
+        self._resources: dict[torch.device, _CopyResources] = {}
         self._groups = [_Group(0)]  # the last one is not complete
         self._known: dict[int, ReferenceType[_Piece]] = {}  # by storage, while its piece has a source
         self._under_way: list[_Group] = []  # groups with marks
@@ -184,11 +184,11 @@ class HostActivations:
         self._reading = None
 
     def forget(self) -> None:
-        """Let the device memory of copies under way go, such as after an evaluation with gradients on."""
+        """Free the device memory of running copies, for example after an evaluation with gradients enabled."""
         self._settle(leave=True)
 
     def save(self, tensor: Tensor) -> SavedOnHost | SavedHere:
-        """Return what takes the tensor's place in the graph; the tensor keeps its memory until its group is moved."""
+        """Return the object that the graph keeps instead of the tensor; the device memory stays until the tensor's group is moved."""
         if self._stays(tensor):
             return SavedHere(tensor.detach(), tensor._version)
         piece, offset, spread = self._piece_of(tensor)
@@ -209,10 +209,10 @@ class HostActivations:
         return tensor.untyped_storage().nbytes() < LEAST_BYTES or is_resident(tensor)
 
     def _piece_of(self, tensor: Tensor) -> tuple[_Piece | None, int, bool]:
-        """Return the piece that holds ``tensor``, where it begins there, and whether it lies there without the gaps that it has.
+        """Return the piece that holds ``tensor``, the offset of the tensor in it, and whether the piece omits gaps between its elements.
 
-        A storage is moved as it is, so that the tensor's strides are the same in backward: kernels choose the order of their sums by them.
-        A tensor that is a small part of its storage is copied at once, and the storage is free.
+        A complete storage is moved, so that the tensor has the same strides in backward, because kernels choose the order of their sums by
+        strides. A tensor that is a small part of its storage is copied at once, which frees the storage.
         """
         storage, width = tensor.untyped_storage(), tensor.element_size()
         known = self._known.get(storage._cdata)
@@ -221,7 +221,7 @@ class HostActivations:
             piece.check()
             if not piece.changed and tensor._version == piece.version:
                 return piece, int(tensor.storage_offset()), False
-        pool = self._side(tensor.device).pool
+        pool = self._resources_of(tensor.device).pool
         moved = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         values = tensor.detach().as_strided(moved, tensor.stride())
         if storage.nbytes() <= _MOST_UNUSED * values.numel() * width and storage.nbytes() % width == 0:
@@ -235,19 +235,19 @@ class HostActivations:
         return _Piece(tensor.device, pool, source, source._version), 0, True
 
     def _copy_out(self, group: _Group, pieces: Iterable[_Piece]) -> None:
-        """Begin to copy what has no copy on the host yet."""
+        """Begin to copy to the host the pieces that have no copy there yet."""
         leaving = [(piece, piece.source) for piece in pieces if piece.host is None and piece.source is not None]
         leaving = [(piece, source) for piece, source in leaving if source.nbytes >= LEAST_BYTES]
         for device in {piece.device for piece, _ in leaving}:
-            side = self._side(device)
-            with side.lane.entered():
+            resources = self._resources_of(device)
+            with resources.lane.entered():
                 for piece, source in leaving:
                     if piece.device == device:
-                        piece.block = side.pool.take(source.nbytes)
+                        piece.block = resources.pool.take(source.nbytes)
                         piece.host = piece.block[: source.nbytes].view(source.dtype)
                         piece.host.copy_(source, non_blocking=True)
                         group.held.append(source)
-                self._begun(group, side.lane.mark())
+                self._begun(group, resources.lane.mark())
 
     def _begun(self, group: _Group, mark: Mark) -> None:
         group.marks.append(mark)
@@ -256,10 +256,10 @@ class HostActivations:
     # -- backward -----------------------------------------------------------------------------------------------------
 
     def load(self, saved: SavedOnHost | SavedHere) -> Tensor:
-        """Return the tensor on its device again; begins to fetch the group that was saved before its own.
+        """Return the saved tensor on its device, and begin to fetch the group that was saved before its own.
 
         Raises:
-            StateError: It was written to after it had been saved.
+            StateError: The tensor was modified after it was saved.
         """
         if isinstance(saved, SavedHere):
             if saved.tensor._version != saved.version:
@@ -277,7 +277,7 @@ class HostActivations:
             piece.arrived = None
         memory = piece.source if piece.source is not None else piece.fetched
         if memory is None:
-            raise StateError("a tensor that was saved on the host was fetched and is not on its device")
+            raise StateError("a tensor that was saved on the host is not on its device although it was fetched; please report this error")
         tensor = _spread(memory, saved) if saved.spread else memory.view(saved.dtype).as_strided(saved.size, saved.stride, saved.offset)
         if not saved.loaded:
             saved.loaded = True
@@ -287,7 +287,7 @@ class HostActivations:
         return tensor
 
     def _read(self, group: _Group) -> None:
-        """Fetch a group that backward enters, and begin to fetch the one before it."""
+        """Fetch a group that backward enters, and begin to fetch the group before it."""
         if self._reading is group:
             return
         self._reading = group
@@ -300,11 +300,11 @@ class HostActivations:
                 break
 
     def _fetch(self, pieces: Iterable[_Piece], group: _Group | None = None) -> None:
-        """Begin to copy pieces back that are not on the device; without a ``group`` the computing stream waits for them at once."""
+        """Begin to copy pieces back that are not on the device; without ``group`` the computing stream waits for them immediately."""
         absent = [(piece, piece.host) for piece in pieces if piece.source is None and piece.fetched is None and piece.host is not None]
         for device in {piece.device for piece, _ in absent}:
-            lane = self._side(device).lane
-            # Memory of the stream that computes, which will free it.
+            lane = self._resources_of(device).lane
+            # Allocate in the computing stream, which will free the memory.
             there = [(piece, host, torch.empty_like(host, device=device)) for piece, host in absent if piece.device == device]
             with lane.entered():
                 for _, host, fetched in there:
@@ -319,10 +319,10 @@ class HostActivations:
                 self._begun(group, mark)
 
     def _settle(self, leave: bool) -> None:
-        """Order the computing stream behind the copies under way.
+        """Let the computing stream wait for the running copies.
 
         Args:
-            leave: The memory of groups that were copied out leaves the device.
+            leave: Whether to free the device memory of groups that were copied to the host.
         """
         for group in self._under_way:
             for mark in group.marks:
@@ -334,10 +334,10 @@ class HostActivations:
             group.marks, group.held = [], []
         self._under_way = []
 
-    def _side(self, device: torch.device) -> _Side:
-        if device not in self._sides:
-            self._sides[device] = _Side(CopyLane(device), HostPool(HostMemory(device)))
-        return self._sides[device]
+    def _resources_of(self, device: torch.device) -> _CopyResources:
+        if device not in self._resources:
+            self._resources[device] = _CopyResources(CopyLane(device), HostPool(HostMemory(device)))
+        return self._resources[device]
 
 
 def _overlaps(tensor: Tensor) -> bool:
@@ -351,7 +351,7 @@ def _overlaps(tensor: Tensor) -> bool:
 
 
 def _spread(values: Tensor, saved: SavedOnHost) -> Tensor:
-    """Return the tensor with its strides, made of ``values``, (n,), which have no gaps."""
+    """Return the saved tensor with its original strides, filled from ``values`` (n,), which have no gaps."""
     moved = [1 if stride == 0 else size for size, stride in zip(saved.size, saved.stride, strict=True)]
     tensor = torch.empty_strided(moved, saved.stride, dtype=saved.dtype, device=values.device)
     return tensor.copy_(values.view(moved)).as_strided(saved.size, saved.stride)
@@ -360,6 +360,6 @@ def _spread(values: Tensor, saved: SavedOnHost) -> Tensor:
 def _changed(shape: Iterable[int]) -> StateError:
     return StateError(
         f"a tensor of shape {tuple(shape)} that a function had saved for backward was modified by an inplace operation before backward "
-        "read it, and activations are moved to the host (save_on_cpu, activation_offloading, offload of gradient checkpointing, "
-        "cpu_checkpointing). Compute into a new tensor, or clone it before"
+        "read it, while activations are moved to the host (save_on_cpu, activation_offloading, offload of gradient checkpointing, "
+        "cpu_checkpointing). Compute into a new tensor, or clone the tensor before the operation"
     )

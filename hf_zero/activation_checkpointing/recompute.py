@@ -1,8 +1,8 @@
-"""``checkpoint(function, *args)``: recompute in backward instead of keeping activations.
+"""Recompute a function in backward instead of keeping its activations: ``checkpoint(function, *args)``.
 
-``torch.utils.checkpoint`` (not reentrant) recomputes. It saves the inputs through torch's saved-tensor hooks, which is where they
-are moved to the host or divided; and it takes a context for forward and one for recomputation, which is where the named
-random states, synchronisation and timing come in.
+``torch.utils.checkpoint`` (not reentrant) recomputes. It saves the inputs through torch's saved-tensor hooks; hooks of this module move
+them to the host or divide them over ranks. It also takes one context for forward and one for recomputation; contexts of this module restore
+the named random states, synchronise the device and measure the time.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from hf_zero.observe import log_rank0, span
 
 @dataclass
 class SavedPart:
-    """One rank's part of an input: its shape, its number of elements, and the padded part or where that rests."""
+    """One rank's part of a saved input: shape and number of elements of the input, and the padded part (or its copy on the host)."""
 
     shape: torch.Size
     numel: int
-    part: Any  # Tensor, or what HostActivations makes of it
+    part: Any  # Tensor, or the result of HostActivations.save
 
 
-def keeps(tensor: Tensor) -> bool:
-    """Return whether an input stays as it is: weights live anyway, and integers and single numbers are not worth moving."""
+def is_saved_unchanged(tensor: Tensor) -> bool:
+    """Return whether an input is saved unchanged: parameters stay in memory anyway; integers and single numbers are too small."""
     return isinstance(tensor, Parameter) or not tensor.is_floating_point() or tensor.numel() < 2
 
 
 class DividedInputs:
-    """Keeps this rank's part of each input; the ranks of the axis hold equal inputs and gather them in backward.
+    """A pair of saved-tensor hooks that keeps this rank's part of each input; ranks of the axis have equal inputs, gathered in backward.
 
     Args:
-        collectives: The model axis.
+        collectives: Collectives of the model axis.
     """
 
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
 
     def save(self, tensor: Tensor) -> Any:
-        """Return the tensor itself when it stays, else a ``SavedPart`` with a part of its own memory."""
-        if keeps(tensor) or tensor.numel() < self.collectives.world:
+        """Return the tensor itself if ``is_saved_unchanged``, else a ``SavedPart`` with a copy of this rank's part."""
+        if is_saved_unchanged(tensor) or tensor.numel() < self.collectives.world:
             return tensor
         world, rank = self.collectives.world, self.collectives.rank
         length = -(-tensor.numel() // world)
@@ -72,7 +72,7 @@ class DividedInputs:
 
 
 class _Checkpointing:
-    """The settings of this process, and where inputs rest."""
+    """Checkpointing settings of this process, and the hooks that save inputs accordingly."""
 
     def __init__(self, settings: ActivationCheckpointing, collectives: Collectives | None) -> None:
         self.settings = settings
@@ -108,12 +108,12 @@ _by_script = False
 
 
 def configure(settings: ActivationCheckpointing, collectives: Collectives | None = None, *, by_script: bool = True) -> None:
-    """Sets what ``checkpoint`` does from here on; functions that are already checkpointed keep what they were saved with.
+    """Set how ``checkpoint`` saves inputs from now on; calls that are already checkpointed keep their settings.
 
     Args:
-        settings: The section of the configuration that says what to do.
-        collectives: The model axis that ``partition_activations`` means; without one, or with one rank, inputs stay whole.
-        by_script: An engine, which reads a configuration, says False: then settings that a script made stay.
+        settings: The section ``activation_checkpointing`` of the configuration.
+        collectives: The model axis over which ``partition_activations`` divides inputs; None or one rank divides nothing.
+        by_script: Whether a script calls. An engine passes False, which does not replace settings of a script.
     """
     global _present, _configured, _by_script
     if by_script or not _by_script:
@@ -126,15 +126,15 @@ def is_configured() -> bool:
 
 
 def reset() -> None:
-    """Frees device memory of inputs on their way to the host; call it between iterations that do not run backward."""
+    """Free the device memory of inputs that are being copied to the host; for iterations that do not run backward."""
     if _present.host is not None:
         _present.host.forget()
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Runs ``function(*args, **kwargs)`` and recomputes it in backward; the result is the same to the bit.
+    """Run ``function(*args, **kwargs)``, and recompute it in backward with bitwise the same result.
 
-    Random numbers repeat in recomputation: the default generators' and the named states' (``random_states``).
+    Recomputation draws the same random numbers, from the default generators and from the named states (``random_states``).
     """
     here = _present
     contexts = _Contexts(here.settings, getattr(function, "__qualname__", type(function).__name__))
@@ -147,14 +147,14 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def checkpoint_on_host(host: HostActivations, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call ``torch.utils.checkpoint.checkpoint``; what it saves of the inputs waits for backward in the memory of ``host``."""
+    """Call ``torch.utils.checkpoint.checkpoint``; ``host`` keeps the inputs that it saves in host memory until backward."""
     host.advance()
     with torch.autograd.graph.saved_tensors_hooks(host.save, host.load):
         return torch.utils.checkpoint.checkpoint(function, *args, **kwargs)
 
 
 class _Contexts:
-    """Makes the contexts of one checkpointed call."""
+    """Factory of the two contexts of one checkpointed call: for forward and for recomputation."""
 
     def __init__(self, settings: ActivationCheckpointing, name: str) -> None:
         self.settings = settings

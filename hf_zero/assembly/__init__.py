@@ -5,10 +5,10 @@
 ``deepspeed/engine.py`` is the class users hold: a subclass with DeepSpeed's names, read-only ones from the tables in
 ``deepspeed/getters.py``, those that do something from ``deepspeed/requests.py``. Libraries attach to ``core/engine.py``.
 
-``assembly/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: who shards, splits the model, shares sequences and experts;
-``policies.py``: policies that are computed from several keys (``core/`` sees the configuration in this form alone; a feature above it,
-such as ``offload/`` or ``profiling/``, is given its own section); ``networks.py``: the collectives of all axes; ``units.py``,
+``assembly/`` makes the parts. ``mesh.py``: the sizes of the axes; ``axes.py``: the ranks that shard, split the model, and share sequences
+and experts; ``policies.py``: policies that are computed from several keys (``core/`` gets the configuration only in this form; a feature
+above it, such as ``offload/`` or ``profiling/``, gets its own section); ``networks.py``: the collectives of all axes; ``units.py``,
 ``gradients.py``, ``optimizers.py``, ``reports.py``, ``attaching.py``, ``parts.py``: the parts themselves; ``log.py``: the log lines. An
-optimizer that steps in its own way adds its step, its exchange of gradients and its clipping by one record (``StepKind``).
+optimizer with its own kind of step provides the step, the exchange of gradients and the clipping in one record (``StepKind``).
 ``deepspeed/initialize.py`` calls them in order.
 """

@@ -25,11 +25,11 @@ from hf_zero.pipeline.generation import WholeGeneration
 
 
 def attach_hooks(module: nn.Module, runtime: Runtime, topology: Topology) -> None:
-    """Put the hooks on the module: those of pipeline stages, and those of the schedule; collective with a pipeline.
+    """Put the hooks of pipeline stages and of the schedule on the module; collective with a pipeline.
 
     Args:
         module: The user's module.
-        runtime: Hooks of the schedule; keeps the others.
+        runtime: Runtime with the hooks of the schedule; it also releases the hooks of the stages.
         topology: Axes of the ranks.
     """
     stages = pipelined(module)
@@ -54,8 +54,8 @@ def attach_generation(module: nn.Module, runtime: Runtime, units: Sequence[Unit]
 
 
 def configure_checkpointing(networks: Networks, config: ZeroConfig) -> None:
-    """Apply the settings of activation checkpointing, which belong to the process; collective if layers are divided otherwise than the
-    model.
+    """Apply the configuration's settings of activation checkpointing to this process; collective if the ranks of a layer are not those of
+    the model axis (with a pipeline).
     """
     if config.activation_checkpointing is None:
         return

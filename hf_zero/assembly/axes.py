@@ -30,8 +30,8 @@ class Axes:
     """Axes of an engine's ranks.
 
     Attributes:
-        mesh: The description that all sources fit.
-        topology: The axis to shard over, with the model axis if there is one.
+        mesh: Sizes of all axes, consistent with all sources.
+        topology: The axis that parameters are sharded over, with the model axis if there is one.
         sequence: Groups of ranks that share their samples; None if sequences are not divided.
     """
 
@@ -41,17 +41,17 @@ class Axes:
 
 
 def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tuple[Axes, dict[str, Any]]:
-    """Return the axes, and the configuration with its batch counted over replicas; collective.
+    """Return the axes of an engine, and the configuration with ``train_batch_size`` counted over replicas; collective.
 
     Args:
         source: The configuration as the user gave it.
-        mpu: Object with groups, or None.
+        mpu: Object of the script that returns process groups, or None.
         mesh: (data-parallel size, sequence-parallel size), or None.
         model: The user's module; it may be split already.
 
     Raises:
         ConfigError: The sources contradict each other, or do not fit the ranks.
-        UnsupportedError: A combination of axes that is not provided.
+        UnsupportedError: The combination of axes is not supported.
     """
     described = mesh_of(source, mpu, mesh, model)
     sequence = _context_parallel(source, mpu, model, described) if described.cp > 1 else sequence_parallel_of(described.sp, mpu)
@@ -65,7 +65,7 @@ def axes_of(source: dict[str, Any], mpu: Any, mesh: Any, model: nn.Module) -> tu
 
 
 def count_samples(source: dict[str, Any], mesh: Mesh) -> dict[str, Any]:
-    """Return ``source`` with a ``train_batch_size`` over replicas, if it was given over all ranks of ``mesh`` or over one group."""
+    """Return ``source`` with ``train_batch_size`` counted over replicas, also if it was given over all ranks or over one group."""
     mistaken = (mesh.ranks, mesh.ranks // mesh.sp, mesh.ranks // mesh.tp, 1) if mesh.sp * mesh.cp > 1 else (mesh.ranks,)
     return count_replicas_once(source, mesh.replicas, mistaken)
 

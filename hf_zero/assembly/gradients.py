@@ -1,4 +1,4 @@
-"""Make the reduction of an engine's gradients: the exchange that configuration and optimizer ask for, and each unit's part of it."""
+"""Make the reduction of an engine's gradients: the exchange that configuration and optimizer require, and the gradients of each unit."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from hf_zero.pipeline.apply import pipeline_of
 
 
 class GradientsBuilder:
-    """Makes the gradients of units and the reducer of an engine. The constructor is collective: it opens the groups of reductions.
+    """Builder of an engine's gradients of units and of its reducer. The constructor is collective: it opens the groups for reductions.
 
     Args:
         module: The user's module, divided by the axes.
         config: The configuration.
         axes: Axes of the ranks.
-        networks: Their networks.
+        networks: Collectives of the axes.
         precision: Element types.
         stage: The ZeRO stage.
-        offloading: Places of gradients whose states are offloaded; only read, once units are made.
-        kind: Parts of the step that belong to the optimizer.
+        offloading: Places of gradients whose optimizer states are offloaded; read after the units are made.
+        kind: Parts of the optimizer step that the optimizer itself provides.
 
     Raises:
-        UnsupportedError: Gradients are to travel as codes, and the optimizer sends them in a form of its own.
+        UnsupportedError: ``zero_quantized_gradients`` is set, but the optimizer sends gradients in its own form.
     """
 
     def __init__(
@@ -102,13 +102,13 @@ class GradientsBuilder:
         if wide != self._policy.accumulation_dtype:  # float64
             own = copy.copy(own)
             own.policy = replace(self._policy, accumulation_dtype=wide)
-        others = self._tied.get(_stages_of(unit)) or self._replicas  # replicas are among those of several stages
+        others = self._tied.get(_stages_of(unit)) or self._replicas  # the ranks of several stages include the replicas
         place = self._offloading.gradient_place(unit)
         sums = GradientSum(unit, own.policy, place) if others is None else ReplicatedSum(unit, own.policy, place, others)
         return UnitGradients(unit, own, self._collector(unit, own.policy, self._pool), sums)
 
     def reducer(self, units: list[Unit]) -> Reducer:
-        """Return the reducer of the gradients of ``units``, which are all that are trained; local."""
+        """Return the reducer of the gradients of ``units``, all trained units of the engine; local."""
         entries = [self.gradients_of(unit) for unit in units]
         overlap = self._config.zero_optimization.overlap_comm is not False
         data = self._networks.collectives.data
@@ -116,8 +116,8 @@ class GradientsBuilder:
         late = partial(data.any_of, unit="late gradients")
         return Reducer(entries, self._exchange, overlap, late, tell, self._networks.topology.device)
 
-    def remember_with(self, optimizer: ShardedOptimizer) -> None:
-        """Let checkpoints of ``optimizer`` hold the errors that codes of gradients leave, if gradients travel as codes; local."""
+    def add_errors_to_checkpoints_of(self, optimizer: ShardedOptimizer) -> None:
+        """Let checkpoints of ``optimizer`` store the quantization errors of gradients, if gradients are sent quantized; local."""
         if isinstance(self._exchange, QuantizedExchange):
             optimizer.memory = self._exchange
 

@@ -21,16 +21,16 @@ from hf_zero.errors import UnsupportedError
 
 @dataclass
 class Joiner:
-    """Puts parameters that join into units of their own, beside the units of their block. See [Note: what is trained].
+    """Builder of units for parameters that join later: each gets a new unit in its block. See [Note: what is trained].
 
     Attributes:
-        builder: Makes the units.
-        runtime: Hooks on the module.
-        reducer: Gradients on their way.
+        builder: Builder of units.
+        runtime: Runtime with the hooks on the module.
+        reducer: Reducer of gradients.
         optimizer: The engine's optimizer.
-        units: All units of the engine; the same list everywhere.
-        gradients_of: Makes the gradients of a unit.
-        largest: Elements of a unit that stays unsharded at stage 3.
+        units: All units of the engine; the engine holds the same list object.
+        gradients_of: Function that makes the gradients of a unit.
+        largest: Largest number of elements of a unit that stays unsharded at stage 3.
         undivided: Ids of the parameters that existed when several ranks divided the model among them; None if each rank has all of it.
     """
 
@@ -42,7 +42,7 @@ class Joiner:
     gradients_of: Callable[[Unit], UnitGradients]
     largest: int
     undivided: frozenset[int] | None
-    _joins: int = 0  # how often parameters have joined; names of units are not repeated
+    _joins: int = 0  # number of calls of join; makes names of units unique
 
     def join(self, joining: Sequence[Joining]) -> list[UnitGradients]:
         """Make units of ``joining``, in the model's order, and train them; collective.
@@ -74,11 +74,11 @@ class Joiner:
         if unknown:
             raise UnsupportedError(
                 f"{', '.join(unknown[:5])}: trained for the first time after initialize(), in a model that several ranks "
-                "hold together (tensor parallelism, pipelines), which is not provided. Add and unfreeze before initialize()"
+                "hold together (tensor parallelism, pipelines), which is not supported. Add and unfreeze parameters before initialize()"
             )
 
     def _by_block(self, joining: Sequence[Joining]) -> list[tuple[Block, list[NamedParam]]]:
-        """Return the blocks that parameters belong to, in the model's order, each with its parameters."""
+        """Return the blocks that the parameters of ``joining`` belong to, in the model's order, each with these parameters."""
         blocks = {block.name: block for block in self.runtime.blocks}
         holders = lowest_modules(self.runtime.module)
         found: dict[int, tuple[Block, list[NamedParam]]] = {}
@@ -107,7 +107,7 @@ class Joiner:
         """Make the gradients of ``units``, and sort the gradients of all units in the model's order."""
         entries = {id(unit): self.gradients_of(unit) for unit in units}
         for unit in units:
-            unit.trained_by = ref(self.runtime)
+            unit.belongs_to = ref(self.runtime)
         known = {id(entry.unit): entry for entry in self.reducer.gradients} | entries
         ordered: list[UnitGradients] = []
         for block in (self.runtime.root, *self.runtime.blocks):

@@ -20,11 +20,12 @@ _ALWAYS_NAMED = "_keep_in_fp32_modules_strict"  # attribute: kept in fp32 in bf1
 def kept_types(module: nn.Module, precision: PrecisionPolicy, patterns: Sequence[str] | None) -> KeptTypes:
     """Return the dtypes of the tensors of ``module`` that its cast to 16 bit skips, by ``id``; empty if nothing is cast to 16 bit.
 
-    The names that a model of transformers or diffusers keeps in fp32 are its own list, read as the library reads it while it loads a model;
-    such a tensor stays as it was loaded. Of ``patterns``, which a configuration asks for, a 16-bit tensor becomes fp32.
+    A model of transformers or diffusers has its own list of names to keep in fp32, which is read as the library reads it while it loads a
+    model; a tensor of this list keeps the dtype that it was loaded in. A 16-bit tensor that matches ``patterns`` of the configuration
+    becomes fp32.
 
-    [Note: norms with statistics] torch computes a batch norm of mixed types with weight, bias and statistics of one type only. So weight
-    and bias have the type of the statistics, which are buffers, where that is not the one that parameters are cast to.
+    [Note: norms with statistics] torch computes a batch norm with 16-bit inputs only if weight, bias and statistics have one dtype. So
+    weight and bias keep the dtype of the statistics, which are buffers, if it differs from the dtype that parameters are cast to.
 
     Args:
         module: The model.
@@ -110,26 +111,26 @@ def _matching(module: nn.Module, search: re.Pattern[str]) -> Iterator[torch.Tens
 
 
 _ABOUT_TYPES = re.compile(r"\bd?types?\b", re.IGNORECASE)
-_SAID = "hf_zero: parameters train in"
+_FIRST_WORDS = "hf_zero: parameters train in"
 _SHOWN = 3
 
 
 def explain_types(engine: Any, error: BaseException, phase: str) -> None:
     """Add to the message of ``error`` which buffers and parameters keep another type, and how to change that; never raises another error.
 
-    A buffer stays in the type it was loaded in. A forward that brings it together with 16-bit activations gets wider ones, and torch's
-    next layer refuses them without saying where they come from.
+    A buffer keeps the dtype that it was loaded in. A forward that combines it with 16-bit activations computes wider activations, and the
+    next layer of torch raises without naming the buffer.
     """
     dtype = engine.precision.param_dtype
     text = str(error)
-    if phase != "forward" or not isinstance(error, RuntimeError) or dtype is None or not _ABOUT_TYPES.search(text) or _SAID in text:
+    if phase != "forward" or not isinstance(error, RuntimeError) or dtype is None or not _ABOUT_TYPES.search(text) or _FIRST_WORDS in text:
         return
     buffers = _others(engine.module.named_buffers(), dtype)
     params = _others(engine.module.named_parameters(), dtype)
     if not (buffers or params):
         return
     name = str(dtype).removeprefix("torch.")
-    lines = [f"{_SAID} {name}."]
+    lines = [f"{_FIRST_WORDS} {name}."]
     if buffers:
         lines.append(
             f"Buffers stay as they were loaded: {_list(buffers)}. Cast them where the forward uses them, load the model in {name} "

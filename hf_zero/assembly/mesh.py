@@ -29,7 +29,7 @@ def mesh_of(source: Mapping[str, Any], mpu: Any = None, mesh_param: Any = None, 
 
     Args:
         source: The configuration as the user gave it.
-        mpu: Object with groups, or None.
+        mpu: Object of the script that returns process groups, or None.
         mesh_param: (data-parallel size, sequence-parallel size), or None.
         model: The user's module; it may be split over ranks already.
 
@@ -75,7 +75,7 @@ def expert_ranks(source: Mapping[str, Any], claims: Iterable[Claim] = ()) -> tup
 
     Args:
         source: The configuration as the user gave it.
-        claims: Further facts about the mesh.
+        claims: Further claims about the mesh.
 
     Raises:
         ConfigError: Sources contradict each other, or do not fit the ranks.
@@ -148,5 +148,5 @@ def require_fit(mesh: Mesh, nodes: Nodes, groups: Mapping[str, int]) -> None:
 
 
 def is_to_split(mesh: Mesh) -> bool:
-    """Return whether a source requests that the model is split over ranks; a script that only passes groups has split its own."""
+    """Return whether a source requests that hf_zero splits the model over ranks; a script that only passes groups has split it itself."""
     return any(claim.axis == "tp" and claim.size > 1 and claim.source != _OF_MPU for claim in mesh.claims)

@@ -1,4 +1,4 @@
-"""Open the networks of one engine: for sharding, in nodes, over experts and over the stages of a pipeline."""
+"""Open the process groups of one engine: for sharding, inside nodes, over experts and over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ class Networks:
         model: Network of the model axis (tensor parallelism, pipelines); None without one.
         experts: Network of the ranks that hold the same experts; None if all ranks hold all experts.
         nodes: The nodes of the ranks.
-        inside: Number of ranks that keep all parameters between them; the complete axis unless the configuration names fewer.
-        everyone: All ranks of the engine, which vote together, including ranks that hold other parts of a model.
+        inside: Number of ranks that together hold all parameters; the complete axis unless the configuration sets fewer.
+        everyone: All ranks of the engine, which vote together; includes the ranks that hold other parts of the model.
 
     Raises:
-        ConfigError: Sizes that do not fit the ranks or their nodes.
+        ConfigError: A size does not fit the ranks or their nodes.
     """
 
     def __init__(self, axes: Axes, config: ZeroConfig) -> None:
@@ -53,11 +53,11 @@ class Networks:
         self.experts = self._open(self.topology.expert_data) if self.topology.expert_data is not None else None
 
     def node(self) -> Collectives:
-        """Return a network of its own for the ranks that keep all parameters between them."""
+        """Open and return a new network of the ranks that together hold all parameters."""
         return self._open(replace(divide_replicas(self.topology, self.topology.world // self.inside), replicate=None))
 
     def borrow(self, topology: Topology) -> Collectives:
-        """Return the ranks of ``topology`` in another group for reductions, until ``give_back``."""
+        """Open and return a second network of the ranks of ``topology``, for reductions; ``give_back`` releases it."""
         collectives = self._open(topology, "reductions")
         borrow(collectives.topology)
         self._borrowed.append(collectives.topology)
@@ -69,7 +69,7 @@ class Networks:
             give_back(self._borrowed.pop())
 
     def hops(self, *, in_node: bool) -> TwoHops | None:
-        """Return the networks inside and over the nodes, if gradients take two hops; otherwise None.
+        """Open the networks inside nodes and between nodes if gradients are reduced in two hops; otherwise return None.
 
         Args:
             in_node: Whether parameters stay inside a group of ranks, while gradients are sharded over all ranks.
@@ -86,11 +86,11 @@ class Networks:
             size = self._per_node
         axes = divide_replicas(self.topology, world // size) if 1 < size < world else self.topology
         if axes is self.topology or axes.replicate is None:
-            return None  # a node, or one rank of each
+            return None  # one node, or one rank per node
         return TwoHops(self.borrow(replace(axes, replicate=None)), self.borrow(axes.replicate))
 
     def stages(self, sets: list[tuple[int, ...]]) -> dict[tuple[int, ...], Collectives]:
-        """Return the networks of the pipeline stages that hold a parameter together, with replicas of its shards, by these stages."""
+        """Open a network for each set of pipeline stages that share a tied parameter (with replicas of its shards); return them by set."""
         return {stages: open_collectives(stages_together(self.topology, stages)) for stages in sets}
 
     def _open(self, topology: Topology, purpose: Purpose = "gathers") -> Collectives:

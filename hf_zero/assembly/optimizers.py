@@ -45,8 +45,8 @@ def inner_optimizer(
         device: Device of the engine.
 
     Raises:
-        ConfigError: ``client`` is neither, or refused by the configuration, or the configuration's optimizer cannot be made.
-        UnsupportedError: The configuration asks for fp32 moments beside masters in bf16, and the optimizer keeps others.
+        ConfigError: ``client`` is of another type, the configuration refuses it, or the configuration's optimizer cannot be made.
+        UnsupportedError: The configuration requires fp32 moments with bf16 masters, but the optimizer keeps moments of another dtype.
     """
     trainable = [param for param in module.parameters() if param.requires_grad]
     params = list(model_parameters) if model_parameters is not None else trainable
@@ -89,7 +89,7 @@ def _require_host_optimizer(client: torch.optim.Optimizer, resolved: ResolvedCon
 
 
 def _require_fp32_moments(inner: torch.optim.Optimizer, config: ZeroConfig) -> None:
-    """Raise if the configuration asks for fp32 moments beside masters in bf16 and the optimizer makes others.
+    """Raise if the configuration requires fp32 moments with bf16 masters, but the optimizer makes moments of another dtype.
 
     Raises:
         UnsupportedError: The optimizer makes its states in the dtype of its parameters, as the classes of ``torch.optim`` do.
@@ -116,16 +116,16 @@ def sharded_optimizer(
     whole: bool,
     experts: Collectives | None = None,
 ) -> ShardedOptimizer:
-    """Return the optimizer that users hold.
+    """Return the optimizer object that the engine exposes to users: a wrapper of ``inner`` over units.
 
     Args:
         inner: The torch optimizer that does the arithmetic.
         units: Trainable units.
         stage: The ZeRO stage.
         collectives: The data-parallel axis.
-        state_store: Store of masters and moments; None is the device.
+        state_store: Store of masters and moments; None keeps them on the device.
         whole: Whether ``inner`` needs parameters in their own shapes.
-        experts: The ranks that hold all experts between them; None where each has all.
+        experts: The ranks that together hold all experts; None if each rank has all experts.
 
     Raises:
         UnsupportedError: 1-bit Adam cannot be combined with one of the other settings.
@@ -136,18 +136,18 @@ def sharded_optimizer(
         return ShardedOptimizer(inner, units, state_store)
     check_topology(stage, collectives.topology)
     if state_store is not None:
-        raise UnsupportedError("OneBitAdam with offload_optimizer is not provided: set its device to none, or use Adam")
+        raise UnsupportedError("OneBitAdam with offload_optimizer is not supported: set offload_optimizer.device to none, or use Adam")
     return OneBitSharded(inner, units, collectives)
 
 
 def steps_whole_tensors(inner: torch.optim.Optimizer, config: ZeroConfig, topology: Topology, stage: StagePolicy) -> bool:
-    """Return whether ``inner`` is to be given whole tensors in place of segments ([Note: whole tensors]).
+    """Return whether ``inner`` must step over whole tensors instead of segments of shards ([Note: whole tensors]).
 
     Raises:
-        ConfigError: The configuration wants tested optimizers only, and ``inner`` is none.
-        UnsupportedError: It needs whole tensors, and these ranks cannot give it some.
+        ConfigError: The configuration allows tested optimizers only, and ``inner`` is not one.
+        UnsupportedError: ``inner`` needs whole tensors, which tensor parallelism or offload to NVMe rules out.
     """
-    experts = topology.expert is not None  # no rank has all of it
+    experts = topology.expert is not None  # no rank has all experts of a layer
     all_here = not experts and (not stage.optimizer_sharded or topology.world == 1)
     split, device = topology.layers.model is not None, config.zero_optimization.offload_optimizer.device
     if stage.stage > 0 and "zero_allow_untested_optimizer" in config.model_fields_set:

@@ -18,12 +18,12 @@ from hf_zero.system.sizes import gib
 _ASKED = re.compile(r"(?:tried to allocate|allocating) (\d+(?:\.\d+)?) ?(\w+)|(\d+) bytes asked for", re.IGNORECASE)
 _UNITS = {"bytes": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 _WORTH = 0.01  # share of the memory of the engine and its model; smaller savings are not listed
-_SAID = "hf_zero: what was alive on rank"
+_FIRST_WORDS = "hf_zero: what was alive on rank"
 _REST = "activations"  # and other allocations since the engine was made
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether a device or the host had no more memory: torch's error, Python's, or that of torch's allocator of host memory."""
+    """Return whether ``error`` is an out-of-memory error of a device or the host: of torch, Python, or torch's allocator of host memory."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or (
         isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
     )
@@ -35,8 +35,8 @@ class Saving:
 
     Attributes:
         change: Text to write into the configuration.
-        nbytes: Bytes of this rank that it saves where memory ran out.
-        how: The arithmetic.
+        nbytes: Bytes that it saves on this rank in the memory that ran out.
+        how: Explanation of the number.
     """
 
     change: str
@@ -49,10 +49,10 @@ class Failure:
     """Memory of a rank when an allocation failed.
 
     Attributes:
-        tier: The tier without memory: device or host.
-        phase: forward, backward or step.
-        books: Bytes by tier and kind.
-        asked: Bytes asked for; 0 where the error does not say.
+        tier: The memory that ran out: "device" or "host".
+        phase: "forward", "backward" or "step".
+        books: Bytes by tier and kind of tensor.
+        asked: Bytes of the failed allocation; 0 if the error does not give them.
     """
 
     tier: str
@@ -61,16 +61,16 @@ class Failure:
     asked: int = 0
 
     def here(self, *kinds: str) -> int:
-        """Return the bytes of ``kinds`` in the tier without memory."""
+        """Return the bytes of ``kinds`` in the memory that ran out."""
         return sum(self.books[self.tier, kind] for kind in kinds)
 
 
 class OutOfMemory:
-    """Adds to an error of a training engine which tensors existed, and which changes would have helped.
+    """An explainer of out-of-memory errors: it adds to the error which tensors existed, and which changes would have saved memory.
 
-    Nothing is counted before an error. The numbers are those of the moment: the engine's holdings are known to the byte, from the same
-    walk over its parts as a plan's; activations are the memory beyond them, and beyond the memory that was taken before the engine was made
-    (the interpreter, other models).
+    Nothing is counted before an error. The numbers are those at the time of the error. The engine's tensors are counted exactly, by the
+    same function that plans use. The memory beyond them, and beyond the memory that was in use before the engine was made (the interpreter,
+    other models), is reported as activations.
 
     Args:
         resolved: The configuration.
@@ -88,21 +88,21 @@ class OutOfMemory:
         The class of the error stays, its text stays in front, and it keeps a single argument, so that a search for "out of memory" finds
         it.
         """
-        if not is_out_of_memory(error) or _SAID in str(error):
+        if not is_out_of_memory(error) or _FIRST_WORDS in str(error):
             return
         try:
-            told = "\n".join(self._lines(engine, error, phase))
-        except Exception as fault:  # the error must not be hidden by the one about it
-            told = f"{_SAID} {observe.global_rank()} cannot be listed: {type(fault).__name__}: {fault}"
+            explanation = "\n".join(self._lines(engine, error, phase))
+        except Exception as fault:  # a failing explanation must not hide the error itself
+            explanation = f"{_FIRST_WORDS} {observe.global_rank()} cannot be listed: {type(fault).__name__}: {fault}"
         text, *more = error.args or ("",)
-        error.args = (f"{text}\n{told}".lstrip("\n"), *more)
+        error.args = (f"{text}\n{explanation}".lstrip("\n"), *more)
 
     def _lines(self, engine: Any, error: BaseException, phase: str) -> Iterator[str]:
         failure = failure_of(engine, error, phase, self._others)
         parts = [f"{kind} {gib(failure.here(kind))}" for kind in KINDS if failure.here(kind)]
         last = _last_block(engine)
         moment = f"{phase} (last block: {last})" if last and phase != "step" else phase
-        yield f"{_SAID} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
+        yield f"{_FIRST_WORDS} {observe.global_rank()} in {moment}, on the {failure.tier}: {', '.join(parts) or 'nothing'}"
         found = sorted(savings(engine, self._resolved, failure), key=lambda saving: -saving.nbytes)
         least = _WORTH * (failure.here(*KINDS) - failure.here("other"))
         worth = [saving for saving in found if saving.nbytes > least]
@@ -116,7 +116,7 @@ class OutOfMemory:
 
 
 def failure_of(engine: Any, error: BaseException, phase: str, others: Mapping[str, int]) -> Failure:
-    """Return the holdings of ``engine`` now, with activations, after ``error``; ``others``: bytes by tier that were allocated before it."""
+    """Return this rank's memory after ``error``, with activations; ``others``: bytes by tier in use before the engine was made."""
     device = engine.collectives.topology.device
     of_host = isinstance(error, MemoryError) or "can't allocate memory" in str(error)
     tier = "host" if of_host or device.type == "cpu" else "device"
@@ -195,7 +195,7 @@ def most_gathered(engine: Any) -> int:
 
 
 def _summed_gradients(engine: Any, failure: Failure) -> int:
-    """Return the bytes of gradients that stay until the step; other gradients are only on their way."""
+    """Return the bytes of gradients that stay in memory until the step; other gradients are temporary."""
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     held = [entry.shard for entry in entries if entry.shard is not None]
     if not engine.stage_policy.optimizer_sharded:

@@ -49,14 +49,14 @@ Explain = Callable[[Any, BaseException, str], None]
 
 
 class PartsBuilder:
-    """Makes the parts of one engine.
+    """Builder of the parts of one engine.
 
     Args:
         module: The user's module, divided by the axes.
         resolved: The configuration.
         axes: Axes of the ranks.
         scaler_kind: Class of the loss scale.
-        listener: Is notified of changes to the parameters at stage 3.
+        listener: Object that is notified of changes to the parameters at stage 3.
 
     Attributes:
         stage: The ZeRO stage.
@@ -111,14 +111,13 @@ class PartsBuilder:
         kind = step_kind(inner, averages=self.config.gradient_allreduce_op != "sum")
         gradients = self._gradients(kind) if inner is not None else None
         reducer = gradients.reducer(trained) if gradients is not None else None
-        # Blocks run many times for a step in a pipeline, and never under reentrant checkpointing, whose gradients do not cross stage
-        # borders.
+        # In a pipeline blocks run many times per step, and never under reentrant checkpointing, whose gradients do not cross stages.
         runtime = Runtime(self.module, root, blocks, schedule, reducer, root_alone=self.topology.pipe is not None)
         scaler = policies.loss_scaler(self.config, self._scaler_kind) if inner is not None else self._scaler_kind(loss_scale=1.0)
         optimizer, stepper = None, None
         if inner is not None and gradients is not None and reducer is not None:
             optimizer = self._optimizer(inner, trained, whole_tensors)
-            gradients.remember_with(optimizer)
+            gradients.add_errors_to_checkpoints_of(optimizer)
             joiner = self._joiner(builder, runtime, reducer, optimizer, units, gradients)
             trained_units = self._trained_units(optimizer, builder, reducer, joiner)
             stepper = self._stepper(runtime, reducer, optimizer, scaler, trained_units, kind)
@@ -180,7 +179,7 @@ class PartsBuilder:
             progress=progress,
             clock=reports.clock,
             reports=reports,
-            checkpoints=EngineCheckpoints(policies.saved_how(config), self.collectives),
+            checkpoints=EngineCheckpoints(policies.checkpoint_settings(config), self.collectives),
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,
@@ -218,7 +217,7 @@ class PartsBuilder:
     ) -> Joiner:
         stays = self.config.zero_optimization.stage3_param_persistence_threshold
         whole = self.topology.model is None
-        # Gradients of a pipeline are in a plan that was made for the parameters trained at the time.
+        # A pipeline has planned its gradients for the parameters that are trained now.
         known = () if self.topology.pipe is not None else self.module.parameters()
         undivided = None if whole else frozenset(id(param) for param in known)
         return Joiner(builder, runtime, reducer, optimizer, units, gradients.gradients_of, stays, undivided)
@@ -233,7 +232,7 @@ class PartsBuilder:
         kind: StepKind,
     ) -> Stepper:
         settings = policies.step_settings(self.config, self.precision, self.stage, kind.max_norm(self.config.gradient_clipping))
-        # If every rank has all of a unit, no rank has the squares of other ranks' experts.
+        # If units are not sharded, no rank has the squared norms of other ranks' experts.
         parts = self.topology.all_parts
         experts = open_collectives(parts) if parts is not None and not self.stage.optimizer_sharded else None
         everyone = self.networks.everyone

@@ -29,7 +29,7 @@ def precision_policy(config: ZeroConfig, sequence_parallel: bool = False) -> Pre
 
     Args:
         config: The configuration.
-        sequence_parallel: Whether sequences are divided over ranks, whose communication has a dtype of its own.
+        sequence_parallel: Whether sequences are divided over ranks; ``seq_parallel_communication_data_type`` applies then.
     """
     message = config.seq_parallel_communication_data_type if sequence_parallel else config.communication_data_type
     low = torch.float16 if config.fp16.enabled else torch.bfloat16 if config.bf16.enabled else None
@@ -77,7 +77,7 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
     (``assembly/gradients.py``).
 
     In fp32 the mean is taken before the sum, where it costs nothing. In bf16 it is taken after the sum, because a division by a number of
-    ranks that is no power of two would round every element of the message. A sum in fp16 soon exceeds 65504, so about the square root of
+    ranks that is not a power of two would round every element of the message. A sum in fp16 soon exceeds 65504, so about the square root of
     N is divided by before the sum and the rest after it. ``prescale_gradients`` divides before in any case, ``gradient_predivide_factor``
     splits the division. ``sharers`` ranks share the sequences of their samples: a "sum" over samples is their mean.
     """
@@ -102,20 +102,20 @@ def gradient_policy(config: ZeroConfig, precision: PrecisionPolicy, stage: Stage
 
 @dataclass(frozen=True)
 class QuantizedUnits:
-    """Units whose messages carry codes: all-gathers (at stage 3) of trained or frozen units, and gradients of trained units."""
+    """The kinds of units with quantized messages: all-gathers (at stage 3) of trained or frozen units, and gradients of trained units."""
 
     trained: bool = False
     frozen: bool = False
     gradients: bool = False
 
     def any(self, frozen: bool) -> bool:
-        """Return whether any message of a unit, frozen or not, carries codes."""
+        """Return whether any message of a frozen (or trained) unit is quantized."""
         return self.frozen if frozen else self.trained or self.gradients
 
 
 def quantized_units(config: ZeroConfig) -> QuantizedUnits:
-    """Return the units that ``zero_quantized_weights`` (all), ``zero_quantized_nontrainable_weights`` (frozen) and ``..._gradients``
-    select.
+    """Return the kinds of units that ``zero_quantized_weights`` (all), ``zero_quantized_nontrainable_weights`` (frozen) and
+    ``zero_quantized_gradients`` (trained) select.
     """
     zero = config.zero_optimization
     frozen = zero.zero_quantized_weights or zero.zero_quantized_nontrainable_weights
@@ -123,13 +123,13 @@ def quantized_units(config: ZeroConfig) -> QuantizedUnits:
 
 
 def error_feedback(config: ZeroConfig) -> ErrorFeedback | None:
-    """Return the settings of ``zeropp_loco_param`` for the errors of gradient codes; None if it is not set."""
+    """Return the error feedback of quantized gradients that ``zeropp_loco_param`` configures; None if it is not set."""
     section = config.zero_optimization.zeropp_loco_param
     return None if section is None else ErrorFeedback(section.err_beta, section.reset_T)
 
 
 def _headroom(world: int) -> int:
-    """Return the smallest power of two from the square root of ``world`` on: dividing by it rounds no element but subnormal ones."""
+    """Return the smallest power of two that is at least the square root of ``world``; dividing by it rounds only subnormal elements."""
     return 1 << math.ceil(math.log2(world) / 2)
 
 
@@ -176,7 +176,7 @@ def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
     )
 
 
-def saved_how(config: ZeroConfig) -> CheckpointSettings:
+def checkpoint_settings(config: ZeroConfig) -> CheckpointSettings:
     """Return the settings for writing and reading checkpoints."""
     writer, cache = config.checkpoint.writer, config.datastates_ckpt
     gigabytes = cache.host_cache_size if cache is not None else None

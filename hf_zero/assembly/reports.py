@@ -42,10 +42,10 @@ def reports_of(
         config: The configuration.
         module: The user's module.
         networks: Networks of all axes.
-        runtime: Keeps the measures that put hooks on the module.
+        runtime: Runtime that removes the hooks of measures with its own.
         units: Units of the engine.
-        optimizer: None for an engine that only runs forward: nothing is measured then.
-        progress: Counts the engine's optimizer steps.
+        optimizer: The engine's optimizer; None for an engine that only runs forward, where nothing is measured.
+        progress: Counter of the engine's optimizer steps.
     """
     clock = _clock(config, networks, module, progress)
     if optimizer is None:

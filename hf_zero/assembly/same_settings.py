@@ -27,8 +27,8 @@ _CALL, _SOURCE = "the call that ranks are in", "the configuration"
 
 
 def everyone_of(mpu: Any) -> Collectives:
-    """Return the ranks of which ``initialize`` with ``mpu`` makes one engine: all, or those of the object's groups, the data-parallel one
-    first.
+    """Return the ranks that ``initialize`` with ``mpu`` combines into one engine: all ranks, or the data-parallel group of ``mpu``
+    (its model-parallel group if the data-parallel one has one rank).
     """
     joint = getattr(mpu, "get_sequence_data_parallel_group", None) or getattr(mpu, "get_data_parallel_group", None)
     data = joint() if joint is not None else None
@@ -41,11 +41,12 @@ def everyone_of(mpu: Any) -> Collectives:
 def require_same_settings(
     source: Any, mpu: Any = None, mesh_param: Any = None, model: nn.Module | None = None, call: str = "initialize"
 ) -> None:
-    """Return when all ranks have the same resolved configuration, and the same versions of hf_zero and torch; collective.
+    """Raise unless all ranks have the same resolved configuration and the same versions of hf_zero and torch; collective.
 
-    A rank with another stage, precision or accumulation would wait for what the others never send; one with another clipping would train
-    by its own rule. So this comes before anything whose order depends on a setting. A rank whose configuration is refused comes here too:
-    it would leave the others waiting. So does ``zero.Init``, which only stage 3 enters: it meets ranks that are in ``initialize`` already.
+    A rank with another stage, precision or accumulation would wait for messages that the others never send; a rank with another clipping
+    norm would train differently. So this is called before any collective that depends on a setting. A rank whose configuration is refused
+    takes part too, because the others would wait for it. ``zero.Init``, which only stage 3 enters, makes the same exchange, which then also
+    detects ranks that are in ``initialize`` already.
 
     Args:
         source: The configuration as the user gave it.
@@ -55,7 +56,7 @@ def require_same_settings(
         call: Name of the call whose first exchange this is.
 
     Raises:
-        StateError: They differ; on every rank, with each key, all values and their ranks.
+        StateError: Settings differ; on every rank, with each differing key, its values and their ranks.
     """
     everyone = everyone_of(mpu)
     if everyone.world == 1:
@@ -72,7 +73,7 @@ def require_same_settings(
         clauses = differing(kinds, default_text)
         if clauses and clauses[0].startswith(_CALL):  # zero.Init does not know the batch
             clauses = [clause for clause in clauses if clause.startswith((_CALL, "zero_optimization.stage is"))]
-        told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # an unreadable one has no keys
+        told = "; ".join([clause for clause in clauses if clause.startswith(_SOURCE)] or clauses)  # an unreadable configuration has no keys
         raise StateError(
             f"the ranks were given different settings: {told}. Give every rank the same configuration file (check that no "
             "node has an edited copy) and the same versions of the packages"

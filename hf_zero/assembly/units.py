@@ -34,18 +34,18 @@ from hf_zero.offload.policy import Offloading
 
 @dataclass
 class UnitBuilder:
-    """Makes the units of one engine.
+    """Builder of the units of one engine.
 
     Attributes:
         module: The user's module.
         stage: The ZeRO stage.
         precision: Element types.
         collectives: The data-parallel axis.
-        offloading: Chooses the storage of shards.
+        offloading: Object that chooses the storage of shards.
         leaves: Names of the modules that are one block each.
-        listener: Is notified of changes to the parameters at stage 3.
-        quantized: The units whose messages carry codes.
-        node: Network of the ranks that keep secondary copies, if any do.
+        listener: Object that is notified of changes to the parameters at stage 3.
+        quantized: The kinds of units whose collectives send quantized values.
+        node: Network of the ranks that keep secondary copies; None without them.
         experts: The ranks that hold the same experts and shard them among themselves; None if all ranks hold all experts.
         everyone: All ranks of the engine; None if the data-parallel axis has all of them.
         kept_patterns: Names of parameters and buffers that stay in fp32, see ``kept_types``.
@@ -74,7 +74,7 @@ class UnitBuilder:
             whole_tensors: Whether the optimizer needs parameters in their own shapes.
 
         Raises:
-            StateError: The ranks have brought different models or optimizers.
+            StateError: The ranks have different models or optimizers.
         """
         device = self.collectives.topology.device
         kept = self.kept()
@@ -114,7 +114,7 @@ class UnitBuilder:
         return root, blocks
 
     def _numel(self, member: NamedParam) -> int:
-        """Return the number of elements of a parameter that all ranks hold between them: each rank has its own experts."""
+        """Return the number of elements of a parameter over all ranks; for an expert it includes the experts of other ranks."""
         numel = full_shape(member.param).numel()
         return numel * (self.collectives.world // self.experts.world) if self.experts is not None and is_expert(member.param) else numel
 
@@ -145,15 +145,16 @@ class UnitBuilder:
 
     def _is_trained_elsewhere(self, param: nn.Parameter) -> bool:
         owner = find_unit(param)
-        training = owner[0].trained_by() if owner is not None and owner[0].trained_by is not None else None
-        return training is not None and param.requires_grad and training.trains and training.module is not self.module
+        training = owner[0].belongs_to() if owner is not None and owner[0].belongs_to is not None else None
+        trains = training is not None and training.trains and training.module is not self.module
+        return trains and owner is not None and owner[0].trainable and param.requires_grad
 
     def kept(self) -> KeptTypes:
         """Return the dtypes of the tensors that the cast of the model skips."""
         return kept_types(self.module, self.precision, self.kept_patterns)
 
     def block(self, spec: BlockSpec, kept: KeptTypes) -> Block:
-        """Make a block with one unit per element type and kind; the block's own name when there is just one. Collective."""
+        """Make a block with one unit per element type and kind; a single unit has the block's name. Collective."""
         kinds: dict[tuple[bool, bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
             param, pieces, frozen = member.param, pieces_of(member), member.group == FROZEN
@@ -172,10 +173,11 @@ class UnitBuilder:
         return Block(spec.name, spec.module, units, spec.read_in_backward)
 
     def _is_split(self, param: nn.Parameter) -> bool:
-        """Return whether each rank of the model axis has another part of ``param``, where messages carry codes.
+        """Return whether each rank of the model axis has a different part of ``param``; only asked for units with quantized messages.
 
-        [Note: codes beside split layers] A scale belongs to neighbours in a unit. What the ranks of a model axis hold alike has a unit of
-        its own, whose codes are alike too: beside parts that differ, the copies would be shown and updated differently, and drift apart.
+        [Note: codes beside split layers] A quantization scale covers neighbouring elements of a unit. Parameters that are equal on all
+        ranks of a model axis get their own unit, whose quantized values are then equal too. In one unit with parts that differ, the copies
+        would be quantized and updated differently, and drift apart.
         """
         part = tp_shard_of(param)
         if part is None or part.expert or part.stages:
@@ -183,8 +185,8 @@ class UnitBuilder:
         if part.copies:
             raise UnsupportedError(
                 "ZeRO++ (zero_quantized_weights, zero_quantized_gradients) with tensor parallelism over more ranks than a layer has heads "
-                "for keys and values is not provided: copies of a head would be coded differently. Set tensor_parallel.autotp_size to a "
-                "divisor of their number, or the keys to false"
+                "for keys and values is not supported: copies of a head would be quantized differently. Set tensor_parallel.autotp_size to "
+                "a divisor of the number of these heads, or set the keys to false"
             )
         return True
 
@@ -198,19 +200,19 @@ class UnitBuilder:
             master_dtype=self.precision.master_type(dtype),
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
-            # Experts stay where their tokens are sent, and few ranks gather them: uncoded, from all of these ranks.
+            # Few ranks gather experts, so they are gathered unquantized, from all of these ranks.
             quantized=can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained),
             node=None if of_experts else self.node,
             copy_lasts=self.stage.parameters_in_node and not of_experts,
         )
 
     def _take_first_values(self, loose: dict[str, nn.Parameter]) -> None:
-        """Copy rank 0's values of parameters outside units to ranks that have other values; units have copied theirs."""
+        """Copy rank 0's values of parameters outside units to ranks with other values; ``build_unit`` has done it for units."""
         alike = {name: param.data for name, param in loose.items() if not (is_wrapped(param) or is_elsewhere(param) or is_expert(param))}
         equal_values(alike, self.collectives.data, "one model")
 
     def _sync_buffers(self) -> None:
-        """Copy rank 0's buffers to all ranks, once; as bytes, because networks do not support every dtype (nccl has no 16-bit integers)."""
+        """Copy rank 0's buffers to all ranks; as bytes, because backends do not support every dtype (nccl has no 16-bit integers)."""
         for name, buffer in self.module.named_buffers():
             if buffer.numel() and not buffer.is_meta:
                 contiguous = buffer.data.contiguous()
@@ -223,7 +225,7 @@ def _refuse_complex(members: Iterable[NamedParam]) -> None:
     """Raise for complex parameters that an optimizer trains: units hold real numbers.
 
     Raises:
-        UnsupportedError: There are some; the message names them.
+        UnsupportedError: There are complex parameters; the message names them.
     """
     names = [member.name for member in members if member.group != FROZEN and member.param.is_complex()]
     if names:

@@ -142,6 +142,8 @@ class EngineCheckpoints:
         settings = self._settings
 
         def ask() -> tuple[LoadRequest, TrainingState]:
+            # What a script has assigned (``param.data = value``) would take the place of what is loaded.
+            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = LoadRequest(
                 self._place(load_dir, "load_dir"),
                 None if tag is None else str(tag),

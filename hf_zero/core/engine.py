@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.step.written import drop_gradients
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
@@ -76,6 +77,7 @@ class Engine(nn.Module):
             # Weak: the module's hooks outlive an engine that is dropped.
             self.runtime.backward.on_user_backward = WeakMethod(self._begin_user_backward)
             self.runtime.backward.on_broken_off = WeakMethod(self._broke_off)
+            self.runtime.on_zero_grad = WeakMethod(self._clear)
             parts.optimizer.connect(self.step, self.zero_grad)
             if parts.stepper is not None:
                 parts.stepper.trained.on_joined = WeakMethod(self.joined)
@@ -271,16 +273,31 @@ class Engine(nn.Module):
         """Discard gradients that wait for ``step``, and ``param.grad`` of parameters that no unit trains; every rank must call it.
 
         In the middle of an accumulation the gradients so far are kept: scripts call this after every micro-step. Gradients that a
-        ``no_sync`` without steps has left are discarded.
+        ``no_sync`` without steps has left are discarded. ``zero_grad`` of the module and of the optimizers is the same.
         """
-        self.runtime.forget_broken()
-        if self.accumulation.awaits_update or self.accumulation.held_back or self.accumulation.broken:
-            self.discard_gradients()
-        # A parameter that joins at the coming step has its gradients so far in ``param.grad``.
-        kept = self.stepper.trained.waiting() if self.stepper is not None and self.accumulation.in_window else frozenset()
-        for param in self.module.parameters():
+        params = list(self.module.parameters())
+        kept = self._clear(params)
+        for param in params:
             if id(param) not in kept:
                 param.grad = None
+
+    def _clear(self, params: Sequence[nn.Parameter]) -> frozenset[int]:
+        """Discard the gradients of ``params`` that wait for ``step``; of a part of the model they count as zero. Every rank must call it.
+
+        Returns:
+            The ids of the parameters whose ``grad`` must stay: one that joins at the coming step has its gradients so far there.
+        """
+        self.runtime.forget_broken()
+        if self.stepper is None:
+            return frozenset()
+        given, count = set(map(id, params)), self.accumulation
+        set_alone = self.stepper.reducer.shown.replaced and not count.in_window
+        waits = count.awaits_update or count.held_back or count.broken or set_alone
+        if waits and all(id(param) in given for param in self.module.parameters()):
+            self.discard_gradients()
+        elif waits:
+            drop_gradients(self.stepper.reducer, given)
+        return self.stepper.trained.waiting() if count.in_window and not waits else frozenset()
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:
         """Add units that were made from parameters that are trained from this step on; collective.

@@ -1,11 +1,12 @@
-"""DeepSpeed's interface over the core.
+"""Implement DeepSpeed's interface with the engine of ``hf_zero.core``.
 
 Where to look:
 
-- ``initialize``, ``engine``: what ``deepspeed.initialize`` does and returns. The engine's names come from ``getters`` (questions),
-  ``requests`` (changes), ``timers`` and ``offload_handle``; ``zero_init``, ``param_attributes`` and ``safe_values`` are about parameters.
-- ``alias``: `import deepspeed`, every name it has, and those that are refused.
-- ``served``: the rest that scripts import, by topic: devices, processes and groups, configuration, optimizers, logs, small helpers.
+- ``initialize``, ``engine``: ``deepspeed.initialize`` and the engine that it returns. The engine's methods come from ``getters``
+  (read-only), ``requests`` (with side effects), ``timers`` and ``offload_handle``; ``zero_init``, ``param_attributes`` and ``safe_values``
+  handle parameters.
+- ``alias``: `import deepspeed`, all its names, and the names that are refused.
+- ``served``: other names that scripts import, by topic: devices, processes and groups, configuration, optimizers, logs, small helpers.
 - ``launcher``: the `deepspeed` command.
 """
 

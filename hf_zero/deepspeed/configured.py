@@ -1,4 +1,4 @@
-"""An engine with the configuration it was made from, which most of DeepSpeed's questions are about."""
+"""Define an engine that stores its configuration, which most of DeepSpeed's read-only methods return."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ if TYPE_CHECKING:  # pydantic costs 0.1 s, and every accelerate program imports 
 
 
 class ConfiguredEngine(core.Engine):
-    """A core engine that knows its configuration.
+    """A core engine that stores the configuration that it was made from.
 
     Attributes:
-        resolved: The configuration with the source of every value.
-        settings: The configuration.
-        sequence_parallel: Groups of ranks that share their samples; None where sequences are whole.
-        training_dataloader: Loader of ``training_data``, if that was given.
-        collate_fn: For loaders that the engine makes; None is torch's.
+        resolved: The resolved configuration with the source of every value.
+        settings: The validated configuration (``resolved.config``).
+        sequence_parallel: Groups of ranks that share their samples; None if sequences are not divided.
+        training_dataloader: Loader of ``training_data``; None if it was not given.
+        collate_fn: Collate function of loaders that the engine makes; None uses torch's.
     """
 
     def __init__(
@@ -38,9 +38,9 @@ class ConfiguredEngine(core.Engine):
 
     @property
     def preempted(self) -> bool:
-        """Return whether a signal has asked some rank to end (`hf_zero.preemption_signal`): the same on all ranks after each ``step``.
+        """Return whether any rank received the signal to end (`hf_zero.preemption_signal`); the same on all ranks after each ``step``.
 
-        Asking begins to listen: a script that asks after its steps saves and ends by itself.
+        The first read begins to listen for the signal. A script that reads this after its steps must save and end by itself.
         """
         self.preemption.asked = True
         self.preemption.listen()

@@ -1,4 +1,4 @@
-"""The engine users hold: the core's, with DeepSpeed's names on top."""
+"""Define the engine that ``initialize`` returns: the core engine with DeepSpeed's methods."""
 
 from __future__ import annotations
 
@@ -28,16 +28,16 @@ if TYPE_CHECKING:
 
 
 class Engine(ConfiguredEngine):
-    """Train ``module`` with ZeRO; ``hf_zero.initialize`` returns an engine first.
+    """Train ``module`` with ZeRO; ``hf_zero.initialize`` returns this engine as its first result.
 
     DeepSpeed's read-only methods and counters (``global_steps``, ``train_batch_size()``, ``get_lr()``, ...) come from the tables in
-    ``getters.py``, those that change something from ``requests.py``; any unknown name is looked up on the wrapped module.
+    ``getters.py``, methods with side effects from ``requests.py``. Any unknown name is looked up on the wrapped module.
 
     Args:
         module: The user's module.
         resolved: The configuration.
         parts: Parts of the engine.
-        sequence_parallel: Groups of ranks that share their samples; None where sequences are whole.
+        sequence_parallel: Groups of ranks that share their samples; None if sequences are not divided.
 
     Attributes:
         optimizer: ``ShardedOptimizer``, or at stage 3 without optimizer a handle for libraries that expect one, or None.
@@ -68,7 +68,7 @@ class Engine(ConfiguredEngine):
             self.optimizer = OffloadHandle(module)
 
     def _register(self, entries: Sequence[UnitGradients]) -> None:
-        """Let ``safe_get_*`` and their kin find the parameters of units that are trained."""
+        """Register the trained units, so that ``safe_get_*`` and similar functions find their parameters."""
         if self.stepper is None:
             return
         shown, defers = self.stepper.reducer.shown, self.stage_policy.allows_deferral
@@ -77,21 +77,21 @@ class Engine(ConfiguredEngine):
             register_training(gradients.unit, self._training[-1])
 
     def joined(self, entries: Sequence[UnitGradients]) -> None:
-        """Take in units as ``hf_zero.core.engine.Engine.joined`` does."""
+        """Add units of parameters that join later, like ``hf_zero.core.engine.Engine.joined``, and register them."""
         super().joined(entries)
         self._register(entries)
 
     # -- steps ----------------------------------------------------------------------------------------------------------
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Says whether the coming backward completes an optimizer step; the engine's own count is not asked from then on."""
+        """Set whether the next backward completes an optimizer step; from then on the engine does not count micro-steps itself."""
         self.accumulation.say(is_boundary)
 
     def get_global_grad_norm(self) -> float | None:
         """Return the norm of all gradients at the last boundary, before clipping and without loss scale; None before the first.
 
-        A step that was skipped for gradients that are not finite has the norm inf, those that are NaN included, as in DeepSpeed. Where
-        such steps are taken (fp32, and bf16 without ``check_grad_overflow``) the norm is what it is, nan included.
+        The norm is inf if a step was skipped because of non-finite gradients, also for NaN, as in DeepSpeed. If such steps are not skipped
+        (fp32, and bf16 without ``check_grad_overflow``), the norm may be nan.
         """
         return None if self.progress.last_norm is None else float(self.progress.last_norm)
 
@@ -116,17 +116,17 @@ class Engine(ConfiguredEngine):
         exclude_frozen_parameters: bool = False,
         max_shard_size: int | str = MAX_SHARD_SIZE,
     ) -> bool:
-        """Writes the whole weights of the training type as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
+        """Write unsharded weights in the training dtype as safetensors (``pytorch_model.bin`` becomes ``model.safetensors``); collective.
 
-        No rank holds more than its shards and one unit: each unit goes from its gather to its place in the file. ``max_shard_size``
+        No rank holds more than its shards and one unsharded unit: each unit is gathered, written to the file and freed. ``max_shard_size``
         (bytes, or text like "5GB") divides a larger model into numbered files with the index that ``from_pretrained`` reads.
 
         Returns:
-            True, also where ``stage3_gather_16bit_weights_on_model_save`` is false, which is warned of once.
+            True, even if ``stage3_gather_16bit_weights_on_model_save`` is false; a warning is logged once then.
 
         Raises:
-            CheckpointError: On every rank, when a file cannot be written.
-            ConfigError: ``max_shard_size`` is no size.
+            CheckpointError: A file cannot be written; on every rank.
+            ConfigError: ``max_shard_size`` is not a size.
         """
         self.offloaded_states.require_none("save_16bit_model()")
         held_weights.gathers(self)
@@ -134,31 +134,31 @@ class Engine(ConfiguredEngine):
         return True
 
     def save_fp16_model(self, *args: Any, **kwargs: Any) -> bool:
-        """Save as ``save_16bit_model`` does."""
+        """Save 16-bit weights like ``save_16bit_model``, under DeepSpeed's older name."""
         return self.save_16bit_model(*args, **kwargs)
 
     def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Return whole weights of the training type: a dict on rank 0, None elsewhere; collective."""
+        """Return unsharded weights in the training dtype: a dict on rank 0, None on other ranks; collective."""
         self.offloaded_states.require_none("gathering the weights")
         state = consolidated_state_dict(self.module, self.collectives, exclude_frozen_parameters)
         held_weights.note(self, state)
         return state
 
     def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, torch.Tensor] | None:
-        """Return the same as ``_consolidated_16bit_state_dict``, for callers that know it under this name.
+        """Return ``_consolidated_16bit_state_dict()``; DeepSpeed has it under this name at stage 3.
 
         Raises:
-            ValueError: The stage is not 3; a plain ``state_dict()`` serves there.
+            ValueError: The stage is not 3; use ``state_dict()``.
         """
         if not self.stage_policy.parameters_sharded:
             raise ValueError(f"parameters are not sharded at zero_optimization.stage {self.stage_policy.stage}; use module.state_dict()")
         return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
     def wait_for_checkpoint(self) -> None:
-        """Waits until a checkpoint that is written in the background is complete; collective.
+        """Wait until the checkpoint that is being written in the background is complete; collective.
 
         Raises:
-            CheckpointError: It could not be written; on every rank, with the same text.
+            CheckpointError: The checkpoint could not be written; on every rank, with the same message.
         """
         self.checkpoints.wait()
 
@@ -170,11 +170,11 @@ class Engine(ConfiguredEngine):
 
     @property
     def config(self) -> dict[str, Any]:
-        """Return the configuration as the user gave it, a plain dict."""
+        """Return the configuration as the user gave it, as a dict."""
         return self.resolved.raw
 
     def destroy(self) -> None:
-        """Frees gradients, masters and optimizer state. The module stays usable: whole at stages 0 to 2, unsharded by its hooks at 3."""
+        """Free gradients, masters and optimizer state. The module stays usable: unsharded, or at stage 3 gathered by its hooks."""
         super().destroy()
         self._training = []
 

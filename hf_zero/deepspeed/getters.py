@@ -1,4 +1,4 @@
-"""DeepSpeed's read-only engine methods and values, as tables over our own: name -> function of the engine."""
+"""Define DeepSpeed's read-only engine methods and attributes as tables: name -> function of the engine."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hf_zero.metrics import EventWriter
 
 
 class EngineThroughput(ThroughputTimer):
-    """Started by the engine's forwards for training, stopped by the micro-step's end; does not wait for the device.
+    """A throughput timer that starts at each training forward of an engine and stops at the end of the micro-step, without device waits.
 
     Args:
-        engine: The engine.
+        engine: The engine to measure.
     """
 
     def __init__(self, engine: ConfiguredEngine) -> None:
@@ -283,10 +283,10 @@ VALUES: dict[str, Getter] = {
 
 
 class Value:
-    """A value that is read off an engine and computed each time; what a script assigns to the name on its engine takes its place.
+    """A descriptor of an engine attribute that is computed at each read; a value that a script assigns replaces it.
 
     Args:
-        getter: Function that computes it.
+        getter: Function of the engine that computes the value.
     """
 
     def __init__(self, getter: Getter) -> None:
@@ -297,7 +297,7 @@ class Value:
 
 
 def bind(engine_class: type[ConfiguredEngine]) -> None:
-    """Gives ``engine_class`` all methods and values of the tables."""
+    """Add all methods and attributes of the tables to ``engine_class``."""
     for name, getter in METHODS.items():
         setattr(engine_class, name, _method(name, getter))
     for name, getter in VALUES.items():

@@ -1,9 +1,8 @@
-"""Memory of the whole weights that a script has gathered last and still holds; a save without a ``state_dict`` uses them without other
-ranks.
+"""Remember the unsharded weights that a script gathered last and still holds, so that a save on one rank can use them.
 
-[Note: weights that a script holds] Scripts gather the whole model on all ranks, and then let rank 0 save in two ways: the adapters by
-PEFT, which is given no dict and would read the model itself, and files of their own from the dict (OpenRLHF). No rank can gather in the
-first. As long as the dict lives and no step and no load has changed the weights, they are in it.
+[Note: weights that a script holds] Some scripts (OpenRLHF) gather the complete model on all ranks and then save twice on rank 0: adapters
+with PEFT, without passing the gathered dict, and their own files from the dict. PEFT would read the sharded model, and rank 0 cannot gather
+alone. So PEFT's save takes the weights from the dict, as long as the dict is alive and no step or load has changed the weights.
 """
 
 from __future__ import annotations
@@ -25,17 +24,17 @@ _held: WeakKeyDictionary[ConfiguredEngine, tuple[tuple[int, int], _Held | None]]
 
 
 def note(engine: ConfiguredEngine, state: dict[str, torch.Tensor] | None) -> None:
-    """Remember ``state``, the whole weights of ``engine`` as they are now, for as long as a caller keeps its tensors.
+    """Remember ``state``, the current unsharded weights of ``engine``, with weak references to its tensors.
 
     Args:
         engine: Engine whose weights were gathered.
-        state: None on a rank that was given none.
+        state: The gathered weights by name; None on a rank that got none.
     """
     _held[engine] = _age(engine), _Held(state) if state is not None else None
 
 
 def gathers(engine: ConfiguredEngine) -> bool:
-    """Return True: whole weights are gathered whenever they are asked for, one unit at a time. Warns once where a key says false."""
+    """Return True, because unsharded weights can always be gathered, one unit at a time. Warn once if the configuration has false."""
     says_so = engine.resolved.origin.get(_KEY, "default") != "default"
     if (
         engine.stage_policy.parameters_sharded
@@ -51,12 +50,12 @@ def gathers(engine: ConfiguredEngine) -> bool:
 
 
 def _age(engine: ConfiguredEngine) -> tuple[int, int]:
-    """Return a pair that changes whenever the weights change."""
+    """Return a pair of counters that changes whenever the weights change."""
     return engine.progress.global_steps, engine.progress.loads
 
 
 def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
-    """Return the whole weights of ``module``, a part of an engine's model; None where they are not all held, or have changed since."""
+    """Return the unsharded weights of ``module``, a part of an engine's model; None if some are not held or the weights have changed."""
     for prefix, values in _of(module):
         found = {name.removeprefix(prefix): value for name, value in list((values or {}).items()) if name.startswith(prefix)}
         if found.keys() >= {name for name, _ in module.named_parameters()}:
@@ -65,7 +64,7 @@ def held_for(module: nn.Module) -> dict[str, torch.Tensor] | None:
 
 
 def given_to_another_rank(module: nn.Module) -> bool:
-    """Return whether the weights of ``module`` were gathered since the last step or load, for another rank than this one."""
+    """Return whether the weights of ``module`` were gathered to another rank since the last step or load."""
     return any(values is None for _, values in _of(module))
 
 

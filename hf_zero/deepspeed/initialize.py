@@ -1,4 +1,4 @@
-"""``initialize`` with DeepSpeed's arguments: an engine with DeepSpeed's names, of a module and a configuration."""
+"""Implement ``initialize`` with DeepSpeed's arguments: make an engine from a module and a configuration."""
 
 from __future__ import annotations
 
@@ -49,33 +49,33 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Engine, ShardedOptimizer | None, DataLoader[Any] | None, Any]:
+) -> tuple[Engine, ShardedOptimizer | Any, DataLoader[Any] | Any, Any]:  # Any for None: a script knows what it has asked for
     """Make an engine for ``model``; collective. The arguments are those of DeepSpeed's function.
 
     Args:
-        args: Namespace whose ``deepspeed_config`` names the configuration; ``config`` is not given then, or is the same.
+        args: Namespace whose ``deepspeed_config`` is the path of the configuration; ``config`` must be None then, or the same.
         model: The module to train; its parameters may come from ``zero.Init``.
-        optimizer: A torch optimizer over the model's parameters that updates each by itself, or a function that makes one of
-            ``model_parameters``; wins over the configuration's.
+        optimizer: A torch optimizer over the model's parameters, or a function that makes one from ``model_parameters``; it takes
+            precedence over the configuration's. It must update each parameter independently of the others.
         model_parameters: Parameters or groups that the configuration's optimizer trains; None is all that require grad.
-        training_data: A dataset to make a distributed loader of.
-        lr_scheduler: A scheduler the engine steps, or a function that makes one of the torch optimizer.
-        distributed_port: Port of rank 0 when the environment names none.
-        mpu: Object whose ``get_data_parallel_group()`` names the axis to shard over, or that has sequence-parallel groups, as
-            ``UlyssesSPAttentionHF.register_with_transformers`` returns.
-        dist_init_required: As in ``init_distributed``.
-        collate_fn: For the loader.
-        config: Path, dict, JSON or base64 text.
-        mesh_param: (data-parallel size, sequence-parallel size), as the two keys of the configuration.
-        config_params: The same as ``config``, which wins.
+        training_data: A dataset from which a distributed loader is made.
+        lr_scheduler: A scheduler that the engine steps, or a function that makes one from the torch optimizer.
+        distributed_port: Port of rank 0 if the environment does not set one.
+        mpu: Object whose ``get_data_parallel_group()`` returns the group to shard over, or that has sequence-parallel groups, such as the
+            result of ``UlyssesSPAttentionHF.register_with_transformers``.
+        dist_init_required: Whether to create the process group, as in ``init_distributed``.
+        collate_fn: Collate function of the loader.
+        config: Configuration: path, dict, JSON or base64 text.
+        mesh_param: (data-parallel size, sequence-parallel size), like the two keys of the configuration.
+        config_params: Older name of ``config``, which takes precedence.
 
     Returns:
-        The engine, its optimizer or None, the loader or None, and the scheduler the engine steps or None.
+        The engine, its optimizer or None, the loader or None, and the scheduler that the engine steps or None.
 
     Raises:
-        ConfigError: Something in the configuration or the arguments is wrong.
-        UnsupportedError: Something asked for is not provided.
-        StateError: Ranks have other settings, models or optimizers; on every rank.
+        ConfigError: The configuration or an argument is wrong.
+        UnsupportedError: The configuration or an argument requests an unsupported feature.
+        StateError: Ranks have different settings, models or optimizers; on every rank.
     """
     if model is None:
         raise ConfigError("initialize() needs model=, a torch.nn.Module")
@@ -115,7 +115,7 @@ def _source_of(args: Any, config: Any) -> Any:
     """Return the configuration that the arguments name.
 
     Raises:
-        ConfigError: They name none, or two.
+        ConfigError: The arguments name no configuration, or two different ones.
     """
     named = getattr(args, "deepspeed_config", None) or getattr(args, "deepscale_config", None)
     if config is not None and named is not None and config != named:

@@ -1,4 +1,4 @@
-"""The `deepspeed` command, which is `hf-zero launch` or a real DeepSpeed's, and what DeepSpeed gives to command lines of scripts."""
+"""Implement the `deepspeed` command (`hf-zero launch`, or a real DeepSpeed's), and the arguments that DeepSpeed adds to scripts."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ DEEPSPEED_ENVIRONMENT_NAME: str = os.environ.get("DS_ENV_FILE", ".deepspeed_env"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command with the package that answers `import deepspeed`, in whichever order both were installed.
+    """Run the `deepspeed` command of the package that answers `import deepspeed`, whichever of the two was installed last.
 
     Args:
-        arguments: Command line without the program's name, by default that of the process.
+        arguments: Command line without the program's name; None uses that of the process.
 
     Returns:
         The exit code.
@@ -54,7 +54,7 @@ def _launch(words: list[str]) -> int:
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, for scripts that call ``initialize(args=args)``.
+    """Add ``--deepspeed`` and ``--deepspeed_config`` to ``parser``, for scripts that call ``initialize(args=args)``.
 
     Args:
         parser: The script's parser; it is changed.

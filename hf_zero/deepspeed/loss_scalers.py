@@ -1,4 +1,4 @@
-"""DeepSpeed's loss scalers: for scripts that scale by hand, for its pickled files, and its names on an engine's own."""
+"""Provide DeepSpeed's loss scalers: for scripts that scale by hand, for pickled files, and as interface of an engine's loss scale."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ CONSECUTIVE_HYSTERESIS, MIN_LOSS_SCALE = "consecutive_hysteresis", "min_scale"
 
 
 class EngineLossScaler(own.LossScaler):
-    """An engine's loss scale with the names of DeepSpeed's scalers, and of its configurations of them."""
+    """The loss scale of an engine, with the attribute names of DeepSpeed's scalers and of their configuration."""
 
     @property
     def cur_scale(self) -> float:
-        """Return the same as ``scale``; a script may set it between steps, to the same value on every rank.
+        """Return the current scale. A script may also set it between steps, to the same value on every rank.
 
         Raises:
-            ConfigError: Of setting: no finite number above 0.
+            ConfigError: The value to set is not a finite number above 0.
         """
         return self.scale
 
@@ -36,44 +36,44 @@ class EngineLossScaler(own.LossScaler):
 
     @property
     def loss_scale(self) -> float:
-        """Return the same as ``scale``."""
+        """Return the current scale (``scale``)."""
         return self.scale
 
     @property
     def dynamic_loss_scale(self) -> bool:
-        """Return the same as ``dynamic``."""
+        """Return whether the scale changes (``dynamic``)."""
         return self.dynamic
 
     @property
     def scale_window(self) -> int:
-        """Return the same as ``window``."""
+        """Return the number of steps without overflow before the scale doubles (``window``)."""
         return self.window
 
     @property
     def scale_factor(self) -> float:
-        """Return the number that the scale is multiplied with, or divided by."""
+        """Return the factor by which the scale is multiplied or divided at a change."""
         return own.FACTOR
 
     @property
     def min_loss_scale(self) -> float:
-        """Return the same as ``min_scale``."""
+        """Return the lowest scale (``min_scale``)."""
         return self.min_scale
 
     @property
     def cur_hysteresis(self) -> int:
-        """Return the same as ``overflows_left``."""
+        """Return the number of overflows until the scale halves (``overflows_left``)."""
         return self.overflows_left
 
 
 class LossScalerBase:
-    """A factor for the loss.
+    """Base class of the loss scalers for scripts: a factor for the loss.
 
     Args:
         cur_scale: The factor.
 
     Attributes:
-        cur_scale: The factor now.
-        dynamic: Whether it changes.
+        cur_scale: The current factor.
+        dynamic: Whether the factor changes.
     """
 
     dynamic = False
@@ -83,7 +83,7 @@ class LossScalerBase:
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor now."""
+        """Return the current factor."""
         return self.cur_scale
 
     def scale_loss(self, loss: torch.Tensor) -> torch.Tensor:
@@ -95,15 +95,15 @@ class LossScalerBase:
         self.scale_loss(loss).backward(retain_graph=retain_graph)
 
     def has_overflow(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return whether a gradient on this rank is not finite; a scale that never changes does not ask."""
+        """Return whether a gradient on this rank is not finite; always False for a constant factor, without looking."""
         return self.dynamic and CheckOverflow().has_overflow_serial(params)
 
     def update_scale(self, overflow: bool) -> None:
-        """Takes note of one step."""
+        """Record whether a step overflowed, which may change the factor."""
 
 
 class LossScaler(LossScalerBase):
-    """A factor that stays.
+    """A loss scaler with a constant factor.
 
     Args:
         scale: The factor.
@@ -114,20 +114,20 @@ class LossScaler(LossScalerBase):
 
 
 class DynamicLossScaler(LossScalerBase):
-    """A factor that doubles after steps without overflow and halves after overflows, as the engine's does.
+    """A loss scaler whose factor doubles after steps without overflow and halves after overflows, like an engine's.
 
     Args:
         init_scale: First factor, a power of two.
-        scale_factor: Only 2.
-        scale_window: Steps without overflow before it doubles.
+        scale_factor: Factor of each change; only 2 is allowed.
+        scale_window: Steps without overflow before the factor doubles.
         min_scale: Lowest factor.
-        delayed_shift: Overflows until it halves.
-        consecutive_hysteresis: Refill that tolerance after every step without overflow.
-        raise_error_at_min_scale: An overflow at the lowest factor is an error.
-        dtype: Changes nothing.
+        delayed_shift: Number of overflows after which the factor halves (hysteresis).
+        consecutive_hysteresis: Whether each step without overflow resets the count of overflows.
+        raise_error_at_min_scale: Whether an overflow at the lowest factor raises an error.
+        dtype: Has no effect.
 
     Raises:
-        ConfigError: A value out of its range.
+        ConfigError: A value is out of range.
     """
 
     dynamic = True
@@ -153,10 +153,10 @@ class DynamicLossScaler(LossScalerBase):
         super().__init__(self._scaler.scale)
 
     def update_scale(self, overflow: bool) -> None:
-        """Takes note of one step.
+        """Record whether a step overflowed, and change the factor accordingly.
 
         Raises:
-            StateError: It overflowed at the lowest factor, and that is an error.
+            StateError: A step overflowed at the lowest factor, and ``raise_error_at_min_scale`` is true.
         """
         self._scaler.update(overflow)
         self.cur_scale = self._scaler.scale

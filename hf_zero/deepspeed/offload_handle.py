@@ -1,4 +1,4 @@
-"""The object that TRL and others reach for to take DeepSpeed's stage-3 hooks off a model during generation."""
+"""Provide the object that TRL and others use to remove DeepSpeed's stage-3 hooks from a model during generation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.core.schedule.external_parameters import external_parameters
 
 
 class _TraceCoordinator:
-    """Has no trace: the order of gathers is fixed, so there is nothing to invalidate."""
+    """A placeholder of DeepSpeed's parameter coordinator without a trace: the order of gathers is fixed here."""
 
     def is_invalid_trace(self) -> bool:
         """Return False: the order of gathers is fixed."""
@@ -22,13 +22,13 @@ class _TraceCoordinator:
 
 
 class _WalkedModule:
-    """The model with the one method that DeepSpeed adds to modules and callers walk its parameters with; the model stays as it is."""
+    """A wrapper of the model with the method that DeepSpeed adds to modules to iterate parameters; the model itself does not change."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
 
     def ds_external_parameters(self) -> Iterator[tuple[int, nn.Parameter]]:
-        """Yield parameters declared external to the model itself, each with its id."""
+        """Yield (id, parameter) for parameters that were declared external to the model itself."""
         return ((id(param), param) for param in external_parameters(self._module))
 
     def __getattr__(self, name: str) -> Any:
@@ -38,14 +38,14 @@ class _WalkedModule:
 class OffloadHandle:
     """Placeholder for the object in which DeepSpeed keeps its hooks; it does nothing, because the engine's hooks may stay in place.
 
-    Callers remove the hooks, gather all parameters, generate, and put the hooks back. With ours left in place the same happens:
-    gathered parameters are pinned, so the hooks find every block whole and do nothing.
+    Callers remove the hooks, gather all parameters, generate, and put the hooks back. The engine's hooks stay in place with the same
+    result: gathered parameters are pinned, so the hooks find every block unsharded and do nothing.
 
     Attributes:
-        module: The model, to be walked.
-        forward_hooks: Removable handles of forward hooks; none.
-        backward_hooks: Removable handles of backward hooks; none.
-        param_coordinator: Knows whether a trace of gathers is valid.
+        module: The model, with the method that iterates its parameters.
+        forward_hooks: Removable handles of forward hooks; always empty.
+        backward_hooks: Removable handles of backward hooks; always empty.
+        param_coordinator: Placeholder of DeepSpeed's parameter coordinator.
     """
 
     def __init__(self, module: nn.Module) -> None:

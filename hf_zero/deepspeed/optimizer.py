@@ -1,4 +1,4 @@
-"""Methods of the engine's optimizer that scripts and libraries call under DeepSpeed's names."""
+"""Add to the engine's optimizer the methods that scripts and libraries call under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -16,9 +16,7 @@ from hf_zero.errors import StateError
 
 
 def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
-    """Return for each param group the norm over all ranks of the gradients that wait for ``step``, times ``loss_scale``, 0-dim;
-    collective.
-    """
+    """Return the norm of each param group's gradients that wait for ``step``, over all ranks, times ``loss_scale``, 0-dim; collective."""
     engine = optimizer._engine()
     parts = optimizer.averaged_gradients
     squares = torch.zeros(len(optimizer.param_groups), dtype=torch.float64, device=engine.device)
@@ -31,15 +29,15 @@ def norm_groups(optimizer: DeepSpeedOptimizer) -> list[torch.Tensor]:
 
 
 def _is(optimizer: DeepSpeedOptimizer, other: object) -> bool:
-    """Return an engine's optimizer equals the one that it steps: below ZeRO, DeepSpeed returns that itself."""
+    """Compare equal to the inner optimizer too, because DeepSpeed returns the inner optimizer itself at stage 0."""
     return optimizer is other or optimizer.inner is other
 
 
 class DeepSpeedOptimizer(ShardedOptimizer):
-    """DeepSpeed's names, mixed into the class of an engine's optimizer by ``give_names``; further ones are in ``optimizer_getters``.
+    """A mixin with DeepSpeed's methods that ``give_names`` adds to the class of an engine's optimizer; more are in ``optimizer_getters``.
 
     Attributes:
-        engine: The engine it belongs to; None after ``destroy``.
+        engine: The engine that the optimizer belongs to; None after ``destroy``.
         scaler: The loss scale, with DeepSpeed's names: ``cur_scale``, ``cur_iter``, ``scale_window``, ...
         parameter_offload: Handle for libraries that look for DeepSpeed's hook object here.
     """
@@ -53,12 +51,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        """Return the inner optimizer."""
+        """Return the inner torch optimizer."""
         return self.inner
 
     @property
     def loss_scale(self) -> float:
-        """Return the factor the loss is multiplied with; 1 without fp16."""
+        """Return the factor that the loss is multiplied by; 1 without fp16."""
         return float(self.scaler.scale)
 
     @loss_scale.setter
@@ -73,30 +71,28 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return bool(self.scaler.dynamic)
 
     def needs_scaler(self) -> bool:
-        """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is fixed at another factor than
-        1.
-        """
+        """Return whether a script's own backward needs ``engine.scale(loss)``: the loss scale changes, or is not 1."""
         return self.dynamic_loss_scale or self.loss_scale != 1.0
 
     @property
     def loss_scaler(self) -> Any:
-        """Return the same as ``scaler``."""
+        """Return the loss scale object (``scaler``)."""
         return self.scaler
 
     loss_scale_config = loss_scaler
 
     def set_lr(self, lr: float) -> None:
-        """Sets the learning rate of every group."""
+        """Set the learning rate of every param group."""
         for group in self.param_groups:
             group["lr"] = lr
 
     def get_lr(self) -> float:
-        """Return the learning rate of the first group; nan where the optimizer sets it itself."""
+        """Return the learning rate of the first param group; nan if the optimizer computes it itself."""
         return learning_rates(self.param_groups[:1])[0]
 
     @property
     def _global_grad_norm(self) -> float | None:
-        """Return ``norm`` as a number."""
+        """Return the gradient norm (``norm``) as a float."""
         return None if self.norm is None else float(self.norm)
 
     def _engine(self) -> Any:
@@ -106,15 +102,15 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def low_precision_dtype(self) -> torch.dtype:
-        """Return the type that parameters are trained in."""
+        """Return the dtype in which parameters are trained."""
         dtype: torch.dtype | None = self._engine().precision.param_dtype
         return dtype if dtype is not None else torch.float32
 
     @property
     def fp32_partitioned_groups_flat(self) -> list[torch.Tensor]:
-        """Return this rank's fp32 masters, live, (elements,) each: the tensors that the inner optimizer updates, in its order.
+        """Return this rank's fp32 masters, each (elements,): the tensors that the inner optimizer updates in place, in its order.
 
-        Where it updates whole tensors, which it is given for a step only: one for each unit.
+        If the optimizer updates whole tensors, which exist only during a step, return one tensor per unit.
         """
         self.state_store.settle()
         return [segment.tensor for segment in self.segments] or [unit.master for unit in self.units if unit.master is not None]
@@ -135,9 +131,9 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     @property
     def averaged_gradients(self) -> dict[int, list[torch.Tensor]]:
-        """Return by param group this rank's part of each parameter's gradient, live, (elements,), maybe empty, times ``loss_scale``.
+        """Return this rank's part of each parameter's gradient by param group: (elements,), maybe empty, times ``loss_scale``, not copied.
 
-        Without entries when no gradients wait for ``step``.
+        The dict is empty if no gradients wait for ``step``.
         """
         parts: dict[int, list[torch.Tensor]] = {}
         for gradients in self._engine().stepper.reducer.gradients:
@@ -148,11 +144,11 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         return parts
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, torch.Tensor]]:
-        """Return the same as ``averaged_gradients``, in fp32, each by its place in the group."""
+        """Return ``averaged_gradients`` in fp32: group index -> position in the group -> this rank's part of the gradient."""
         return {group: {place: part.float() for place, part in enumerate(parts)} for group, parts in self.averaged_gradients.items()}
 
     def _own_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state: its masters, and a dynamic loss scale; ``engine.save_checkpoint`` writes checkpoints."""
+        """Return this rank's part of the optimizer state, with masters and a dynamic loss scale; not for checkpoints of the engine."""
         state = super()._own_state_dict()
         if self.dynamic_loss_scale:
             state = {**state, "loss_scaler": self.scaler.state_dict()}
@@ -162,7 +158,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         """Restore the result of ``state_dict`` of the same rank and world size; the weights change with the masters, which is collective.
 
         Raises:
-            StateError: The state is of another model or number of ranks.
+            StateError: The state belongs to another model or another number of ranks.
         """
         state = dict(state_dict)
         scale, masters = state.pop("loss_scaler", None), take_masters(state, self)
@@ -173,12 +169,12 @@ class DeepSpeedOptimizer(ShardedOptimizer):
             set_masters(self, masters)
 
     def refresh_fp32_params(self) -> None:
-        """Takes the masters from the 16-bit weights, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""
+        """Copy the 16-bit weights to the masters, after a script wrote to the module (``load_state_dict``) at stages 0 to 2; local."""
         for unit in self.units:
             unit.own.refresh_master()
 
     def dismiss(self) -> None:
-        """Frees state and segments; the groups stay, empty."""
+        """Free state and segments; the param groups remain, without parameters."""
         super().dismiss()
         self.engine = None
 
@@ -189,7 +185,7 @@ _kinds: dict[str, type[Any]] = {}  # classes with both, by name
 
 
 def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
-    """Lets ``optimizer``, which ``engine`` steps, answer to DeepSpeed's names; its class becomes one that has them."""
+    """Change the class of ``optimizer``, which ``engine`` steps, to a subclass with DeepSpeed's methods."""
     kind = type(optimizer)
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (DeepSpeedOptimizer, kind), names))

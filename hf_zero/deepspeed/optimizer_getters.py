@@ -1,4 +1,4 @@
-"""Further attributes and methods of DeepSpeed's optimizers that scripts use, as tables over the engine: name -> function."""
+"""Define further attributes and methods of DeepSpeed's optimizers that scripts use, as tables: name -> function of the engine."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from hf_zero.observe import warn_once
 
 
 def _parts_by_rank(engine: Any) -> list[list[torch.Tensor]]:
-    """Return by unit the part of each rank in the whole flat buffer, live, (shard_numel,) each; empty at stage 3, where no rank keeps that
-    buffer.
+    """Return, for each unit, views of every rank's part of the unsharded flat buffer, each (shard_numel,); empty at stage 3, where no rank
+    keeps that buffer.
     """
     return [] if engine.stage_policy.parameters_sharded else [list(unit.full.chunk(unit.layout.world)) for unit in engine.optimizer.units]
 
@@ -44,7 +44,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
 
 
 class Value:
-    """A value that is read off an optimizer's engine and computed each time; assigned, it is what was assigned."""
+    """A descriptor of an optimizer attribute that is computed from the engine at each read; a value that a script assigns replaces it."""
 
     def __init__(self, getter: Callable[[Any], Any]) -> None:
         self._getter = getter
@@ -54,8 +54,9 @@ class Value:
 
 
 def _reader(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a method that gives ``param``'s fp32 value, or its state ``optim_state_key``; errors and participating ranks as in
-    ``safe_values``.
+    """Return a method that reads the fp32 value of a parameter with ``whole``, or its state ``optim_state_key`` with ``state``.
+
+    Errors and collectives are those of the two functions, which are in ``safe_values``.
     """
 
     def read(optimizer: Any, param: torch.Tensor, optim_state_key: str | None = None) -> torch.Tensor | None:
@@ -66,7 +67,7 @@ def _reader(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..
 
 
 def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..., Any]:
-    """Sets what a reader gives."""
+    """Return a method that sets the fp32 value of a parameter with ``whole``, or its state ``optim_state_key`` with ``state``."""
 
     def write(optimizer: Any, value: torch.Tensor, param: torch.Tensor, optim_state_key: str | None = None) -> None:
         if optim_state_key is None:
@@ -78,7 +79,7 @@ def _writer(whole: Callable[..., Any], state: Callable[..., Any]) -> Callable[..
 
 
 def _quantize_nontrainable_params(optimizer: Any) -> None:
-    """Do nothing if the key is set, because frozen weights are then communicated as codes already; else warn."""
+    """Do nothing if the configuration quantizes frozen weights already; otherwise log a warning that this call has no effect."""
     if not optimizer._engine().zero_quantized_nontrainable_weights():
         warn_once("quantize_nontrainable_params() does nothing: zero_optimization.zero_quantized_nontrainable_weights is not set")
 
@@ -103,7 +104,7 @@ METHODS: dict[str, Callable[..., Any]] = {
 
 
 def bind(optimizer_class: type[Any]) -> None:
-    """Gives ``optimizer_class`` all values and methods of the tables."""
+    """Add all attributes and methods of the tables to ``optimizer_class``."""
     for name, getter in VALUES.items():
         setattr(optimizer_class, name, Value(getter))
     for name, method in METHODS.items():

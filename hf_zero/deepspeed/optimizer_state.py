@@ -1,4 +1,4 @@
-"""The fp32 masters in the dict that an engine's optimizer gives and takes back, under DeepSpeed's names."""
+"""Add the fp32 masters to the state dict of an engine's optimizer, and restore them, under DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from hf_zero.errors import StateError
 
 
 def add_masters(state: dict[str, Any], optimizer: ShardedOptimizer, stage: int) -> dict[str, Any]:
-    """Return ``state`` with this rank's masters, live, one (shard_numel,) for each unit that is trained.
+    """Return ``state`` with this rank's masters, not copied: one tensor (shard_numel,) per trained unit.
 
-    Without them a run in 16 bit would go on from weights that were rounded. At stage 0 in fp32 they are the model's own weights.
+    Without the masters a 16-bit run would resume from rounded weights. At stage 0 in fp32 they are the model's own weights.
     """
     units = _trained(optimizer)
     if stage == 0 and all(unit.master is unit.shard for unit in units):
@@ -26,10 +26,10 @@ def add_masters(state: dict[str, Any], optimizer: ShardedOptimizer, stage: int) 
 
 
 def take_masters(state: dict[str, Any], optimizer: ShardedOptimizer) -> list[torch.Tensor] | None:
-    """Takes out of ``state`` the masters that ``add_masters`` put there; None where there are none.
+    """Remove from ``state`` the masters that ``add_masters`` added and return them; None if there are none.
 
     Raises:
-        StateError: They are of another number of ranks or of another model.
+        StateError: The masters belong to another number of ranks or to another model.
     """
     found = [state.pop(key) for key in (FP32_FLAT_GROUPS, SINGLE_PARTITION_OF_FP32_GROUPS) if key in state]
     if not found:
@@ -46,7 +46,7 @@ def take_masters(state: dict[str, Any], optimizer: ShardedOptimizer) -> list[tor
 
 @torch.no_grad()
 def set_masters(optimizer: ShardedOptimizer, masters: Sequence[torch.Tensor]) -> None:
-    """Writes the masters of this rank, and everybody's weights with them; collective."""
+    """Write this rank's masters, and update the weights of all ranks from them; collective."""
     optimizer.state_store.settle()
     units = _trained(optimizer)
     for unit, master in zip(units, masters, strict=True):

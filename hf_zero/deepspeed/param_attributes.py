@@ -1,4 +1,4 @@
-"""The attributes that libraries read off a parameter at stage 3 under DeepSpeed's names, whole parameters included."""
+"""Provide the attributes that libraries read from parameters at stage 3 under DeepSpeed's names (``param.ds_*``)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hf_zero.errors import StateError
 
 
 class ZeroParamStatus(Enum):
-    """Name the state of a parameter (``param.ds_status``): gathered, sharded or on its way."""
+    """Name the state of a parameter (``param.ds_status``): gathered, sharded, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -29,7 +29,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Name where a parameter's values are (``param.ds_param_type``): on every rank, or divided over ranks. No rank keeps one alone."""
+    """Name the placement of a parameter's values (``param.ds_param_type``): on every rank, or divided over ranks."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -48,7 +48,7 @@ _OF_NODES = ("ds_secondary_tensor", "ds_zero_param_process_group")  # None: a no
 
 
 class ParamAttributes(ParamListener):
-    """Gives parameters DeepSpeed's stage-3 attributes and keeps them true."""
+    """A listener that sets DeepSpeed's stage-3 attributes on parameters and updates them at each change."""
 
     attributes = (*_METHODS, *_VALUES, *_PLACE, *_OF_NODES)
 
@@ -93,7 +93,7 @@ PARAM_ATTRIBUTES = ParamAttributes()
 
 
 class OwnPartOfParameter(torch.Tensor):
-    """``param.ds_tensor``: a view of this rank's shard, so that ``ds_tensor.data = value`` must write there, and to the master."""
+    """A view of this rank's part of a parameter (``param.ds_tensor``); ``ds_tensor.data = value`` writes to shard and master."""
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     parameter: ref[Any]
@@ -105,10 +105,10 @@ class OwnPartOfParameter(torch.Tensor):
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
-        """Gives the part other values.
+        """Write new values to the shard and its master.
 
         Raises:
-            StateError: The shapes differ, or the parameter is whole now.
+            StateError: The shapes differ, or the parameter is unsharded at the moment.
         """
         param = self.parameter()
         unit, index = (None, 0) if param is None else find_unit(param) or (None, 0)
@@ -155,7 +155,7 @@ class _Gathered:
     """Handle of a gather that is already complete, for callers that wait for it."""
 
     def wait(self, **kwargs: object) -> None:
-        """Returns at once."""
+        """Return immediately, because the gather is complete."""
 
 
 def _all_gather_coalesced(itself: ref[Any], params: Iterable[torch.Tensor], *args: object, **kwargs: object) -> _Gathered:

@@ -1,4 +1,4 @@
-"""DeepSpeed's engine methods that take arguments or change something, as functions of the engine; its class binds them."""
+"""Define DeepSpeed's engine methods that take arguments or have side effects, as functions of the engine; its class binds them."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from hf_zero.observe import warn_once
 
 
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
-    """Release parameters that are gathered between forwards; parameters small enough to stay gathered for good are kept."""
+    """Reshard parameters that stay gathered between forwards; small parameters that always stay gathered are kept."""
     engine.runtime.reshard_for_update()
 
 
 def allreduce_gradients(engine: ConfiguredEngine, *_args: Any, **_kwargs: Any) -> None:
-    """Do nothing: backward reduces."""
+    """Do nothing, because backward reduces gradients."""
 
 
 def module_state_dict(engine: ConfiguredEngine, *args: Any, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
-    """Return the wrapped module's ``state_dict``: at stage 3 of empty tensors, unless called inside ``GatheredParameters``."""
+    """Return the wrapped module's ``state_dict``; at stage 3 its tensors are empty, unless called inside ``GatheredParameters``."""
     state: dict[str, Any] = engine.module.state_dict(*args, **kwargs)
     if exclude_frozen_parameters:
         prefix = kwargs.get("prefix", "")
@@ -46,17 +46,17 @@ def load_module_state_dict(
     custom_load_fn: Callable[..., Any] | None = None,
     **kwargs: Any,
 ) -> None:
-    """Loads whole weights into the module; collective at stage 3, where rank 0's values count. Masters follow.
+    """Load unsharded weights into the module and its masters; collective at stage 3, where rank 0's values are used.
 
     Args:
         engine: The engine.
-        state_dict: Whole weights by name, the same on every rank; at stage 3 only rank 0's are read.
-        strict: All names must fit.
-        custom_load_fn: Called with ``src=`` and ``dst=`` in place of ``load_state_dict``.
-        kwargs: Ignored: ``fetch_z3_params`` is what happens at stage 3.
+        state_dict: Unsharded weights by name, the same on every rank; at stage 3 only rank 0's are read.
+        strict: Whether all names must match.
+        custom_load_fn: Function that is called with ``src=`` and ``dst=`` instead of ``load_state_dict``.
+        kwargs: Ignored; ``fetch_z3_params`` always applies at stage 3.
 
     Raises:
-        StateError: State of the engine waits on the host.
+        StateError: State of the engine is offloaded by ``offload_states``.
     """
     engine.offloaded_states.require_none("load_module_state_dict()")
     with GatheredParameters(list(engine.module.parameters()), modifier_rank=0, enabled=engine.stage_policy.parameters_sharded):
@@ -71,13 +71,13 @@ def load_module_state_dict(
 
 @contextmanager
 def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
-    """Treat backwards inside the ``with`` as not the last of an optimizer step, as DDP's ``no_sync`` does.
+    """Return a context whose backwards do not complete an optimizer step, like DDP's ``no_sync``.
 
-    At stages 0 and 1 they reduce nothing, and the first backward after the block reduces all of them. At stages 2 and 3, where DeepSpeed
-    refuses the block, each reduces, because only shards of gradients are kept. Nothing steps inside.
+    At stages 0 and 1 these backwards reduce nothing, and the first backward after the block reduces all their gradients. At stages 2 and 3,
+    where DeepSpeed raises, each backward reduces, because only shards of gradients are kept. ``step`` must not be called inside.
 
     Raises:
-        StateError: Another such block is open, or (in ``step``) one steps inside.
+        StateError: Another such block is open, or ``step`` is called inside (raised by ``step``).
     """
     if engine.accumulation.in_no_sync:
         raise StateError("no_sync context manager reentry is unsupported: leave the block that is open first")
@@ -87,9 +87,9 @@ def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
 
 @contextmanager
 def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
-    """Treat all backwards inside the ``with`` as one optimizer step's, whatever ``gradient_accumulation_steps`` says; ``step`` comes after.
+    """Return a context whose backwards belong to one optimizer step, whatever ``gradient_accumulation_steps`` is; call ``step`` after it.
 
-    At stages 0 and 1 gradients stay whole and local inside, and are reduced once at the end. At stages 2 and 3 each backward reduces,
+    At stages 0 and 1 gradients stay unsharded and local inside, and are reduced once at the end. At stages 2 and 3 each backward reduces,
     because only shards are kept.
 
     Raises:
@@ -104,13 +104,13 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
 
 
 def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike[str], tag: Any, expp_rank: int = 0) -> str:
-    """Return the file of a checkpoint that holds this rank's masters; the optimizer's states lie beside it.
+    """Return the path of the checkpoint file with this rank's masters; the optimizer states are in files beside it.
 
     Args:
         engine: The engine.
         checkpoints_path: Folder of all checkpoints of a run.
         tag: Name of the checkpoint.
-        expp_rank: Has no effect: what a rank holds of experts is in its file too.
+        expp_rank: Has no effect, because a rank's file also has the masters of its experts.
     """
     data, model = engine.collectives.data, engine.collectives.topology.model
     parts = (model.rank, model.world) if model is not None else (0, 1)
@@ -118,9 +118,9 @@ def optimizer_file(engine: ConfiguredEngine, checkpoints_path: str | os.PathLike
 
 
 def train_batch(engine: ConfiguredEngine, data_iter: Iterator[Mapping[str, Any]]) -> torch.Tensor:
-    """Trains one batch, ``gradient_accumulation_steps`` micro-batches and a step, over ``pipeline.stages`` as ``pipeline.schedule`` has it.
+    """Train one batch over the pipeline stages: ``gradient_accumulation_steps`` micro-batches and an optimizer step; collective.
 
-    DeepSpeed has this for a ``PipelineModule`` alone. As ``pipeline.train.train_batch``, where what it takes and raises is written.
+    DeepSpeed has this method for a ``PipelineModule`` only. Arguments and errors are those of ``hf_zero.pipeline.train.train_batch``.
     """
     from hf_zero.pipeline.train import train_batch as train  # schedules of torch, which other engines do not need
 
@@ -128,10 +128,10 @@ def train_batch(engine: ConfiguredEngine, data_iter: Iterator[Mapping[str, Any]]
 
 
 def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> None:
-    """Changes the number of micro-steps per optimizer step, so that a step sees ``train_batch_size`` samples from the next one on.
+    """Set the number of samples per optimizer step, from the next step on, by changing the number of micro-steps.
 
     Raises:
-        ConfigError: It is no multiple of the samples of one micro-step.
+        ConfigError: ``train_batch_size`` is not a multiple of the samples of one micro-step.
     """
     batch = engine.resolved.batch
     per_micro_step = batch.micro * batch.world_size
@@ -144,10 +144,10 @@ def set_train_batch_size(engine: ConfiguredEngine, train_batch_size: int) -> Non
 
 
 def set_train_micro_batch_size(engine: ConfiguredEngine, micro_batch_size: int) -> None:
-    """Says how many samples a micro-step of one rank has from now on; the number of micro-steps stays.
+    """Set the number of samples per micro-step and rank; the number of micro-steps does not change.
 
     Raises:
-        ConfigError: It is not positive.
+        ConfigError: The number is not positive.
     """
     if micro_batch_size <= 0:
         raise ConfigError(f"set_train_micro_batch_size({micro_batch_size}): must be at least 1")
@@ -156,7 +156,7 @@ def set_train_micro_batch_size(engine: ConfiguredEngine, micro_batch_size: int) 
 
 
 def set_gradient_clipping(engine: ConfiguredEngine, max_norm: float) -> None:
-    """Clips the global norm to ``max_norm`` from the coming step on; 0 clips nothing. Every rank must call it with the same number."""
+    """Set the clipping norm to ``max_norm`` from the next step on; 0 turns clipping off. Every rank must pass the same number."""
     if engine.stepper is not None:
         engine.stepper.settings = replace(engine.stepper.settings, max_norm=max_norm)
     engine.settings = engine.settings.model_copy(update={"gradient_clipping": max_norm})
@@ -179,17 +179,17 @@ def deepspeed_io(
     collate_fn: Callable[[Any], Any] | None = None,
     num_local_io_workers: int | None = None,
 ) -> DataLoader[Any]:
-    """Make a loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: the micro-batch).
+    """Return a loader of this rank's part of ``dataset``, in batches of ``batch_size`` (default: the micro-batch size).
 
     Args:
         engine: The engine.
-        dataset: Map-style or iterable.
+        dataset: Map-style or iterable dataset.
         batch_size: Samples per batch and rank.
         route: "train" shuffles, "eval" and "predict" keep the order.
-        pin_memory: Page-locked batches, where there is an accelerator.
-        data_sampler: In place of a ``DistributedSampler``.
-        collate_fn: In place of the one given to ``initialize``.
-        num_local_io_workers: Processes that load.
+        pin_memory: Whether batches are page-locked, if there is an accelerator.
+        data_sampler: Sampler to use instead of a ``DistributedSampler``.
+        collate_fn: Collate function to use instead of the one given to ``initialize``.
+        num_local_io_workers: Number of worker processes.
     """
     batch = batch_size if batch_size is not None else engine.resolved.batch.micro
     drop_last = engine.settings.dataloader_drop_last
@@ -212,23 +212,23 @@ def deepspeed_io(
 def offload_states(
     engine: ConfiguredEngine, include: Iterable[Any] | None = None, device: Any = "cpu", pin_memory: bool = True, non_blocking: bool = False
 ) -> None:
-    """Moves state of an idle engine to host memory; local. Until ``reload_states`` it can neither train nor be saved.
+    """Move state of an idle engine to host memory; local. Until ``reload_states`` the engine can neither train nor save.
 
-    A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
-    the masters are the parameters themselves (fp32), without "hp_params".
+    Forwards and ``GatheredParameters`` still work if the parameters are not moved: without "lp_params" and, in fp32, where the masters are
+    the parameters, without "hp_params".
 
     On a machine without accelerator, and for state that the configuration offloads, there is nothing to move.
 
     Args:
         engine: The engine.
-        include: ``OffloadStateTypeEnum`` members or their names; None is everything.
-        device: Only the host: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
-        pin_memory: Page-lock the copies. That memory stays with the engine for the next time, until ``destroy``.
-        non_blocking: Changes nothing: copies to page-locked memory never wait.
+        include: ``OffloadStateTypeEnum`` members or their names; None is all kinds of state.
+        device: Target: ``OffloadDeviceEnum.cpu``, "cpu" or "none" (nothing is moved).
+        pin_memory: Whether the copies are in page-locked memory, which the engine keeps for the next call, until ``destroy``.
+        non_blocking: Has no effect, because copies to page-locked memory are never waited for.
 
     Raises:
-        ConfigError: An unknown kind or device.
-        StateError: The engine is in the middle of a forward or a backward, or of a forward whose backward may still come.
+        ConfigError: A kind or the device is unknown.
+        StateError: A forward or a backward is running, or a forward has run whose backward may still follow.
     """
     kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
     for kind in kinds:
@@ -251,5 +251,5 @@ def offload_states(
 
 
 def reload_states(engine: ConfiguredEngine, non_blocking: bool = False) -> None:
-    """Move the state back that ``offload_states`` moved to the host; local. Does nothing when nothing was moved."""
+    """Move the state back that ``offload_states`` moved to the host; local. It does nothing if nothing was moved."""
     engine.offloaded_states.bring_back(non_blocking)

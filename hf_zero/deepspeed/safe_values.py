@@ -1,4 +1,4 @@
-"""Whole fp32 values, gradients and optimizer state of single parameters: DeepSpeed's ``safe_get`` and ``safe_set`` functions."""
+"""Read and write unsharded fp32 values, gradients and optimizer state of single parameters: DeepSpeed's ``safe_get`` and ``safe_set``."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_zero.errors import StateError
 
 @dataclass(frozen=True)
 class Training:
-    """Objects that train a unit: its gradients, the optimizer and the loss scale. The engine holds this object, which ends with it.
+    """The objects that train a unit: its gradients, the optimizer and the loss scale. The engine keeps this record alive.
 
     Attributes:
-        gradients: Of the unit.
-        shown: Gradients that scripts see.
-        optimizer: Optimizer that updates it.
-        scaler: The loss scale.
-        defers: Gradients may wait for their reduction (``no_sync``).
+        gradients: Gradients of the unit.
+        shown: Gradients that scripts see in ``param.grad``.
+        optimizer: Optimizer that updates the unit.
+        scaler: Loss scale.
+        defers: Whether gradients may wait for their reduction (``no_sync``).
     """
 
     gradients: UnitGradients
@@ -44,7 +44,7 @@ _training: WeakValueDictionary[Unit, Training] = WeakValueDictionary()
 
 
 def register_training(unit: Unit, training: Training) -> None:
-    """Register ``training`` as the trainer of ``unit`` for the functions of this file, for as long as a caller keeps ``training``."""
+    """Register ``training`` for ``unit``, for the functions of this file; the registration ends when nothing refers to ``training``."""
     _training[unit] = training
 
 
@@ -65,7 +65,7 @@ def _must_find(param: torch.Tensor, what: str) -> tuple[Unit, int]:
 
 
 def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole master of ``param``, of its full shape; None if no engine trains it. Collective."""
+    """Return the unsharded fp32 master of ``param``, in its full shape; None if no engine trains it. Collective."""
     owner = _find(param)
     if owner is None:
         return None
@@ -74,7 +74,7 @@ def safe_get_full_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_set_full_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets master and 16-bit value of ``param`` from ``value`` (full shape, the same on every rank); collective.
+    """Set the fp32 master and the 16-bit value of ``param`` to ``value`` (full shape, the same on every rank); collective.
 
     Raises:
         StateError: No engine trains ``param``, or the shapes differ.
@@ -93,13 +93,13 @@ def _publish(unit: Unit) -> None:
 
 
 def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return the whole gradient of ``param`` that the coming step takes, averaged over ranks, without loss scale; collective.
+    """Return the unsharded gradient of ``param`` that the next step will use, averaged over ranks, without loss scale; collective.
 
     Returns:
-        A new tensor; None outside of backward and step.
+        A new tensor; None if there is no gradient, because it is not between backward and step.
 
     Raises:
-        StateError: On every rank, if scripts have written a gradient to ``param.grad`` that the step refuses.
+        StateError: A script has written a gradient to ``param.grad`` that the step would refuse; on every rank.
     """
     owner = _find(param)
     if owner is None:
@@ -112,7 +112,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
-    """Return the whole gradient of a parameter that backwards have left, averaged over ranks, with the loss scale; collective."""
+    """Return the unsharded gradient that backwards have accumulated, averaged over ranks, with the loss scale; collective."""
     gradients = training.gradients
     if not gradients.exchange.reduces and gradients.has_local:
         return _mean_over_ranks(gradients, index)
@@ -126,10 +126,10 @@ def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
 
 
 def _require_own(training: Training, unit: Unit, index: int, what: str) -> None:
-    """Raises where a script has written a gradient of its own, of which no rank has its part of the mean; local.
+    """Raise if a script has assigned its own gradient to ``param.grad``, because no rank has a part of its mean; local.
 
     Raises:
-        StateError: It has.
+        StateError: The script has assigned a gradient.
     """
     param = unit.params[index]
     if param is not None and training.shown.is_written(param):
@@ -138,15 +138,13 @@ def _require_own(training: Training, unit: Unit, index: int, what: str) -> None:
 
 
 def _everyone(gradients: UnitGradients) -> Collectives:
-    """Return the axis of all ranks whose gradients are in the sum, including ranks with the same shards."""
+    """Return the collectives of all ranks whose gradients are summed, including ranks with the same shards (replicas)."""
     network = gradients.exchange.collectives
     return network if network.topology.of_experts else network.data
 
 
 def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
-    """Return the gradient of parameter ``index`` averaged over ranks, if it is not reduced yet, or not by the engine. Collective; the
-    result is a copy.
-    """
+    """Return a copy of the gradient of parameter ``index``, which is not reduced yet, averaged over ranks; collective."""
     slot, network = gradients.unit.layout.slots[index], _everyone(gradients)
     own = gradients.collected.own()[slot.range.start : slot.range.stop].clone()
     network.all_reduce(own, f"{gradients.unit.name}: gradient").wait()
@@ -155,7 +153,7 @@ def _mean_over_ranks(gradients: UnitGradients, index: int) -> torch.Tensor:
 
 
 def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets the gradient that the coming step will use, from ``value`` (full shape, without loss scale), in place of ``param.grad``.
+    """Set the gradient that the next step will use to ``value`` (full shape, without loss scale), instead of ``param.grad``.
 
     Raises:
         StateError: No engine trains ``param``, or the shapes differ.
@@ -169,7 +167,7 @@ def safe_set_full_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 def safe_update_full_grad_vectorized(
     param_list: Iterable[torch.Tensor], update_func: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 ) -> None:
-    """Replace each gradient by ``update_func(gradient, param)``, whole and without loss scale; parameters without a gradient keep none.
+    """Replace each unsharded gradient, without loss scale, by ``update_func(gradient, param)``; skip parameters without a gradient.
     Collective.
 
     Raises:
@@ -182,18 +180,18 @@ def safe_update_full_grad_vectorized(
 
 
 def safe_get_full_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return the whole state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective.
+    """Return the unsharded optimizer state ``optim_state_key`` (``exp_avg``, ...) of ``param``; None before the first step. Collective.
 
-    Of an optimizer that needs whole tensors it has the shape that it has there (a row's moments, say).
+    If the optimizer updates whole tensors, the state has the optimizer's own shape (for example one moment per row).
     """
     owner = _find(param)
     return _training[owner[0]].optimizer.param_states.read(*owner, optim_state_key) if owner else None
 
 
 def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets the state ``optim_state_key`` of ``param`` from ``value`` (full shape, or the state's own); every rank must call it.
+    """Set the optimizer state ``optim_state_key`` of ``param`` to ``value`` (full shape, or the state's own); every rank must call it.
 
-    Collective where an optimizer needs whole tensors.
+    Collective if the optimizer updates whole tensors.
 
     Raises:
         StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.
@@ -231,13 +229,13 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of an optimizer state of ``param``, 1D; None before the first step and where another rank has it whole."""
+    """Return this rank's part of an optimizer state of ``param``, 1D; None before the first step, or if another rank has all of it."""
     owner = _find(param)
     return _training[owner[0]].optimizer.param_states.read_own(*owner, optim_state_key) if owner else None
 
 
 def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets this rank's part of the master of ``param``; every rank must call it. Collective at stages 1 and 2.
+    """Set this rank's part of the master of ``param``; every rank must call it. Collective at stages 1 and 2.
 
     Raises:
         StateError: No engine trains ``param``.
@@ -249,7 +247,7 @@ def safe_set_local_fp32_param(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
-    """Sets this rank's part of the gradient of ``param`` (without loss scale).
+    """Set this rank's part of the gradient of ``param`` (without loss scale).
 
     Raises:
         StateError: No engine trains ``param``, or the script has written ``param.grad``.
@@ -263,7 +261,7 @@ def safe_set_local_grad(param: torch.Tensor, value: torch.Tensor) -> None:
 
 
 def safe_set_local_optimizer_state(param: torch.Tensor, value: torch.Tensor, optim_state_key: str) -> None:
-    """Sets this rank's part of an optimizer state of ``param``; nothing where another rank updates it whole. Local.
+    """Set this rank's part of an optimizer state of ``param``; it does nothing if another rank has all of the state. Local.
 
     Raises:
         StateError: No engine trains ``param``, there is no such state yet, or the shapes differ.

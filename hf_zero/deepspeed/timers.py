@@ -1,4 +1,4 @@
-"""DeepSpeed's timers for scripts: named stopwatches, samples per second, and ranges for profilers."""
+"""Provide DeepSpeed's timers for scripts: named stopwatches, samples per second, and ranges for profilers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class Stopwatch:
-    """Sums the milliseconds between ``start`` and ``stop``; both wait for the device.
+    """A stopwatch that sums the milliseconds between ``start`` and ``stop``; both wait for the device.
 
     Args:
-        name: As in messages.
+        name: Name in messages.
     """
 
     def __init__(self, name: str) -> None:
@@ -31,24 +31,24 @@ class Stopwatch:
 
     @property
     def started_(self) -> bool:
-        """Return whether it runs."""
+        """Return whether the stopwatch runs."""
         return self._since is not None
 
     def start(self) -> None:
-        """Starts it.
+        """Start the stopwatch.
 
         Raises:
-            StateError: It runs already.
+            StateError: The stopwatch runs already.
         """
         if self._since is not None:
             raise StateError(f"timer {self.name_!r} has already been started; call stop() first")
         self._since = _now()
 
     def stop(self, reset: bool = False, record: bool = False) -> None:
-        """Stops it; with ``reset`` earlier laps are forgotten. ``record`` changes nothing.
+        """Stop the stopwatch; ``reset`` drops earlier laps. ``record`` has no effect.
 
         Raises:
-            StateError: It does not run.
+            StateError: The stopwatch does not run.
         """
         if self._since is None:
             raise StateError(f"timer {self.name_!r} was not started")
@@ -58,12 +58,12 @@ class Stopwatch:
         self._since = None
 
     def reset(self) -> None:
-        """Stops it and forgets all laps."""
+        """Stop the stopwatch and drop all laps."""
         self._since = None
         self._laps.clear()
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the milliseconds of all laps, the running one included; with ``reset`` the count starts again."""
+        """Return the milliseconds of all laps, the running one included; ``reset`` drops the laps afterwards."""
         running = self.started_
         if running:
             self.stop()
@@ -75,12 +75,12 @@ class Stopwatch:
         return total
 
     def mean(self) -> float:
-        """Return the mean lap in milliseconds without the slowest and fastest tenth."""
+        """Return the mean duration of a lap in milliseconds, without the slowest and fastest tenth of the laps."""
         return trim_mean(self._laps, 0.1)
 
 
 class SynchronizedWallClockTimer:
-    """Stopwatches by name: ``timers("forward").start()``; ``engine.timers`` is one."""
+    """A collection of stopwatches by name: ``timers("forward").start()``; ``engine.timers`` is one."""
 
     Timer = Stopwatch
 
@@ -91,7 +91,7 @@ class SynchronizedWallClockTimer:
         return self.timers.setdefault(name, Stopwatch(name))
 
     def get_timers(self) -> dict[str, Stopwatch]:
-        """Return all of them by name."""
+        """Return all stopwatches by name."""
         return self.timers
 
     def log(
@@ -116,7 +116,7 @@ class SynchronizedWallClockTimer:
 
     @staticmethod
     def memory_usage() -> str:
-        """Return allocated and peak memory of the device, in words."""
+        """Return the allocated and the peak memory of the device as text."""
         return memory_line(default_device())
 
 
@@ -142,7 +142,7 @@ class _Idle:
 
 
 class NoopTimer:
-    """Has the methods of ``SynchronizedWallClockTimer`` and measures nothing."""
+    """A timer with the methods of ``SynchronizedWallClockTimer`` that measures nothing."""
 
     Timer = _Idle
 
@@ -165,18 +165,18 @@ class NoopTimer:
 
 
 class ThroughputTimer:
-    """Samples per second over steps, the first ones left out.
+    """A meter of samples per second over steps, without the first steps.
 
     Args:
-        config: Object with ``enabled`` and ``synchronized`` (wait for the device); the ``timers.throughput`` section has both.
-        batch_size: Samples of one step.
-        start_step: Steps that are not counted.
-        steps_per_output: Log a line every so many steps; None is never.
-        monitor_memory: Add the device's memory to the line.
-        logging_fn: Receives the line; default the package's logger.
+        config: Object with ``enabled`` and ``synchronized`` (wait for the device), such as the section ``timers.throughput``.
+        batch_size: Number of samples per step.
+        start_step: Number of first steps that are not counted.
+        steps_per_output: Steps between two log lines; None logs nothing.
+        monitor_memory: Whether the log line includes the device's memory.
+        logging_fn: Function that receives the line; default is the package's logger.
 
     Raises:
-        ConfigError: ``steps_per_output`` is no whole number above 0.
+        ConfigError: ``steps_per_output`` is not a whole number above 0.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class ThroughputTimer:
         self.micro_step_count = 0
 
     def start(self) -> None:
-        """Note that a micro-step begins."""
+        """Record the beginning of a micro-step."""
         if not self.config.enabled:
             return
         self.initialized = self.started = True
@@ -217,7 +217,7 @@ class ThroughputTimer:
             self.start_time = _now(self.config.synchronized)
 
     def stop(self, global_step: bool = False, report_speed: bool = True) -> None:
-        """Note that a micro-step ends; with ``global_step`` an optimizer step ends."""
+        """Record the end of a micro-step; with ``global_step`` also the end of an optimizer step."""
         if not self.started:
             return
         self.started = False
@@ -234,7 +234,7 @@ class ThroughputTimer:
         self.step_elapsed_time = 0.0
 
     def avg_samples_per_sec(self) -> float:
-        """Return the samples per second of the counted steps; minus infinity before there is one."""
+        """Return the samples per second of the counted steps; minus infinity before the first counted step."""
         counted = self.global_step_count - self.start_step
         return self.batch_size * counted / self.total_elapsed_time if counted > 0 and self.total_elapsed_time else float("-inf")
 

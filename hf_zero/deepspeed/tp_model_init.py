@@ -1,4 +1,4 @@
-"""``deepspeed.tp_model_init``: splits a model before ``initialize``; what is divided in another way too is left to that."""
+"""Implement ``deepspeed.tp_model_init``, which splits a model before ``initialize``; other divisions of the model are made later."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _ASKED = "_hf_zero_tp_asked"
 
 
 def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
-    """Compare the arguments of ``tp_model_init`` with those of ``initialize``.
+    """Raise if the arguments of ``tp_model_init`` contradict those of ``initialize``.
 
     Raises:
-        ConfigError: Another element type, or ``tp_group`` there and ``mpu`` here.
+        ConfigError: The element types differ, or ``tp_group`` was given to ``tp_model_init`` and ``mpu`` to ``initialize``.
     """
     dtype, has_group = getattr(model, _ASKED, (None, False))
     trained = precision_policy(config).param_dtype
@@ -43,23 +43,24 @@ def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
 def tp_model_init(model: nn.Module, tp_size: int, dtype: Any = None, config: Any = None, **kwargs: Any) -> nn.Module:
     """Split ``model`` with ``hf_zero.tensor_parallel.split.tp_model_init``; collective.
 
-    Where ``config`` has a pipeline nothing is done: stages are found from whole layers, so ``initialize`` finds them and splits then. So it
-    does with a model that cannot be traced where no ``config`` is given: that of ``initialize`` may name its layers.
+    If ``config`` has a pipeline, this function does nothing: stages are found from unsplit layers, so ``initialize`` finds the stages and
+    then splits. It also does nothing for a model that cannot be traced if no ``config`` is given, because the configuration of
+    ``initialize`` may name its layers.
 
     Args:
         model: Any model, the same on every rank.
-        tp_size: Ranks that hold one model together.
-        dtype: Cast the parameters to this, but for those that the model keeps in fp32; None leaves them. With ``config`` it is left to
-            ``initialize``.
+        tp_size: Number of ranks that hold one model together.
+        dtype: Dtype that parameters are cast to, except those that the model keeps in fp32; None does not cast. With ``config``,
+            ``initialize`` casts.
         config: Configuration, or its ``tensor_parallel`` section.
-        **kwargs: As there.
+        **kwargs: Further arguments of ``hf_zero.tensor_parallel.split.tp_model_init``.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: ``tp_size`` does not fit the ranks, or the model does not divide.
-        UnsupportedError: Another library has divided the model over ranks, or its experts cannot be divided, and shall be.
+        ConfigError: ``tp_size`` does not fit the ranks, or the model's sizes are not divisible by it.
+        UnsupportedError: Another library has divided the model over ranks, or expert parallelism is on and the experts cannot be divided.
     """
     if config is None:
         setattr(model, _ASKED, (dtype, kwargs.get("tp_group") is not None))

@@ -1,4 +1,4 @@
-"""``zero.Init`` with DeepSpeed's arguments: reads the configuration and opens ``ModelInit``."""
+"""Implement ``zero.Init`` with DeepSpeed's arguments: read the configuration and enter the core's ``ModelInit``."""
 
 from __future__ import annotations
 
@@ -29,31 +29,31 @@ from hf_zero.offload.policy import init_shard_storage
 class Init:
     """Shard a model while it is built inside the ``with`` block (stage 3); DeepSpeed's ``zero.Init``.
 
-    Creates the process group if there is none. One rank is its own only owner: parameters are empty until they are gathered there too,
-    until ``initialize``.
+    The context creates the process group if there is none. With a single rank parameters are also empty, until they are gathered or
+    ``initialize`` is called.
 
     Args:
-        module: An existing module to shard at once.
+        module: An existing module to shard immediately.
         data_parallel_group: Process group to shard over; None is all ranks.
-        mem_efficient_linear: Accepted; linear layers are left as they are.
-        remote_device: "cpu" or "nvme" keeps shards in host memory, as ``offload_param`` of the configuration does (they go to files, if
-            so configured, in ``initialize``); "none" or None leaves it to the configuration.
-        pin_memory: Page-lock that memory; the configuration's ``offload_param.pin_memory`` does too.
-        config_dict_or_path: Configuration; values of "auto" are allowed.
-        config: The same, older name.
-        enabled: False makes it do nothing.
-        dtype: Type of the parameters; None takes the configuration's.
-        mpu: Object whose ``get_sequence_data_parallel_group()``, or else ``get_data_parallel_group()``, names the group.
-        zero_param_parallel_group: Refused.
-        zero_quantized_weights: Refused: gathers before ``initialize`` are exact, afterwards the configuration's key of this name says.
-        zero_quantized_nontrainable_weights: Likewise.
-        sequence_data_parallel_group: As ``data_parallel_group``.
-        param_swapper: Refused.
+        mem_efficient_linear: Accepted and ignored; linear layers do not change.
+        remote_device: "cpu" or "nvme" keeps shards in host memory, like ``offload_param`` of the configuration (``initialize`` moves them
+            to files if so configured); "none" or None uses the configuration.
+        pin_memory: Whether that memory is page-locked; ``offload_param.pin_memory`` of the configuration also sets it.
+        config_dict_or_path: Configuration; values "auto" are allowed.
+        config: Older name of ``config_dict_or_path``.
+        enabled: Whether the context has an effect.
+        dtype: Dtype of the parameters; None uses the configuration's.
+        mpu: Object whose ``get_sequence_data_parallel_group()``, or else ``get_data_parallel_group()``, returns the group to shard over.
+        zero_param_parallel_group: Not supported.
+        zero_quantized_weights: Not supported: gathers before ``initialize`` are not quantized; the configuration's key applies after it.
+        zero_quantized_nontrainable_weights: Not supported, for the same reason.
+        sequence_data_parallel_group: Other name of ``data_parallel_group``.
+        param_swapper: Not supported.
 
     Raises:
-        UnsupportedError: A refused argument is given.
+        UnsupportedError: An unsupported argument is given.
         ConfigError: The configuration is wrong.
-        StateError: Ranks have other settings; on every rank.
+        StateError: Ranks have different settings; on every rank.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Init:
 
     @property
     def inner(self) -> ModelInit:
-        """Return the core's object that divides."""
+        """Return the core's ``ModelInit``, which shards the model."""
         return self._inner
 
     def __enter__(self) -> Init:
@@ -128,7 +128,7 @@ class Init:
 
 
 def _group_of(mpu: Any) -> Any:
-    """Return the group that ``initialize`` with this object shards over; None for all ranks."""
+    """Return the group that ``initialize`` with ``mpu`` shards over; None for all ranks."""
     if mpu is None:
         return None
     joint = getattr(mpu, "get_sequence_data_parallel_group", None)
@@ -136,6 +136,6 @@ def _group_of(mpu: Any) -> Any:
 
 
 def _without_batch_sizes(config: dict[str, Any]) -> dict[str, Any]:
-    """Return ``config`` with any batch size: only ``initialize`` knows how many ranks share their samples."""
+    """Return ``config`` with a valid placeholder for the batch size, because only ``initialize`` knows how many ranks share samples."""
     kept = {key: value for key, value in config.items() if key not in ("train_batch_size", "gradient_accumulation_steps", "elasticity")}
     return {**kept, "train_micro_batch_size_per_gpu": 1}

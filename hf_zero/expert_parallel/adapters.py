@@ -1,10 +1,10 @@
-"""Low-rank adapters of stacked experts (PEFT's ``target_parameters``): each rank has those of its own experts.
+"""Divide the low-rank adapters of stacked experts (PEFT's ``target_parameters``): each rank keeps the parts for its own experts.
 
 [Note: adapters of stacked experts] A wrapper around the module adds a product of two small matrices to the weights of every expert while
-its forward runs: A (experts x r, in), where the r rows of one expert lie together, and B (out, r x experts), where every column in
-``experts`` is one expert's. With the rows and columns of this rank's experts, and their number, the wrapper's own code computes what this
-rank's weights need, and nothing else has to be known of it. A weight with one row per expert (a bias) has one product for all: rows of its
-B are an expert's, its A is everybody's.
+its forward runs: A (experts x r, in), where the r rows of one expert are contiguous, and B (out, r x experts), where column i belongs to
+expert i modulo ``experts``. If A and B have only the rows and columns of this rank's experts, and the wrapper has their number, the
+wrapper's own code computes the right product for this rank's weights. A weight with one row per expert (a bias) has one product for all
+experts: each row of its B belongs to an expert, and all experts share its A.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ from hf_zero.errors import StateError, UnsupportedError
 from hf_zero.expert_parallel.find import StackedExperts, shape_of_all, wrappers_of
 
 
-def keep(param: nn.Parameter, part: TpShard) -> None:
+def keep_part(param: nn.Parameter, part: TpShard) -> None:
     """Replace the values of ``param`` by those of ``part``, and record the part; collective after ``zero.Init``.
 
-    A parameter that was loaded so stays as it is ([Note: held experts]), and one of another stage of a pipeline as empty as it is.
+    A parameter that was loaded with this part already does not change ([Note: held experts]); a parameter of another pipeline stage stays
+    empty and is only marked.
     """
     if is_expert(param):
         return
@@ -53,8 +54,8 @@ def check_adapters(layer: StackedExperts) -> None:
     """Refuse adapters around ``layer`` that cannot be divided.
 
     Raises:
-        UnsupportedError: They are no pairs of low-rank matrices.
-        StateError: They are not those of all experts.
+        UnsupportedError: An adapter is not a pair of low-rank matrices.
+        StateError: An adapter does not cover all experts.
     """
     for wrapper in layer.adapters:
         if not all(isinstance(getattr(wrapper, name, None), nn.ModuleDict) for name in _MATRICES):
@@ -71,25 +72,25 @@ def check_adapters(layer: StackedExperts) -> None:
 
 
 def check_adapters_beside_split_layers(layer: StackedExperts) -> None:
-    """Refuses adapters that ranks with the same tokens would have to add up gradients for.
+    """Refuse adapters whose gradients would have to be summed over the ranks that have the same tokens.
 
     Raises:
-        UnsupportedError: There is one of a bias, a part of which belongs to all experts.
+        UnsupportedError: There is an adapter of a bias, whose matrix A belongs to all experts.
     """
     for adapter in layer.adapters:
         wrapper: Any = adapter
         if any(True for _ in _pairs(layer, wrapper)) and not _is_stacked(layer, wrapper):
             raise UnsupportedError(
-                f"expert_parallel: the adapter of {wrapper.parameter_name} at {layer.path}, a bias, is not provided together with "
-                "tensor_parallel: leave it out of target_parameters, or leave tensor_parallel out"
+                f"expert_parallel: the adapter of {wrapper.parameter_name} at {layer.path}, a bias, is not supported together with "
+                "tensor_parallel: remove it from target_parameters, or remove tensor_parallel"
             )
 
 
 def require_divided(model: nn.Module) -> None:
-    """Refuses adapters around experts that were divided before there were adapters.
+    """Refuse adapters that were added to experts after the experts had been divided.
 
     Raises:
-        StateError: There are such.
+        StateError: ``model`` has such an adapter; the message names it.
     """
     for path, module in model.named_modules():
         for wrapper in wrappers_of(model).get(id(module), ()):
@@ -117,10 +118,10 @@ def divide_adapters(layer: StackedExperts, own: Range) -> None:
             if stacked:
                 rows = shape_of_all(a)[0]
                 rank = rows // layer.count
-                keep(a, TpShard(shape_of_all(a), 0, (Range(own.start * rank, own.stop * rank),), expert=True))
-                keep(b, TpShard(shape_of_all(b), 1, tuple(own.shift(start) for start in range(0, rows, layer.count)), expert=True))
+                keep_part(a, TpShard(shape_of_all(a), 0, (Range(own.start * rank, own.stop * rank),), expert=True))
+                keep_part(b, TpShard(shape_of_all(b), 1, tuple(own.shift(start) for start in range(0, rows, layer.count)), expert=True))
             else:
-                keep(b, TpShard(shape_of_all(b), 0, (own,), expert=True))
+                keep_part(b, TpShard(shape_of_all(b), 0, (own,), expert=True))
         for matrix in (found for name in _MATRICES for found in getattr(wrapper, name).values()):
             guard_state_dict(matrix)
         if stacked:
@@ -128,7 +129,7 @@ def divide_adapters(layer: StackedExperts, own: Range) -> None:
 
 
 class _StackOfOne(int):
-    """1, and more than 1: a wrapper takes weights for those of one layer, which have another product, unless there are several experts."""
+    """The number 1 that also compares as greater than 1: PEFT's wrapper computes another product for layers without several experts."""
 
     __hash__ = int.__hash__
 
@@ -140,13 +141,13 @@ class _StackOfOne(int):
 
 
 def _pairs(layer: StackedExperts, wrapper: Any) -> Iterator[_Pair]:
-    """Yield A and B of every adapter of a parameter that has an entry per expert."""
+    """Yield the matrices A and B of every adapter in ``wrapper``, if it adapts a parameter with one entry per expert."""
     if wrapper.parameter_name in layer.params:
         first, second = (getattr(wrapper, name) for name in _MATRICES)
         yield from ((first[name].weight, second[name].weight) for name in first)
 
 
 def _is_stacked(layer: StackedExperts, wrapper: Any) -> bool:
-    """Return whether the adapter has a product for each expert, not one for all."""
+    """Return whether the adapter has one product per expert, instead of one product for all experts."""
     param = layer.params.get(wrapper.parameter_name)
     return param is not None and len(shape_of_all(param)) == 3

@@ -1,4 +1,4 @@
-"""Divides the experts of a model over a group of ranks, in place."""
+"""Divide the experts of a model over a group of ranks, in place."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, is_expert, is_par
 from hf_zero.core.units.unit import find_unit, full_shape
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from hf_zero.expert_parallel import stacked
-from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, keep, require_divided
+from hf_zero.expert_parallel.adapters import check_adapters, check_adapters_beside_split_layers, divide_adapters, keep_part, require_divided
 from hf_zero.expert_parallel.dispatch import Shares
 from hf_zero.expert_parallel.exchange import SharedTokens
 from hf_zero.expert_parallel.find import ExpertLayer, ListedExperts, StackedExperts, find_experts, shape_of_all
-from hf_zero.expert_parallel.held import held_layers, held_of, let_go
+from hf_zero.expert_parallel.held import held_layers, held_of, release_held
 from hf_zero.expert_parallel.listed import ListedLayer
 from hf_zero.observe import log_rank0
 from hf_zero.tensor_parallel.apply import plan_of
@@ -28,42 +28,42 @@ from hf_zero.tensor_parallel.split import equal_weights
 KEY = "expert_parallel.autoep_size"
 
 tables: list[Callable[[Iterable[nn.Module]], None]] = []
-"""Where layers above put the function that sends tokens into the tables by which modules look their implementation up."""
+"""Functions of packages above that install the dispatching of tokens in the tables in which modules look up their implementation."""
 
 
-OWN = "each_rank_has_its_own"  # of a module: what other ranks have of a rank's experts before they are divided does not count
+OWN = "each_rank_has_its_own"  # attribute of a module: its experts may differ between ranks before they are divided
 
-_SHARES = "_hf_zero_expert_shares"  # of a divided layer
+_SHARES = "_hf_zero_expert_shares"  # attribute of a divided layer's module
 
 
 def shares_of(model: nn.Module) -> dict[str, Shares]:
-    """Return for each divided layer of ``model``, by dotted name, the experts that each rank holds."""
+    """Return the experts that each rank holds, for each divided layer of ``model``, by dotted name."""
     return {path: module.__dict__[_SHARES] for path, module in model.named_modules() if _SHARES in module.__dict__}
 
 
 def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
-    """Keeps this rank's experts of ``model`` and makes its layers send tokens to where their experts are; collective.
+    """Keep only this rank's experts of ``model``, and make its layers send tokens to the ranks of their experts; collective.
 
-    A model that is divided already, for an engine before, stays as it is.
+    A model that was divided for an earlier engine does not change.
 
     Args:
         model: Any model with experts, the same on every rank; its parameters may come from ``zero.Init``.
-        topology: Axes with those of experts.
+        topology: Axes of the ranks, with those of experts.
 
     Returns:
         The same model.
 
     Raises:
-        ConfigError: The model has no experts, or their number does not divide.
-        UnsupportedError: It has experts of a form that cannot be divided.
-        StateError: It is divided already, over other ranks.
+        ConfigError: The model has no experts, or their number is not a multiple of the ranks.
+        UnsupportedError: The model's experts have a form that cannot be divided.
+        StateError: The model is already divided over other ranks.
     """
     present = next((shares.collectives.topology.ranks for shares in shares_of(model).values()), ())
     wanted = topology.expert.ranks if topology.expert is not None else ()
     if present and present != wanted:
         raise StateError(
-            f"the experts of this model are divided over {len(present)} ranks, for an engine before this one, which asks for "
-            f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model anew"
+            f"the experts of this model were divided over {len(present)} ranks for an earlier engine, but this engine needs "
+            f"{len(wanted) or 1}: set {KEY} to {len(present)}, or load the model again"
         )
     if present:
         require_divided(model)
@@ -75,7 +75,7 @@ def divide_model(model: nn.Module, topology: Topology) -> nn.Module:
     held = _require_held(model, collectives.world, collectives.rank)
     if len(set(map(tuple, collectives.gather_objects(held, "experts that were loaded")))) > 1:
         raise StateError(
-            "some ranks have loaded their own experts alone, others have not: call from_pretrained on every rank, under one configuration"
+            "some ranks have loaded their own experts only, others all experts: call from_pretrained on every rank with one configuration"
         )
     together = topology.layers.model
     tensor = open_collectives(together) if together is not None else None
@@ -111,23 +111,23 @@ def _require_held(model: nn.Module, ranks: int, rank: int) -> list[str]:
     for path, _, held in held_layers(model):
         place = held.place
         if (place.ranks, place.index) != (ranks, rank):
-            here = f"this is rank {rank} of {ranks} that hold all" if ranks > 1 else "here they are not divided"
+            here = f"this is rank {rank} of {ranks}" if ranks > 1 else "here experts are not divided"
             raise StateError(
-                f"{path} was loaded with the experts of rank {place.index} of {place.ranks}, and {here}: {KEY} has to be {place.ranks} "
-                "here as where from_pretrained was called"
+                f"{path} was loaded with the experts of rank {place.index} of {place.ranks}, but {here}: set {KEY} to {place.ranks} "
+                "here too, as in from_pretrained"
             )
         found.append(path)
     return found
 
 
 def _divide(layer: ExpertLayer, shares: Shares) -> None:
-    """Keeps this rank's experts of one layer; collective after ``zero.Init``."""
+    """Keep only this rank's experts of one layer, and make it dispatch tokens; collective after ``zero.Init``."""
     first, stop = shares.first, shares.first + shares.here
-    let_go(layer.module)
+    release_held(layer.module)
     if isinstance(layer, StackedExperts):
         divide_adapters(layer, Range(first, stop))
         for param in layer.params.values():
-            keep(param, _part(param, Range(first, stop)))
+            keep_part(param, _part(param, Range(first, stop)))
         guard_state_dict(layer.module)
         stacked.install(layer.module, layer.path, shares, tuple(layer.params))
         return
@@ -135,12 +135,12 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
         for module in expert.modules():
             guard_state_dict(module)
         for param in expert.parameters():
-            keep(param, _part(param, Range(0, shape_of_all(param)[0] if first <= index < stop else 0)))
+            keep_part(param, _part(param, Range(0, shape_of_all(param)[0] if first <= index < stop else 0)))
     ListedLayer(layer.module, layer.path, layer.experts, shares)
 
 
 def _part(param: nn.Parameter, own: Range) -> TpShard:
-    """Return the entries ``own`` along the first dimension."""
+    """Return the description of the part of ``param`` with the entries ``own`` along its first dimension."""
     return TpShard(shape_of_all(param), 0, (own,) if own.numel else (), expert=True)
 
 
@@ -152,21 +152,21 @@ def _check(layer: ExpertLayer, ranks: int) -> None:
         numbers = [name for name, param in layer.experts[0].named_parameters() if not full_shape(param)]
         if numbers:
             raise UnsupportedError(
-                f"expert_parallel: the experts of {layer.path} have a parameter that is a single number ({numbers[0]}), which cannot be "
-                "left empty on other ranks. Leave expert_parallel out for this model"
+                f"expert_parallel: the experts of {layer.path} have a scalar parameter ({numbers[0]}), which cannot be empty on other "
+                "ranks. Remove expert_parallel for this model"
             )
         return
     check_adapters(layer)
     buffers = [name for name, buffer in layer.module.named_buffers() if buffer.dim() > 0 and buffer.shape[0] == layer.count]
     if buffers:
         raise UnsupportedError(
-            f"expert_parallel: {layer.path} has a buffer with an entry per expert ({buffers[0]}), which is not divided. Leave "
-            "expert_parallel out for this model"
+            f"expert_parallel: {layer.path} has a buffer with one entry per expert ({buffers[0]}), which cannot be divided. Remove "
+            "expert_parallel for this model"
         )
 
 
 def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) -> None:
-    """Refuse experts whose gradients tensor parallelism would change: tensors outside of them must be whole."""
+    """Refuse experts that tensor parallelism has split, or whose gradients it would make partial."""
     plan, names = plan_of(model), {id(param): name for name, param in model.named_parameters()}
     for layer in layers:
         for param in _params(layer):
@@ -178,8 +178,8 @@ def _check_beside_split_layers(model: nn.Module, layers: Iterable[ExpertLayer]) 
                 )
             if plan is not None and names[id(param)] in plan.summed:
                 raise UnsupportedError(
-                    f"expert_parallel: results of the experts at {layer.path} are worked on by split layers, so their gradients are not "
-                    "whole. Leave tensor_parallel out for this model; zero_optimization.stage 3 shards its layers"
+                    f"expert_parallel: split layers process the results of the experts at {layer.path}, so each rank has only a part of "
+                    "their gradients. Remove tensor_parallel for this model; zero_optimization.stage 3 shards its layers"
                 )
         if isinstance(layer, StackedExperts):
             check_adapters_beside_split_layers(layer)
@@ -198,7 +198,7 @@ def _refuse_shared(layers: Iterable[ExpertLayer]) -> None:
         for param in _params(layer):
             if id(param) in seen:
                 raise UnsupportedError(
-                    f"expert_parallel: a parameter of {layer.path} is one of other experts too, which cannot be divided. Leave "
-                    "expert_parallel out for this model"
+                    f"expert_parallel: {layer.path} shares a parameter with other experts, so it cannot be divided. Remove "
+                    "expert_parallel for this model"
                 )
             seen.add(id(param))

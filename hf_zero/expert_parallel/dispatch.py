@@ -1,7 +1,7 @@
-"""Tokens to their experts and the results back.
+"""Send tokens to the ranks of their experts, and the results back.
 
-Source of the scheme: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2; without capacities: nothing is padded, no token is
-dropped. The ranks tell each other how many tokens come for each expert (one small all-to-all), then send them.
+Source of the scheme: Lepikhin et al. 2020, "GShard", arXiv 2006.16668, section 3.2; without capacities, so nothing is padded and no token
+is dropped. The ranks first exchange the numbers of tokens per expert (one small all-to-all), then the tokens.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from hf_zero.expert_parallel.exchange import SharedTokens, exchange, tie
 from hf_zero.system.planning import has_values
 
 Compute = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
-"""(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens lie by rank of origin, and by expert within one. There
-may be none, for one expert or for all: their weights get gradients of zero ([Note: gradients of idle experts])."""
+"""(tokens (n, width), counts (ranks, experts here)) -> results (n, width). Tokens are ordered by rank of origin, then by expert. If an
+expert gets no tokens, its weights get gradients of zero ([Note: gradients of idle experts])."""
 
 
 @dataclass(eq=False)
 class Shares:
-    """Which experts each rank of a group holds: equal runs of neighbours.
+    """The assignment of experts to the ranks of a group: each rank holds an equal number of consecutive experts.
 
     Attributes:
         collectives: The ranks that hold all experts together.
         count: Number of experts.
-        shared: How ranks that have the same tokens send a part each; None where every rank has tokens of its own.
-        watched: Whether somebody asks for ``seen``.
-        seen: (experts,) choices of each expert by this rank's tokens in training, since somebody has taken them.
+        shared: Division of tokens among ranks that all have them; None if every rank has its own tokens.
+        watched: Whether tokens are counted in ``seen``.
+        seen: (experts,) number of this rank's tokens in training that chose each expert, since ``ExpertLoad`` last took it.
     """
 
     collectives: Collectives
@@ -49,55 +49,57 @@ class Shares:
         return self.here * self.collectives.rank
 
     def __deepcopy__(self, memo: dict[int, object]) -> Shares:
-        return self  # of a copied layer they are the same ranks
+        return self  # a copied layer has the same ranks
 
 
 @dataclass(frozen=True, eq=False)
-class Told:
-    """Message of this rank about its tokens, and the pending messages of the other ranks.
+class ExchangedCounts:
+    """The numbers of tokens per expert that this rank has sent, and the pending numbers from the other ranks.
 
     Attributes:
-        counts: (ranks, experts on each) tokens that this rank has for them.
-        coming: Of (ranks, experts here), what each rank has for this one.
+        counts: (ranks, experts on each rank) number of this rank's tokens for each expert.
+        coming: Pending tensor (ranks, experts on this rank) with the number of tokens that each rank has for this rank's experts.
     """
 
     counts: torch.Tensor
     coming: Pending
 
 
-def tell(shares: Shares, counts: torch.Tensor, label: str) -> Told:
-    """Send every rank the number of tokens for its experts, while the tokens are sorted; collective.
+def exchange_counts(shares: Shares, counts: torch.Tensor, label: str) -> ExchangedCounts:
+    """Send every rank the number of tokens for its experts, asynchronously, while the caller sorts the tokens; collective.
 
     Args:
         shares: Experts that each rank holds.
-        counts: (experts,) tokens of this rank for each; on the host or the device.
+        counts: (experts,) number of this rank's tokens for each expert; on the host or the device.
         label: Name of the layer.
     """
     if shares.watched and torch.is_grad_enabled():
         shares.seen = counts.clone() if shares.seen is None else shares.seen.add_(counts)
-    told = counts.view(shares.collectives.world, shares.here).contiguous()
-    return Told(told, shares.collectives.exchange(told, f"{label}: tokens for each expert"))
+    sent = counts.view(shares.collectives.world, shares.here).contiguous()
+    return ExchangedCounts(sent, shares.collectives.exchange(sent, f"{label}: tokens for each expert"))
 
 
-def send_to_experts(shares: Shares, rows: torch.Tensor, told: Told, trained: bool, label: str, compute: Compute) -> torch.Tensor:
-    """Return the results of ``rows``, each computed where its expert is; collective.
+def send_to_experts(
+    shares: Shares, rows: torch.Tensor, exchanged: ExchangedCounts, trained: bool, label: str, compute: Compute
+) -> torch.Tensor:
+    """Send tokens to the ranks of their experts and return the results; collective.
 
     Args:
         shares: Experts that each rank holds.
-        rows: (n or more, width) tokens, by rising expert; n is the sum of the counts that were told.
-        told: How many of them are for each expert.
-        trained: Backward comes through here.
+        rows: (n or more, width) tokens in the order of their experts; n is the sum of ``exchanged.counts``.
+        exchanged: Numbers of tokens for each expert, from ``exchange_counts``.
+        trained: Whether backward will run through this layer.
         label: Name of the layer.
-        compute: Runs the experts of this rank.
+        compute: Function that runs the experts of this rank.
 
     Returns:
-        (n, width), in the order of ``rows``.
+        Results (n, width), in the order of ``rows``.
     """
-    group, coming = shares.collectives, told.coming.received()
+    group, coming = shares.collectives, exchanged.coming.received()
     if not has_values(coming):
         sends, receives = _evenly(len(rows), group.world, group.rank)
     else:
-        sends, receives = torch.stack([told.counts.sum(dim=1), coming.sum(dim=1)]).tolist()  # the one time that the host waits
+        sends, receives = torch.stack([exchanged.counts.sum(dim=1), coming.sum(dim=1)]).tolist()  # the only wait of the host
     tokens = exchange(group, rows[: sum(sends)], sends, receives, f"{label}: tokens")
     results = compute(tokens, coming)
     if torch.is_grad_enabled() and tokens.requires_grad:
@@ -109,8 +111,8 @@ def tokens_of_each(counts: torch.Tensor, rows: int) -> list[int]:
     """Return the number of tokens of each expert here, on the host, which waits for the device.
 
     Args:
-        counts: (ranks, experts here); a plan knows none, and takes them for even.
-        rows: Their sum.
+        counts: (ranks, experts on this rank) numbers of tokens; without values (in a plan) tokens are assumed to spread evenly.
+        rows: Sum of ``counts``.
     """
     here = counts.shape[1]
     return list(counts.sum(dim=0).tolist()) if has_values(counts) else _evenly(rows, here, 0)[0]
@@ -126,12 +128,13 @@ def combine(results: torch.Tensor, order: torch.Tensor, weights: torch.Tensor) -
     """Return the weighted sum of each token's results.
 
     Args:
-        results: (n, width), by expert; n is at most tokens x choices.
-        order: (tokens x choices,) where row i of ``results`` belongs, in its first n entries; the rest have no expert, and give zero.
-        weights: (tokens, choices).
+        results: (n, width) results in the order of experts; n is at most tokens x choices.
+        order: (tokens x choices,) of which entry i < n is the position (token, choice) of row i of ``results``; positions without a row
+            have no expert, and count as zero.
+        weights: (tokens, choices) weights of the choices.
 
     Returns:
-        (tokens, width), in the wider of the two types.
+        Sums (tokens, width), in the wider of the types of ``results`` and ``weights``.
     """
     placed = results.new_zeros((order.numel(), results.shape[1])).index_copy_(0, order[: len(results)], results)
     return (placed.view(*weights.shape, results.shape[1]) * weights.unsqueeze(-1)).sum(dim=1)

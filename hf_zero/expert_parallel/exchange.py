@@ -1,9 +1,9 @@
-"""Send rows of tokens to the ranks that hold their experts, and back: one all-to-all each way, its gradient the reverse one.
+"""Send rows of tokens to the ranks that hold their experts, and back: one all-to-all each way; the gradient is the reverse all-to-all.
 
-[Note: who sends a token] The ranks of a model axis are given the same tokens and route them alike; if all sent theirs, experts would
-compute them several times. So each rank sends a part of them, and the results are joined: between the two, data flows as under data
-parallelism; around them tensors are whole, with whole gradients, as the split layers expect (``tensor_parallel/solve.py``, [Note: states]).
-Each token of a batch reaches its experts once, and their gradients need no correction.
+[Note: who sends a token] The ranks of a model axis have the same tokens and route them in the same way. If all of them sent their tokens,
+experts would compute each token several times. So each rank sends a part of the tokens, and the results are all-gathered. Between the two
+steps ranks have different tokens, as in data parallelism. Before and after, tensors and gradients are complete, as the split layers expect
+(``tensor_parallel/solve.py``, [Note: states]). Each token of a batch reaches its experts once, and gradients need no correction.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hf_zero.tensor_parallel.same_data import own_random
 
 
 class _Exchange(torch.autograd.Function):
-    """Rows for rank ``r`` lie together, by rising rank; so do those that come back."""
+    """Differentiable all-to-all of rows; the rows for each rank are contiguous, in the order of ranks, and so are the received rows."""
 
     @staticmethod
     def forward(
@@ -40,24 +40,24 @@ class _Exchange(torch.autograd.Function):
 def exchange(
     collectives: Collectives, rows: torch.Tensor, sends: Sequence[int], receives: Sequence[int], label: str, trained: bool = False
 ) -> torch.Tensor:
-    """Sends ``sends[r]`` rows to each rank and returns the ``receives[r]`` that each has sent; differentiable, collective both ways.
+    """Send ``sends[r]`` rows to each rank r, and return the ``receives[r]`` rows from each; differentiable; collective, also in backward.
 
     Args:
         collectives: The ranks that hold all experts together.
-        rows: (sum of ``sends``, width), those for one rank together, by rising rank.
-        sends: Rows for each rank; may be 0.
-        receives: Rows from each rank.
+        rows: (sum of ``sends``, width) rows, contiguous for each rank, in the order of ranks.
+        sends: Number of rows for each rank; may be 0.
+        receives: Number of rows from each rank.
         label: Name of the message.
-        trained: Backward comes through here, whether or not ``rows`` depend on anything that is trained on this rank.
+        trained: Whether backward will run through this layer, even if ``rows`` need no gradient on this rank.
     """
-    # Without it a rank that has no rows would have nothing to go back through, and leave the others waiting.
+    # Gives a rank without rows a backward too, for which the other ranks wait.
     anchor = torch.empty(0, device=rows.device, requires_grad=trained)
     exchanged: torch.Tensor = _Exchange.apply(rows, anchor, collectives, list(sends), list(receives), label)  # type: ignore[no-untyped-call]
     return exchanged
 
 
 def exchange_rows(collectives: Collectives, rows: torch.Tensor, sends: list[int], receives: list[int], label: str) -> torch.Tensor:
-    """Do the same as ``exchange`` for values, without autograd."""
+    """Exchange rows like ``exchange``, but without autograd; collective."""
     width, rank = rows.shape[1], collectives.rank
     received = torch.empty((sum(receives), width), dtype=rows.dtype, device=rows.device)
     outgoing, incoming = rows.contiguous().split(sends), received.split(receives)
@@ -67,7 +67,7 @@ def exchange_rows(collectives: Collectives, rows: torch.Tensor, sends: list[int]
 
 
 class _Tie(torch.autograd.Function):
-    """``output`` as it is; a backward that comes to it goes on to ``sources`` too, with nothing to add."""
+    """Identity of ``output`` whose backward also runs the graphs of ``sources``, with no gradient for them."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
@@ -80,15 +80,15 @@ class _Tie(torch.autograd.Function):
 
 
 def tie(output: torch.Tensor, *sources: torch.Tensor) -> torch.Tensor:
-    """Return ``output`` with a graph through which backward reaches ``sources`` even if it was not computed from them: on a rank
-    without tokens.
+    """Return ``output`` with a graph in which backward also reaches ``sources``, even if ``output`` does not depend on them (on a rank
+    without tokens).
     """
     tied: torch.Tensor = _Tie.apply(output, *sources)  # type: ignore[no-untyped-call]
     return tied
 
 
 class _Idle(torch.autograd.Function):
-    """``output`` as it is, and zeros for ``weights``."""
+    """Identity of ``output`` whose backward also gives gradients of zero to ``weights``."""
 
     @staticmethod
     def forward(ctx: Any, output: torch.Tensor, *weights: torch.Tensor) -> torch.Tensor:
@@ -101,10 +101,11 @@ class _Idle(torch.autograd.Function):
 
 
 def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Return ``output`` with a backward that gives ``weights``, those of experts without tokens, zeros as gradients.
+    """Return ``output`` with a backward that gives gradients of zero to ``weights``, the weights of experts without tokens.
 
-    [Note: gradients of idle experts] They come when those of other ranks do. If they did not come at all, the rank would hold their unit,
-    and all that is reduced after it, until backward ends, and reduce behind messages that other ranks send later.
+    [Note: gradients of idle experts] The zero gradients arrive at the same point of backward as the gradients on other ranks. Without them
+    the rank would postpone the reduction of their unit, and of all units after it, to the end of backward, and so reduce in another order
+    than the other ranks.
     """
     trained = [weight for weight in weights if weight.requires_grad] if torch.is_grad_enabled() else []
     if not trained:
@@ -114,10 +115,10 @@ def beside_idle(output: torch.Tensor, weights: Iterable[torch.Tensor]) -> torch.
 
 
 class SharedTokens:
-    """Parts of rows among the ranks of a model axis.
+    """The division of rows among the ranks of a model axis, which all have the same rows.
 
     Args:
-        collectives: These ranks.
+        collectives: Collectives of the model axis.
         label: Name of the layer.
     """
 
@@ -125,12 +126,12 @@ class SharedTokens:
         self.collectives, self.label = collectives, label
 
     def own(self, count: int) -> Range:
-        """Return the run of ``count`` rows that this rank sends; it may be empty."""
+        """Return the contiguous range of ``count`` rows that this rank sends; it may be empty."""
         return _run(count, self.collectives.rank, self.collectives.world)
 
     def part(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of ``rows`` (n, ...), which are equal on all ranks; its gradient is joined from all. Collective in
-        backward.
+        """Return this rank's part of ``rows`` (n, ...), which are equal on all ranks; backward all-gathers the gradients of the parts.
+        Collective in backward.
         """
         own = self.own(len(rows))
         if not rows.requires_grad:
@@ -139,12 +140,12 @@ class SharedTokens:
         return found
 
     def whole(self, rows: torch.Tensor, count: int) -> torch.Tensor:
-        """Return all ``count`` rows, of which each rank has its run; each goes back through its own. Collective."""
+        """All-gather ``count`` rows, of which each rank has its part; backward gives each rank the gradient of its part. Collective."""
         found: torch.Tensor = _Whole.apply(rows, self, count)  # type: ignore[no-untyped-call]
         return found
 
     def join(self, rows: torch.Tensor, count: int, label: str) -> torch.Tensor:
-        """Do the same as ``whole`` for values, without autograd."""
+        """All-gather rows like ``whole``, but without autograd; collective."""
         runs = [_run(count, rank, self.collectives.world) for rank in range(self.collectives.world)]
         joined = rows.new_empty((count, *rows.shape[1:]))
         incoming = [joined[run.start : run.stop] for run in runs]
@@ -155,8 +156,8 @@ class SharedTokens:
 
     @contextmanager
     def own_random(self, device: torch.device) -> Iterator[None]:
-        """Use random numbers of this rank's own in the context: it computes with other tokens than its neighbours, so it must draw
-        other numbers.
+        """Return a context with random numbers of this rank's own: it computes with other tokens than the other ranks, so dropout must
+        differ.
         """
         restore: Callable[[], None] = own_random(self.collectives.rank, device)
         try:

@@ -1,4 +1,4 @@
-"""Search for the experts of a model, from its structure, never from a list of architectures."""
+"""Find the experts of a model from its structure, without a list of architectures."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _WORD = "expert"
 
 @dataclass(frozen=True)
 class StackedExperts:
-    """Experts whose weights lie one behind the other along the first dimension of a few parameters.
+    """A layer of experts whose weights are stacked along the first dimension of a few parameters.
 
     Attributes:
         path: Dotted name of the module.
-        module: Called with tokens, the indices of their experts, and weights.
+        module: The module; its forward takes tokens, the indices of their experts, and weights.
         count: Number of experts.
-        params: Its own parameters that have an entry per expert, by name.
-        adapters: Modules around it that each adapt one of its parameters, from the outside in.
+        params: The module's own parameters with one entry per expert, by name.
+        adapters: Wrappers around the module that each adapt one of its parameters, outermost first.
     """
 
     path: str
@@ -38,12 +38,12 @@ class StackedExperts:
 
 @dataclass(frozen=True)
 class ListedExperts:
-    """Experts that are modules of a list or a dict.
+    """A layer of experts that are modules in a list or a dict.
 
     Attributes:
         path: Dotted name of ``module``.
-        module: The module whose forward calls the experts: the container itself if it has a forward, else what holds it.
-        experts: They, in order.
+        module: The module whose forward calls the experts: the container itself if it has a forward, otherwise its parent.
+        experts: The modules of the experts, in order.
     """
 
     path: str
@@ -60,31 +60,31 @@ ExpertLayer = StackedExperts | ListedExperts
 
 
 def find_experts(model: nn.Module) -> list[ExpertLayer]:
-    """Return every layer of experts of ``model``, in the model's order.
+    """Return every layer of experts in ``model``, in the model's order.
 
     Raises:
-        ConfigError: The model has none.
-        UnsupportedError: It has experts of a form that cannot be divided; names the module.
+        ConfigError: The model has no experts.
+        UnsupportedError: The experts have a form that cannot be divided; the message names the module.
     """
     found = present_experts(model)
     if not found:
         _refuse_hidden(model)
         raise ConfigError(
-            f"expert_parallel is on, and {type(model).__name__} has no experts: no module with a number of experts and weights for each, "
-            'and no list of modules named "experts". Leave expert_parallel out; zero_optimization shards every model'
+            f"expert_parallel is on, but {type(model).__name__} has no experts: no module with a number of experts and weights for each, "
+            'and no list of modules named "experts". Remove expert_parallel; zero_optimization shards every model'
         )
     return found
 
 
 def present_experts(model: nn.Module) -> list[ExpertLayer]:
-    """Return the same as ``find_experts``; an empty list for a model without experts."""
+    """Return the layers of experts like ``find_experts``, but an empty list for a model without experts."""
     found: list[ExpertLayer] = [*_stacked(model), *listed_experts(model)]
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     return sorted(found, key=lambda layer: order[layer.path])
 
 
 def modules_of_experts(model: nn.Module) -> set[str]:
-    """Return dotted names of all modules that belong to experts, or adapt them."""
+    """Return the dotted names of all modules that belong to experts or to their adapters."""
     inside: set[int] = set()
     for layer in present_experts(model):
         roots = layer.experts if isinstance(layer, ListedExperts) else (layer.module, *layer.adapters)
@@ -100,7 +100,7 @@ def _refuse_hidden(model: nn.Module) -> None:
             raise UnsupportedError(
                 f"expert_parallel: {path} ({type(module).__name__}) has experts in a form that cannot be divided. Supported are "
                 "weights with one entry per expert and a forward that takes tokens, expert indices and expert weights, and lists "
-                "of modules of one class. Leave expert_parallel out for this model; zero_optimization.stage 3 shards its experts "
+                "of modules of one class. Remove expert_parallel for this model; zero_optimization.stage 3 shards its experts "
                 "with all other parameters"
             )
 
@@ -118,15 +118,15 @@ def _stacked(model: nn.Module) -> Iterator[StackedExperts]:
             continue
         if not chooses_implementation(module):
             raise UnsupportedError(
-                f"expert_parallel: {path} ({type(module).__name__}) has weights of {count} experts in one tensor, and its forward is not "
-                "one that is given tokens, indices of experts and weights, so tokens cannot be sent to their experts. Leave "
-                "expert_parallel out for this model; zero_optimization.stage 3 shards its experts like all else"
+                f"expert_parallel: {path} ({type(module).__name__}) has weights of {count} experts in one tensor, but its forward does not "
+                "take tokens, indices of experts and weights, so tokens cannot be sent to their experts. Remove expert_parallel for this "
+                "model; zero_optimization.stage 3 shards its experts with all other parameters"
             )
         yield StackedExperts(path, module, count, params, tuple(wrappers.get(id(module), ())))
 
 
 def chooses_implementation(module: nn.Module) -> bool:
-    """Return whether the module's forward is looked up in a table of implementations, all of which take (tokens, indices, weights)."""
+    """Return whether the module's forward looks up its implementation in a table whose functions take (tokens, indices, weights)."""
     return hasattr(module, "is_transposed") and hasattr(type(module).forward, "__wrapped__") and hasattr(module, "config")
 
 
@@ -144,12 +144,12 @@ def _has_entry_each(param: nn.Parameter, count: int) -> bool:
 
 
 def shape_of_all(param: nn.Parameter) -> torch.Size:
-    """Return the shape of all experts, also where this rank has loaded only its own."""
+    """Return the shape of a parameter with all experts, even if this rank has loaded only its own."""
     return whole_shape(param) or full_shape(param)
 
 
 def wrappers_of(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Return the modules around others that adapt one parameter of the innermost one, by that one's id, from the outside in."""
+    """Return the wrappers that adapt one parameter of an inner module, outermost first, by the id of the innermost module."""
     found: dict[int, list[nn.Module]] = {}
     for module in model.modules():
         if hasattr(module, "parameter_name") and hasattr(module, "base_layer"):
@@ -167,7 +167,7 @@ def _refuse_parametrized(path: str, module: nn.Module) -> None:
     if names:
         raise UnsupportedError(
             f"expert_parallel: {names[0]} of the experts at {path} is computed from other tensors (torch.nn.utils.parametrize) for all "
-            "experts together. Remove the parametrization before initialize, or leave expert_parallel out"
+            "experts together. Remove the parametrization before initialize, or remove expert_parallel"
         )
 
 
@@ -191,6 +191,6 @@ _NO_FORWARD = (nn.Module.forward, nn.ModuleList.forward, nn.ModuleDict.forward)
 
 
 def _alike(experts: tuple[nn.Module, ...]) -> bool:
-    """Return whether all modules have one class, and parameters (at least one) of the same names and shapes."""
+    """Return whether all ``experts`` have the same class, and at least one parameter, with the same names and shapes."""
     shapes = [{name: tuple(shape_of_all(param)) for name, param in expert.named_parameters()} for expert in experts]
     return bool(shapes[0]) and all(type(expert) is type(experts[0]) for expert in experts) and all(found == shapes[0] for found in shapes)

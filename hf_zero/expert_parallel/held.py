@@ -1,8 +1,8 @@
-"""Layers that were loaded with this rank's experts alone, until an engine divides the model.
+"""Record layers that were loaded with this rank's experts only, until an engine divides the model.
 
-[Note: held experts] Who reads a checkpoint knows from the configuration which experts are this rank's, before there is an engine and its
-groups. The parameters get the shapes and the marks that dividing the layer would give them; the record stays on the module, because
-a deep copy of a parameter has no marks. Until ``divide_model`` a call of the layer is refused.
+[Note: held experts] The code that reads a checkpoint knows from the configuration which experts this rank needs, before there are an engine
+and its groups. The parameters get the shapes and marks that dividing the layer would give them. The record is stored on the module,
+because a deep copy of a parameter loses its marks. Until ``divide_model``, a call of the layer raises an error.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, mark_tp_shard
 from hf_zero.core.units.unit import full_shape
 from hf_zero.expert_parallel.find import ExpertLayer, StackedExperts
 
-_HELD = "_hf_zero_held_experts"  # of a module whose forward calls experts
+_HELD = "_hf_zero_held_experts"  # attribute of a module whose forward calls experts
 
 
 @dataclass(frozen=True)
 class Place:
-    """Place of a rank among the ranks that together hold all experts.
+    """The position of a rank among the ranks that together hold all experts.
 
     Attributes:
-        ranks: How many they are.
-        index: Place of this rank among them.
+        ranks: Number of these ranks.
+        index: Position of this rank among them, from 0.
     """
 
     ranks: int
     index: int
 
     def own(self, count: int) -> Range:
-        """Return the run of experts that is this rank's, of ``count``, which ``ranks`` divides."""
+        """Return the contiguous range of this rank's experts among ``count``, which must be a multiple of ``ranks``."""
         here = count // self.ranks
         return Range(here * self.index, here * (self.index + 1))
 
@@ -47,8 +47,8 @@ class Held:
     """The experts of one layer that a rank has loaded.
 
     Attributes:
-        place: Place of the rank when the layer was loaded.
-        parts: The part that each parameter is, by its name below the module.
+        place: Position of the rank when the layer was loaded.
+        parts: Part of the complete parameter that this rank has, by parameter name inside the module.
     """
 
     place: Place
@@ -56,15 +56,15 @@ class Held:
 
 
 def make_room(layer: ExpertLayer, place: Place) -> Held:
-    """Replace the parameters of a layer by parameters for this rank's experts, on the meta device, or by empty ones for other experts;
-    local.
+    """Replace the parameters of a layer by parameters for this rank's experts, on the meta device, and those of other experts by empty
+    ones; local.
 
     Args:
-        layer: Its parameters have no values, or stand for ones that ``zero.Init`` has sharded.
-        place: Which experts are this rank's.
+        layer: A layer whose parameters have no values, or are sharded by ``zero.Init``.
+        place: Position of this rank, which determines its experts.
 
     Returns:
-        What ``hold`` is to note once the values have been read.
+        The record to pass to ``hold`` once the values have been read.
     """
     own, held = place.own(layer.count), Held(place)
     if isinstance(layer, StackedExperts):
@@ -92,22 +92,20 @@ def _replace(module: nn.Module, leaf: str, param: nn.Parameter, own: Range) -> T
 
 
 def hold(module: nn.Module, held: Held) -> None:
-    """Notes on the module of a layer that its parameters are ``held.parts``, and guards it until an engine is made."""
+    """Store the record ``held`` on the module of a layer, mark its parameters, and refuse calls of it until an engine is made."""
     setattr(module, _HELD, held)
     guard(module, _refuse_held)
     _mark(module, held)
 
 
 def held_of(module: nn.Module) -> Held | None:
-    """Return the note on the module of a layer."""
+    """Return the record on the module of a layer; None if the layer was loaded with all experts."""
     found = module.__dict__.get(_HELD)
     return found if isinstance(found, Held) else None
 
 
 def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
-    """Yield dotted name, module and note of every layer that was loaded with only this rank's experts; parameters of copies are marked
-    again.
-    """
+    """Yield dotted name, module and record of each layer loaded with only this rank's experts; mark parameters of copies again."""
     for path, module in model.named_modules():
         held = held_of(module)
         if held is not None:
@@ -116,13 +114,13 @@ def held_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module, Held]]:
 
 
 def mark_again(model: nn.Module) -> None:
-    """Marks the parameters of layers that were loaded with this rank's experts alone, of which ``model`` may be a copy."""
+    """Mark again the parameters of layers that were loaded with only this rank's experts, because ``model`` may be a copy."""
     for _ in held_layers(model):
         pass
 
 
-def let_go(module: nn.Module) -> None:
-    """Takes the note and the guard off: the layer is an engine's now."""
+def release_held(module: nn.Module) -> None:
+    """Remove the record and the guard from a layer, because an engine divides it now."""
     module.__dict__.pop(_HELD, None)
     release(module, _refuse_held)
 
@@ -135,11 +133,11 @@ def _mark(module: nn.Module, held: Held) -> None:
 
 
 def _refuse_held(module: nn.Module, *_: Any) -> None:
-    """Refuse a call, as the forward pre-hook of a layer that no engine has divided; a copy without values, which tensor parallelism plans
-    with, may run.
+    """Refuse a call of a layer that no engine has divided yet (a forward pre-hook); a copy on the meta device, which is used for planning
+    tensor parallelism, may run.
 
     Raises:
-        StateError: It has values.
+        StateError: The layer has values.
     """
     held = held_of(module)
     if all(param.is_meta for param in module.parameters()):

@@ -1,4 +1,4 @@
-"""Layers whose experts are modules of a list: each rank computes its own, for the tokens of all."""
+"""Run layers whose experts are modules in a list: each rank computes its own experts, for the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.core.units.layout import Range
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.dispatch import Shares, send_to_experts, tell, tokens_of_each
+from hf_zero.expert_parallel.dispatch import Shares, exchange_counts, send_to_experts, tokens_of_each
 from hf_zero.expert_parallel.exchange import beside_idle, tie
 from hf_zero.system.planning import has_values
 
 
 @dataclass
 class _Calls:
-    """The calls of experts in one forward of a layer: first noted, then answered.
+    """The calls of experts in one forward of a layer: recorded in the first run, answered in the second.
 
     Attributes:
-        noted: Expert and tokens of each call.
-        answers: The result of each; None during the first run.
-        answered: Calls of the second run so far.
+        noted: Index of the expert and tokens of each call.
+        answers: Result of each call; None during the first run.
+        answered: Number of calls in the second run so far.
     """
 
     noted: list[tuple[int, torch.Tensor]] = field(default_factory=list)
@@ -34,18 +34,18 @@ class _Calls:
 
 
 class ListedLayer:
-    """Runs the forward of a layer that calls its experts one by one, with calls answered by the ranks that hold them.
+    """A replacement of the forward of a layer that calls its experts one by one; the ranks that hold the experts compute the calls.
 
-    [Note: two runs of a layer] Which experts a layer calls depends on its tokens, so no call can be a collective. The layer runs twice: the
-    first run notes what each expert is called with and answers zeros; then all that was noted travels, once, and the second run
-    answers with the results. What experts are called with must depend neither on what others have answered nor on the run: the second
-    is compared with the first. Random numbers are drawn alike in both, and the first has copies of its arguments.
+    [Note: two runs of a layer] The experts that a layer calls depend on its tokens, so a call cannot be a collective. Therefore the layer's
+    forward runs twice. The first run records the tokens of each call and returns zeros. Then all recorded tokens are sent at once, and in
+    the second run the calls return the results. The tokens of a call must not depend on results of other experts or on the run, so the
+    second run is compared with the first. Both runs draw the same random numbers, and the first gets copies of the arguments.
 
     Args:
-        module: Its forward calls the experts.
-        label: Its name.
-        experts: All of them; those of other ranks have empty parameters.
-        shares: Who holds which.
+        module: Module whose forward calls the experts.
+        label: Name of the layer.
+        experts: Modules of all experts; those of other ranks have empty parameters.
+        shares: Assignment of experts to ranks.
     """
 
     def __init__(self, module: nn.Module, label: str, experts: tuple[nn.Module, ...], shares: Shares) -> None:
@@ -59,7 +59,7 @@ class ListedLayer:
         module.forward = self.run  # type: ignore[method-assign]
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the layer's forward; collective."""
+        """Run the layer's forward twice and return its output; collective ([Note: two runs of a layer])."""
         tokens = next((leaf for leaf in pytree.tree_leaves((args, kwargs)) if _is_tokens(leaf)), None)
         if tokens is None:
             raise UnsupportedError(f"expert_parallel: {self._label} was called without a tensor of tokens")
@@ -76,15 +76,15 @@ class ListedLayer:
         finally:
             self._calls = None
         if calls.answered != len(calls.noted):
-            raise self._differs(f"{len(calls.noted)} calls in the first, {calls.answered} in the second")
+            raise self._differs(f"{len(calls.noted)} calls in the first run, {calls.answered} in the second")
         return _tied(output, results) if torch.is_grad_enabled() and results.requires_grad else output
 
     def _stand_in(self, index: int, tokens: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replace the forward of expert ``index``."""
+        """Record or answer a call of expert ``index``; replaces its forward."""
         if args or kwargs or not isinstance(tokens, torch.Tensor):
             raise UnsupportedError(
-                f"expert_parallel: {self._label} calls an expert with more than its tokens, and only these travel to the rank that "
-                "holds it. Leave expert_parallel out for this model"
+                f"expert_parallel: {self._label} calls an expert with further arguments besides its tokens, but only tokens can be sent "
+                "to other ranks. Remove expert_parallel for this model"
             )
         return self._call(index, tokens)
 
@@ -97,31 +97,31 @@ class ListedLayer:
             return torch.zeros_like(tokens)
         number, calls.answered = calls.answered, calls.answered + 1
         if number >= len(calls.noted):
-            raise self._differs("the second has a further call")
+            raise self._differs("the second run has a further call")
         expert, before = calls.noted[number]
         if expert != index or before.shape != tokens.shape or (has_values(tokens) and not torch.equal(before, tokens)):
-            raise self._differs(f"call {number} is of expert {expert} in the first and {index} in the second, or of other tokens")
+            raise self._differs(f"call {number} is to expert {expert} in the first run and {index} in the second, or has other tokens")
         return calls.answers[number]
 
     def _differs(self, how: str) -> UnsupportedError:
         return UnsupportedError(
             f"expert_parallel: {self._label} does not call the same experts with the same tokens when it runs twice ({how}), "
-            "so their tokens cannot be collected. Leave expert_parallel out for this model"
+            "so their tokens cannot be collected. Remove expert_parallel for this model"
         )
 
     def _compute(self, noted: list[tuple[int, torch.Tensor]], like: torch.Tensor) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Return the results of all calls, together and one by one; collective.
+        """Compute all recorded calls; return their results in one tensor and as a list by call; collective.
 
         Args:
-            noted: Expert and tokens of each call.
-            like: The layer's tokens, of the type and width of all.
+            noted: Index of the expert and tokens of each call.
+            like: The layer's input tokens, which have the type and width that the tokens of all calls must have.
         """
         width = like.shape[-1]
         other = next((found for _, found in noted if found.shape[-1] != width or found.dtype != like.dtype), None)
         if other is not None:
             raise UnsupportedError(
-                f"expert_parallel: {self._label} is given {like.dtype} tokens of {width} elements and calls an expert with "
-                f"{other.dtype} of {other.shape[-1]}. Leave expert_parallel out for this model"
+                f"expert_parallel: {self._label} gets {like.dtype} tokens of {width} elements, but calls an expert with {other.dtype} "
+                f"tokens of {other.shape[-1]}. Remove expert_parallel for this model"
             )
         order = sorted(range(len(noted)), key=lambda call: noted[call][0])
         parts = [noted[call][1].reshape(-1, width) for call in order]
@@ -135,12 +135,12 @@ class ListedLayer:
         return results, answers
 
     def _send(self, rows: torch.Tensor, sizes: list[tuple[int, int]], trained: bool) -> torch.Tensor:
-        """Return the results of ``rows``; collective.
+        """Send ``rows`` to the ranks of their experts and return the results; collective.
 
         Args:
-            rows: (n, width).
-            sizes: Runs of them, as expert and number, by rising expert.
-            trained: Backward comes through here.
+            rows: (n, width) tokens in the order of their experts.
+            sizes: Consecutive pieces of ``rows``, as (index of the expert, number of rows).
+            trained: Whether backward will run through this layer.
         """
         shared, count = self._shares.shared, len(rows)
         own = shared.own(count) if shared is not None else Range(0, count)
@@ -148,16 +148,16 @@ class ListedLayer:
         for expert, size in sizes:
             counts[expert] += Range(start, start + size).intersect(own).numel
             start += size
-        told = tell(self._shares, torch.tensor(counts, dtype=torch.int64, device=rows.device), self._label)
+        exchanged = exchange_counts(self._shares, torch.tensor(counts, dtype=torch.int64, device=rows.device), self._label)
         if shared is None:
-            return send_to_experts(self._shares, rows, told, trained, self._label, self._run_own)
+            return send_to_experts(self._shares, rows, exchanged, trained, self._label, self._run_own)
         part = shared.part(rows)
         with shared.own_random(rows.device) if self._module.training else nullcontext():
-            results = send_to_experts(self._shares, part, told, trained, self._label, self._run_own)
+            results = send_to_experts(self._shares, part, exchanged, trained, self._label, self._run_own)
         return shared.whole(results, count)
 
     def _run_own(self, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return this rank's experts, each over the tokens of all ranks at once."""
+        """Run each of this rank's experts once, on the tokens of all ranks, and return the results (see ``dispatch.Compute``)."""
         world, here = counts.shape
         indices = torch.arange(here, device=tokens.device).repeat(world).repeat_interleave(counts.reshape(-1), output_size=len(tokens))
         order = torch.sort(indices, stable=True)[1]
@@ -166,15 +166,15 @@ class ListedLayer:
         results = torch.cat(made) if made else torch.zeros_like(tokens)
         if results.shape != tokens.shape:
             raise UnsupportedError(
-                f"expert_parallel: experts of {self._label} make {tuple(results.shape)} of {tuple(tokens.shape)}. Leave "
-                "expert_parallel out for this model"
+                f"expert_parallel: experts of {self._label} return shape {tuple(results.shape)} for {tuple(tokens.shape)}, which must be "
+                "equal. Remove expert_parallel for this model"
             )
         idle = [param for (expert, _), part in zip(self._own, parts, strict=True) if not len(part) for param in expert.parameters()]
         return beside_idle(torch.empty_like(results).index_copy(0, order, results), idle)
 
 
 def _first(result: Any) -> torch.Tensor:
-    """Return an expert's result for its tokens; some return a bias beside it, which the layer ignores."""
+    """Return the result tensor of an expert; some experts also return a bias in a tuple, which the layer ignores."""
     found: torch.Tensor = result[0] if isinstance(result, tuple) else result
     return found
 
@@ -184,7 +184,7 @@ def _is_tokens(leaf: Any) -> bool:
 
 
 def _tied(output: Any, results: torch.Tensor) -> Any:
-    """Return ``output``; its first tensor leads backward to ``results`` even where no expert was called."""
+    """Return ``output`` with its first tensor tied to ``results``, so that backward reaches them even if no expert was called."""
     leaves, spec = pytree.tree_flatten(output)
     index = next((number for number, leaf in enumerate(leaves) if _is_tokens(leaf)), None)
     if index is not None:

@@ -1,4 +1,4 @@
-"""Measurement of how tokens spread over experts, and over the ranks that hold them."""
+"""Measure how tokens spread over experts and over the ranks that hold them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _PREFIX = "Train/Experts/"
 
 
 class ExpertLoad:
-    """Adds up which experts the tokens of training choose, and tells of it every few optimizer steps.
+    """A counter of the training tokens of each expert, which reports the imbalance every few optimizer steps.
 
-    In between nothing is sent and no device is waited for. A forward that is recomputed counts again.
+    Between two reports it sends nothing and does not wait for the device. A recomputed forward counts again.
 
     Args:
-        layers: Who holds which experts, by the name of the layer.
-        networks: Axes that cover all ranks between them.
-        every: Optimizer steps between two records.
-        each: Tell of the tokens of each expert too.
+        layers: Assignment of experts to ranks, by the name of the layer.
+        networks: Collectives of axes that together cover all ranks.
+        every: Optimizer steps between two reports.
+        each: Whether to report the tokens of each expert too.
     """
 
     def __init__(self, layers: Mapping[str, Shares], networks: Sequence[Collectives], every: int, each: bool = False) -> None:
@@ -31,9 +31,10 @@ class ExpertLoad:
             shares.watched, shares.seen = True, None
 
     def measure(self, step: int) -> dict[str, float]:
-        """Return the imbalance since the last record, of each layer and the largest of all: the most chosen expert's tokens over the
-        mean, and those of the rank with the most over the mean of ranks; 1 is even. Empty unless ``step`` is one to tell of; collective
-        then.
+        """Return the imbalance of each layer since the last report, and the largest of all layers.
+
+        The imbalance is the largest number of tokens of an expert divided by the mean over experts, and the same for ranks; 1 is even. The
+        dict is empty unless a report is due at ``step``; a report is collective.
         """
         if step % self._every:
             return {}
@@ -48,12 +49,12 @@ class ExpertLoad:
         worst = max(tokens, key=lambda name: found[f"{_PREFIX}{name}/imbalance"])
         highest = found[f"{_PREFIX}{worst}/imbalance"]
         ranks = max(found[f"{_PREFIX}{name}/imbalance_of_ranks"] for name in tokens)
-        text = "step=%d, experts: the most tokens over the mean are %.2f (%s: %s), of a rank %.2f"
+        text = "step=%d, experts: largest tokens / mean tokens is %.2f per expert (%s: %s), %.2f per rank"
         log_rank0(text, step, highest, worst, _spread(tokens[worst]), ranks)
         return {f"{_PREFIX}imbalance": highest, f"{_PREFIX}imbalance_of_ranks": ranks, **found}
 
     def _tokens(self) -> dict[str, torch.Tensor]:
-        """Return the (experts,) tokens of all ranks since the last record, by the name of the layer, on the host; collective."""
+        """Return the number of tokens (experts,) of all ranks since the last report, by layer name, on the host; collective."""
         device = self._networks[0].topology.device
         seen = [self._take(shares, device) for shares in self._layers.values()]
         total = torch.cat(seen)
@@ -73,6 +74,6 @@ def _imbalance(counts: torch.Tensor) -> float:
 
 
 def _spread(counts: torch.Tensor) -> str:
-    """Return a text: the rank with the most tokens, and the number of ranks with none."""
+    """Return a text with the expert that had the most tokens, and the number of experts that had none."""
     busiest, idle = int(counts.argmax()), int((counts == 0).sum())
     return f"expert {busiest} had {int(counts[busiest])} of {int(counts.sum())} tokens, {idle} of {len(counts)} experts none"

@@ -1,4 +1,4 @@
-"""Layers of stacked experts of which each rank computes its own."""
+"""Run layers of stacked experts: each rank computes its own experts, for the tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.expert_parallel.dispatch import Shares, combine, send_to_experts, tell
+from hf_zero.expert_parallel.dispatch import Shares, combine, exchange_counts, send_to_experts
 from hf_zero.expert_parallel.exchange import beside_idle
 
 Implementation = Callable[..., torch.Tensor]
@@ -19,17 +19,17 @@ _DISPATCHER = "_hf_zero_experts"
 
 
 class Dispatcher:
-    """Dispatcher between the router of one layer and its experts: it sends tokens to the ranks that hold their experts.
+    """A dispatcher between the router of one layer and its experts: it sends tokens to the ranks that hold their experts.
 
-    [Note: rows in the order of the joined batch] A rank's experts see the tokens of the group's ranks one after the other, each rank's in
-    its own order: what one process would give them for the joined batch. So a product of one expert has the same rows in the same
-    order, and the same bits where the library's product does not depend on what else is computed. Weights are multiplied and the
-    choices of a token added up where the token came from, as implementations without parallelism do it.
+    [Note: rows in the order of the joined batch] A rank's experts get the tokens in the order of ranks, and within each rank in that
+    rank's order. A single process has the same order for the joined batch. So the matrix product of an expert has the same rows in the same
+    order, and bitwise the same result if the library's product of a row does not depend on other rows. The rank that a token came from
+    multiplies the weights and sums the choices, as implementations without parallelism do.
 
     Args:
         label: Name of the layer.
         shares: Experts that each rank holds.
-        names: The module's parameters that have an entry per expert.
+        names: Names of the module's parameters with one entry per expert.
     """
 
     def __init__(self, label: str, shares: Shares, names: tuple[str, ...]) -> None:
@@ -40,14 +40,14 @@ class Dispatcher:
     def run(
         self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Return the result that ``implementation`` would give with all experts on this rank; collective.
+        """Return the same result as ``implementation`` with all experts on this rank; collective.
 
         Args:
-            experts: The module, which has the experts of this rank.
-            implementation: Computes (module, tokens, (n, 1) indices of local experts, (n, 1) weights) -> (n, width).
-            hidden: (tokens, width).
-            indices: (tokens, choices), of all experts; an index that is none of theirs gives zero.
-            weights: (tokens, choices).
+            experts: The module, with the experts of this rank.
+            implementation: Function (module, tokens, (n, 1) indices of local experts, (n, 1) weights) -> (n, width).
+            hidden: (tokens, width) inputs.
+            indices: (tokens, choices) indices among all experts; an index out of range gives zero.
+            weights: (tokens, choices) weights of the choices.
         """
         self._ran = True
         shared = self.shares.shared
@@ -60,19 +60,19 @@ class Dispatcher:
     def _send(
         self, experts: nn.Module, implementation: Implementation, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor
     ) -> torch.Tensor:
-        """Do the same as ``run`` for the tokens that this rank sends."""
+        """Return the results for the tokens that this rank sends, like ``run``; collective."""
         shares, flat = self.shares, indices.reshape(-1)
         counts = torch.zeros(shares.count + 1, dtype=torch.int64, device=flat.device)
         counts = counts.scatter_add_(0, flat.clamp(max=shares.count), torch.ones_like(flat, dtype=torch.int64))
-        told = tell(shares, counts[:-1], self._label)
+        exchanged = exchange_counts(shares, counts[:-1], self._label)
         _, order = torch.sort(flat, stable=True)
         rows = hidden[order // indices.shape[-1]]
         compute = partial(self._compute, experts, implementation)
-        results = send_to_experts(shares, rows, told, self._trains(experts, hidden), self._label, compute)
+        results = send_to_experts(shares, rows, exchanged, self._trains(experts, hidden), self._label, compute)
         return combine(results, order, weights).to(hidden.dtype)
 
     def _compute(self, experts: nn.Module, implementation: Implementation, tokens: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Return this rank's experts over the tokens of all ranks; see ``dispatch.Compute``."""
+        """Run this rank's experts on the tokens of all ranks and return the results; see ``dispatch.Compute``."""
         if not len(tokens):
             weights = [*(getattr(experts, name) for name in self._names), *experts.parameters()]
             return beside_idle(torch.zeros_like(tokens), {id(weight): weight for weight in weights}.values())
@@ -82,17 +82,17 @@ class Dispatcher:
         return implementation(experts, tokens, indices.unsqueeze(-1), ones)
 
     def _trains(self, experts: nn.Module, hidden: torch.Tensor) -> bool:
-        """Return whether backward reaches these experts, their adapters, or their inputs; the same on every rank."""
+        """Return whether backward will reach these experts, their adapters, or their inputs; the same on every rank."""
         if not torch.is_grad_enabled():
             return False
         return hidden.requires_grad or any(getattr(experts, name).requires_grad for name in self._names)
 
     def begin(self, *_: Any) -> None:
-        """Note that the layer's forward begins."""
+        """Record that the layer's forward begins (a forward pre-hook)."""
         self._ran = False
 
     def require_run(self, module: nn.Module, *_: Any) -> None:
-        """Refuses a forward that did not come here, and has computed with a part of the experts.
+        """Refuse a forward that bypassed this dispatcher and so computed with this rank's experts only (a forward hook).
 
         Raises:
             StateError: The implementation was registered after ``initialize``.
@@ -107,10 +107,10 @@ class Dispatcher:
 
 
 def install(module: nn.Module, label: str, shares: Shares, names: tuple[str, ...]) -> None:
-    """Let ``module`` send tokens between ranks; its parameters ``names`` already have only this rank's experts."""
+    """Install a dispatcher on ``module``, whose parameters ``names`` already have only this rank's experts."""
     dispatcher = Dispatcher(label, shares, names)
     setattr(module, _DISPATCHER, dispatcher)
-    module.num_experts = shares.here  # type: ignore[assignment]  # what implementations count the indices by
+    module.num_experts = shares.here  # type: ignore[assignment]  # implementations count indices up to it
     module.register_forward_pre_hook(dispatcher.begin)
     module.register_forward_hook(dispatcher.require_run)
 
@@ -122,10 +122,10 @@ def dispatcher_of(module: nn.Module) -> Dispatcher | None:
 
 
 def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implementation:
-    """Return an implementation that sends the tokens of divided layers to their experts, and is the given one otherwise.
+    """Return an implementation that dispatches the tokens of divided layers, and calls the given implementation for other layers.
 
     Args:
-        implementation: For a module, what computes its experts.
+        implementation: Function that returns the implementation for a module.
     """
 
     def forward(experts: nn.Module, hidden: torch.Tensor, indices: torch.Tensor, weights: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -135,7 +135,7 @@ def dispatching(implementation: Callable[[nn.Module], Implementation]) -> Implem
         if args or kwargs:
             raise UnsupportedError(
                 f"expert_parallel: {type(experts).__name__} takes further arguments beside tokens, expert indices and expert "
-                "weights, and these cannot be sent to other ranks. Leave expert_parallel out for this model"
+                "weights, and these cannot be sent to other ranks. Remove expert_parallel for this model"
             )
         return dispatcher.run(experts, inner, hidden, indices, weights)
 

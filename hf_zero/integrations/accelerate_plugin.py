@@ -1,4 +1,4 @@
-"""The ZeRO plugin for `Accelerator(deepspeed_plugin=...)`, with typed arguments, and the stand-ins for objects the config builds."""
+"""Define the ZeRO plugin for `Accelerator(deepspeed_plugin=...)` and the placeholders of an optimizer and a scheduler."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
 Device = Literal["none", "cpu", "nvme"]
 _DEVICES = ("none", "cpu", "nvme")
 _PRECISIONS = ("no", "fp16", "bf16")
-# accelerate computes these from `model.config.hidden_size` and gives up on models that keep their sizes in a sub-config.
+# accelerate computes these from `model.config.hidden_size`, and fails for models whose sizes are in a sub-config.
 _RESOLVED_FROM_MODEL = (
     "zero_optimization.reduce_bucket_size",
     "zero_optimization.stage3_prefetch_bucket_size",
@@ -30,7 +30,7 @@ _RESOLVED_FROM_MODEL = (
 
 
 class PluginOptions(TypedDict, total=False):
-    """Arguments of accelerate's `DeepSpeedPlugin` that ``ZeroPlugin`` hands on under their own names."""
+    """Keyword arguments that ``ZeroPlugin`` passes to accelerate's `DeepSpeedPlugin` unchanged."""
 
     is_train_batch_min: bool
     offload_optimizer_nvme_path: str | None
@@ -43,22 +43,23 @@ class PluginOptions(TypedDict, total=False):
 
 
 class ZeroPlugin(DeepSpeedPlugin):
-    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both; write no files.
+    """Configure accelerate's `DeepSpeedPlugin` by a DeepSpeed JSON, by typed arguments, or by both, without writing files.
 
-    A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; one that contradicts the JSON is an error.
-    Arguments left out come from the answers of `accelerate config`, as in the stock plugin. ``"auto"`` values that accelerate
-    cannot fill are left to hf_zero's own resolver.
+    A typed argument fills a value that the JSON lacks or leaves on ``"auto"``; an argument that contradicts the JSON is an error.
+    Arguments that are not given come from the answers of `accelerate config`, as in accelerate's own plugin. ``"auto"`` values that
+    accelerate cannot fill are resolved by hf_zero.
 
     Args:
         config: DeepSpeed configuration: path, dict, JSON text or base64 text.
-        stage: ZeRO stage 0, 1, 2 or 3 (2 when nothing says otherwise).
-        offload_optimizer: Where optimizer state rests: ``"none"``, ``"cpu"``, ``"nvme"`` or a whole `offload_optimizer` section.
-        offload_param: The same for parameters (stage 3).
-        tensor_parallel_size: Ranks that share one copy of each layer.
+        stage: ZeRO stage 0, 1, 2 or 3 (default 2).
+        offload_optimizer: Device that stores optimizer state between steps: ``"none"``, ``"cpu"``, ``"nvme"`` or a complete
+            `offload_optimizer` section.
+        offload_param: Device that stores parameters between uses (stage 3); the same values, or an `offload_param` section.
+        tensor_parallel_size: Number of ranks that hold one copy of each layer together.
         mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
-        gradient_accumulation_steps: Micro-steps per optimizer step; left out, the Accelerator's own value holds.
-        gradient_clipping: Largest gradient norm, 0 turns clipping off.
-        **options: Further arguments of `DeepSpeedPlugin` by its names (``zero3_init_flag``, ``is_train_batch_min``, ...).
+        gradient_accumulation_steps: Micro-steps per optimizer step; None uses the Accelerator's value.
+        gradient_clipping: Largest gradient norm; 0 turns clipping off.
+        **options: Further arguments of `DeepSpeedPlugin` (``zero3_init_flag``, ``is_train_batch_min``, ...).
 
     Raises:
         ConfigError: An argument has a value outside its range, or arguments contradict the JSON (all are listed).
@@ -79,7 +80,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         **options: Unpack[PluginOptions],
     ) -> None:
         if mixed_precision == "fp8":
-            raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not provided; use 'bf16'")
+            raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not supported; use 'bf16'")
         _check("stage", stage, (0, 1, 2, 3))
         _check("mixed_precision", mixed_precision, _PRECISIONS)
         _check_at_least("tensor_parallel_size", tensor_parallel_size, 1)
@@ -102,9 +103,9 @@ class ZeroPlugin(DeepSpeedPlugin):
             self._start_from_config(read_config(source), values, options)
 
     def _start_from_answers(self, values: dict[str, Any], options: PluginOptions) -> None:
-        """Lets the stock plugin build its JSON from the launcher's answers, and writes the typed arguments over them."""
+        """Let accelerate's plugin build its configuration from the launcher's answers, and overwrite it with the typed arguments."""
         if "ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL" not in os.environ:
-            # Nobody was asked, so nobody is to be warned that weights are gathered all the same.
+            # The user did not answer this question, so a warning that the answer has no effect would be wrong.
             options.setdefault("zero3_save_16bit_model", True)
         super().__init__(
             zero_stage=values["zero_optimization.stage"],
@@ -121,7 +122,7 @@ class ZeroPlugin(DeepSpeedPlugin):
         self.hf_ds_config.set_stage_and_offload()
 
     def _start_from_config(self, raw: dict[str, Any], values: dict[str, Any], options: PluginOptions) -> None:
-        """Completes the user's JSON with the typed arguments, and hands it to the stock plugin as a dict."""
+        """Complete the user's configuration with the typed arguments, and pass it to accelerate's plugin as a dict."""
         conflicts = [
             f"- {key}: the configuration says {found!r}, ZeroPlugin was given {value!r}" for key, found, value in lay_over(raw, values)
         ]
@@ -131,44 +132,44 @@ class ZeroPlugin(DeepSpeedPlugin):
                 + "\n".join(conflicts)
                 + '\nDrop the arguments, or write "auto" for these keys in the configuration.'
             )
-        # The stock plugin would say 1 here, and overrule the Accelerator's number with it.
+        # accelerate's plugin would set 1, which would override the Accelerator's number.
         raw.setdefault("gradient_accumulation_steps", "auto")
         steps_per_print = raw.get("steps_per_print")
         super().__init__(hf_ds_config=raw, **options)
         if steps_per_print not in (None, "auto"):
-            # The stock plugin silences DeepSpeed by force; ours prints on rank 0 only, and only when asked.
+            # accelerate's plugin always silences DeepSpeed; hf_zero prints on rank 0 only, and only on request.
             self.deepspeed_config["steps_per_print"] = steps_per_print
 
     def _deepspeed_config_checks(self) -> None:
-        """Lets a configuration given in code win over the launcher's answers, which the stock plugin would refuse."""
+        """Accept a configuration in code together with the launcher's answers; accelerate's plugin would raise. Warn about the answers."""
         if not self._config_in_code:
             super()._deepspeed_config_checks()
             return
         answers = sorted(filter(None, os.environ.get("ACCELERATE_CONFIG_DS_FIELDS", "").split(",")))
         if answers:
             warn_once(
-                f'ZeroPlugin has its own configuration; of the launcher\'s {", ".join(answers)} only what it leaves on "auto" is filled'
+                f'ZeroPlugin has its own configuration, so the answers of accelerate config to {", ".join(answers)} only fill "auto" values'
             )
 
     def is_auto(self, ds_key_long: str) -> bool:
-        """Tell whether accelerate has to fill a key; the engine resolves some from the model itself."""
+        """Return whether accelerate has to fill a key that is on "auto"; False for keys that the engine computes from the model."""
         return ds_key_long not in _RESOLVED_FROM_MODEL and bool(super().is_auto(ds_key_long))
 
     def fill_match(self, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any) -> None:
-        """Fill one ``"auto"`` value if accelerate knows it, and leave it to hf_zero's resolver if not."""
+        """Fill one ``"auto"`` value if accelerate has a value for it; otherwise leave it to hf_zero's resolver."""
         if ds_key_long not in kwargs and self.get_value(ds_key_long) == "auto":
             return
         super().fill_match(ds_key_long, mismatches, must_match, **kwargs)
 
 
 class DummyOptim(AccelerateDummyOptim):
-    """Stands for the optimizer of the configuration; accelerate's class of that name serves as well.
+    """Declare that the configuration defines the optimizer; accelerate's class of the same name works as well.
 
     Args:
-        params: Parameters or group dicts; a generator is kept as a list, as it is read more than once.
-        lr: Fills ``optimizer.params.lr`` where that is ``"auto"``.
-        weight_decay: The same for ``optimizer.params.weight_decay``.
-        **kwargs: Kept as ``kwargs``, for callers that look there.
+        params: Parameters or group dicts; a generator is stored as a list, because it is read more than once.
+        lr: Value for ``optimizer.params.lr`` if that is ``"auto"``.
+        weight_decay: Value for ``optimizer.params.weight_decay`` if that is ``"auto"``.
+        **kwargs: Stored in the attribute ``kwargs``, which some callers read.
     """
 
     def __init__(self, params: Iterable[Any], lr: float = 0.001, weight_decay: float = 0.0, **kwargs: Any) -> None:
@@ -176,7 +177,7 @@ class DummyOptim(AccelerateDummyOptim):
 
 
 class DummyScheduler(AccelerateDummyScheduler):
-    """Stands for the scheduler of the configuration; accelerate's class of that name serves as well."""
+    """Declare that the configuration defines the scheduler; accelerate's class of the same name works as well."""
 
 
 def _precision_values(mixed_precision: str | None) -> dict[str, Any]:
@@ -186,13 +187,13 @@ def _precision_values(mixed_precision: str | None) -> dict[str, Any]:
 
 
 def _offload_values(name: str, section: str | Mapping[str, Any] | None) -> dict[str, Any]:
-    """One `zero_optimization.offload_*` section as dotted keys."""
+    """Return one `zero_optimization.offload_*` section as values by dotted key."""
     if section is None:
         return {}
     settings: dict[str, Any] = {"device": section} if isinstance(section, str) else dict(section)
     _check(f"{name} device", settings.get("device"), _DEVICES)
     if settings.get("device") == "nvme" and not settings.get("nvme_path"):
-        raise ConfigError(f'ZeroPlugin({name}) is on nvme without a place; give {name}={{"device": "nvme", "nvme_path": "/path"}}')
+        raise ConfigError(f'ZeroPlugin({name}) is "nvme", but no folder is set; give {name}={{"device": "nvme", "nvme_path": "/path"}}')
     return {f"zero_optimization.{name}.{key}": value for key, value in settings.items()}
 
 

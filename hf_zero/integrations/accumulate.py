@@ -1,14 +1,15 @@
-"""Which backward of a loop over accelerate completes an optimizer step, and when that step is taken.
+"""Decide which backward of a loop over accelerate completes an optimizer step, and when that step is taken.
 
-[Note: when accelerate steps] Under DeepSpeed accelerate's ``backward`` takes the optimizer step itself, and the script's
-``optimizer.step()`` does nothing. That is what the script means as long as accelerate knows which backward is the last: inside
-``accumulate()``, where Trainer says it, or where an optimizer step has one micro-step. A loop that accumulates without saying so
-(several backwards, then ``optimizer.step()``, as in accelerate's guide for samples of variable size) means the step where it says it:
-there the step waits for ``optimizer.step()``, and ``zero_grad()`` forgets gradients, as without DeepSpeed.
+[Note: when accelerate steps] With DeepSpeed, accelerate's ``backward`` takes the optimizer step itself, and the script's
+``optimizer.step()`` does nothing. This is right as long as accelerate knows which backward is the last of an optimizer step: inside
+``accumulate()``, under Trainer, which announces it, or if an optimizer step has one micro-step. A loop may also accumulate without
+announcing it: several backwards, then ``optimizer.step()``, as in accelerate's guide for samples of variable size. For such a loop the
+update waits for ``optimizer.step()``, and ``zero_grad()`` drops the gradients, as without DeepSpeed.
 
-[Note: the first update waits] ``clip_grad_norm_`` stands between ``backward`` and ``optimizer.step()``, so the norm that a script clips to
-is known when accelerate has updated. The first update of each engine therefore waits for ``optimizer.step()``; a loop that calls none gets
-it at its next forward, ``zero_grad()`` or backward. From then on the norm is known, and updates are made in ``backward``.
+[Note: the first update waits] A script calls ``clip_grad_norm_`` between ``backward`` and ``optimizer.step()``, so its clipping norm would
+be known only after accelerate has updated in ``backward``. The first update of each engine therefore waits for ``optimizer.step()``. If a
+loop never calls it, the update is made at the next forward, ``zero_grad()`` or backward. From then on the norm is known, and ``backward``
+updates.
 """
 
 from __future__ import annotations
@@ -26,20 +27,20 @@ from hf_zero.deepspeed.engine import Engine
 from hf_zero.errors import StateError
 from hf_zero.integrations import script_values
 
-_SAID = "_hf_zero_said"  # of accelerate's GradientState: somebody has said whether the gradients are complete, since the last step
-_MOST = 4  # backwards for each micro-step of an optimizer step, before a loop that never steps its optimizer is an error
+_SAID = "_hf_zero_said"  # attribute of accelerate's GradientState: whether a caller has announced a boundary since the last step
+_MOST = 4  # backwards per micro-step of an optimizer step; after more without optimizer.step() an error is raised
 
 
 @dataclass(eq=False)
 class _Loop:
-    """What a loop has done with one optimizer since its last ``optimizer.step()``.
+    """State of a training loop with one optimizer since its last ``optimizer.step()``.
 
     Attributes:
-        waiting: Backwards whose update waits for ``optimizer.step()``.
-        updates: Updates that backwards have made.
+        waiting: Number of backwards whose update waits for ``optimizer.step()``.
+        updates: Number of updates that backwards have made.
         steps: Whether the loop has ever called ``optimizer.step()``.
-        begun: There was a backward that completes an optimizer step, see [Note: the first update waits].
-        first: Makes the first update while that waits, and ends what waits for a forward.
+        begun: Whether a backward has completed an optimizer step, see [Note: the first update waits].
+        first: Function that makes the first update and removes the forward hook, while that update waits; otherwise None.
     """
 
     waiting: int = 0
@@ -49,7 +50,7 @@ class _Loop:
     first: Callable[[], None] | None = None
 
     def make_first(self) -> None:
-        """Makes the first update if it waits; collective then."""
+        """Make the first update if it still waits, which is collective."""
         if self.first is not None:
             make, self.first = self.first, None
             make()
@@ -60,25 +61,26 @@ _loops: WeakKeyDictionary[ShardedOptimizer, _Loop] = WeakKeyDictionary()
 
 
 def no_sync(method: Callable[..., AbstractContextManager[None]], accelerator: Any, model: Any) -> AbstractContextManager[None]:
-    """``Accelerator.no_sync``: backwards inside are not the last of an optimizer step, at every stage.
+    """Replace ``Accelerator.no_sync``: backwards inside do not complete an optimizer step, at every stage.
 
-    accelerate leaves it out of engines that shard gradients, where it saves no traffic; what it says of the step counts there too.
+    accelerate does nothing for engines that shard gradients, because ``no_sync`` saves no traffic there. But the backwards inside must not
+    update there either.
     """
     return CoreEngine.no_sync(model) if isinstance(model, Engine) else method(accelerator, model)
 
 
 def set_sync_gradients(method: Callable[..., None], state: Any, sync_gradients: bool) -> None:
-    """``GradientState._set_sync_gradients``: takes note that ``accumulate()`` or a library's loop says which backward is the last."""
+    """Replace ``GradientState._set_sync_gradients``: record that ``accumulate()`` or a library's loop announces the last backward."""
     setattr(state, _SAID, True)
     method(state, sync_gradients)
 
 
 def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedEngineWrapper.backward``, see [Note: when accelerate steps].
+    """Replace ``DeepSpeedEngineWrapper.backward``: update now, or leave the update to a later call ([Note: when accelerate steps]).
 
     Raises:
-        StateError: Many updates wait for an ``optimizer.step()`` that never comes.
-        ConfigError: Batches of the loader have another size than the configuration says.
+        StateError: Many updates wait, and the loop never calls ``optimizer.step()``.
+        ConfigError: The loader's batch size differs from the configuration's.
     """
     engine = wrapper.engine
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
@@ -95,24 +97,24 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
             _begin(loop, engine, loss, kwargs)
             return None
         method(wrapper, loss, *args, **kwargs)
-        if engine.progress.global_steps > before:  # with the gradients that waited, if any
+        if engine.progress.global_steps > before:  # the update used the waiting gradients too
             loop.updates, loop.waiting = loop.updates + 1, 0
         return None
     loop.waiting += 1
     if not loop.steps and loop.waiting > _MOST * engine.accumulation.steps and not engine.accumulation.in_no_sync:
         raise StateError(
             f"accelerator.backward() was called {loop.waiting} times and optimizer.step() never, outside of accelerator.accumulate(), and "
-            f"gradient_accumulation_steps is {engine.accumulation.steps}: no update was made. Call optimizer.step() where an update is "
-            "meant, or put each micro-step inside `with accelerator.accumulate(model):`"
+            f"gradient_accumulation_steps is {engine.accumulation.steps}: no update was made. Call optimizer.step() where the weights are "
+            "to be updated, or put each micro-step inside `with accelerator.accumulate(model):`"
         )
     kwargs.pop("sync_gradients", None)
-    engine.set_gradient_accumulation_boundary(True)  # of those inside a no_sync none is
+    engine.set_gradient_accumulation_boundary(True)  # inside a no_sync the engine ignores it
     engine.backward(loss, **kwargs)
     return None
 
 
 def _begin(loop: _Loop, engine: Engine, loss: Any, kwargs: dict[str, Any]) -> None:
-    """The backward of the first update, which waits; see [Note: the first update waits]."""
+    """Run the backward of the first update and postpone the update ([Note: the first update waits])."""
     loop.begun = True
     kwargs.pop("sync_gradients", None)
     engine.set_gradient_accumulation_boundary(True)
@@ -127,10 +129,10 @@ def _begin(loop: _Loop, engine: Engine, loss: Any, kwargs: dict[str, Any]) -> No
 
 
 def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedOptimizerWrapper.step``: takes the step that waits for it, if one does.
+    """Replace ``DeepSpeedOptimizerWrapper.step``: make the update that waits for this call, if there is one.
 
     Raises:
-        StateError: Several backwards have made an update each, where the loop means one.
+        StateError: Several backwards since the last call have made an update each, although the loop steps once.
     """
     method(wrapper, *args, **kwargs)
     state = _gradient_state()
@@ -144,9 +146,9 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
     if updates > 1:
         raise StateError(
             f"accelerator.backward() was called several times before optimizer.step() and has made {updates} updates: with DeepSpeed "
-            "accelerate updates in every backward() that it takes for the last of an optimizer step. For gradient accumulation write "
-            "Accelerator(gradient_accumulation_steps=N), leave your own division of the loss out, and put each micro-step inside `with "
-            "accelerator.accumulate(model):`; add up several losses of one micro-step and call backward() once"
+            "accelerate updates in every backward() that it considers the last of an optimizer step. For gradient accumulation use "
+            "Accelerator(gradient_accumulation_steps=N), do not divide the loss yourself, and put each micro-step inside `with "
+            "accelerator.accumulate(model):`. If a micro-step has several losses, add them and call backward() once"
         )
     if loop.waiting and completes:
         loop.waiting = 0
@@ -154,7 +156,7 @@ def step(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -
 
 
 def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedOptimizerWrapper.zero_grad``: forgets gradients whose update waits for ``optimizer.step()``."""
+    """Replace ``DeepSpeedOptimizerWrapper.zero_grad``: drop the gradients whose update waits for ``optimizer.step()``."""
     method(wrapper, *args, **kwargs)
     loop = _loop_of(wrapper)
     if loop is not None:
@@ -165,18 +167,18 @@ def zero_grad(method: Callable[..., None], wrapper: Any, *args: Any, **kwargs: A
 
 
 def get_global_grad_norm(method: Callable[..., Any], wrapper: Any) -> Any:
-    """``DeepSpeedEngineWrapper.get_global_grad_norm``: of the gradients whose update waits, if one does; collective then."""
+    """Replace ``DeepSpeedEngineWrapper.get_global_grad_norm``: return the norm of waiting gradients if there are any (collective)."""
     norm = _norm_of_waiting(wrapper.engine)
     return method(wrapper) if norm is None else norm
 
 
 def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-    """``Accelerator.clip_grad_norm_``: the engine clips to ``max_norm``; see [Note: the script's value and the configuration's].
+    """Replace ``Accelerator.clip_grad_norm_``: let the engine clip to ``max_norm`` ([Note: the script's value and the configuration's]).
 
     Raises:
-        ConfigError: The configuration has another number, or ``max_norm`` is none.
-        UnsupportedError: The engine cannot clip so.
-        StateError: Ranks give different numbers, or the number comes too late.
+        ConfigError: The configuration has another norm, or ``max_norm`` is not a positive number.
+        UnsupportedError: The engine cannot clip by this norm or these parameters.
+        StateError: Ranks pass different arguments, or the update was already made with another norm.
     """
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     if not isinstance(engine, Engine) or not isinstance(engine.optimizer, ShardedOptimizer):
@@ -191,7 +193,7 @@ def clip_grad_norm_(method: Callable[..., Any], accelerator: Any, parameters: An
 
 
 def _norm_of_waiting(engine: Any) -> float | None:
-    """Return the norm of the gradients whose update waits, None where none does; collective in the first case."""
+    """Return the norm of the gradients whose update waits, which is collective; None if no update waits."""
     loop = _loops.get(engine.optimizer) if isinstance(engine, Engine) and engine.optimizer is not None else None
     if loop is None or not (loop.waiting or loop.first is not None):
         return None

@@ -1,4 +1,4 @@
-"""Attach the integrations to engines that ``hf_zero.initialize`` makes; importing this module does it.
+"""Attach the integrations to all engines that ``hf_zero.initialize`` makes; importing this module is enough.
 
 A Trainer that trains a second time gets its plain model back when its engine is destroyed ([Note: training again]).
 """
@@ -23,16 +23,16 @@ from hf_zero.integrations.parallelism import claims_of_accelerate
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
 
-_CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: what it calls with its forward and its inputs
+_CHECKPOINTS_WITH = "_gradient_checkpointing_func"  # attribute of a layer: the function that checkpoints its forward
 _OFFLOADING = "_activation_checkpointing_enable.<locals>.checkpoint_func"
 
 
 def serve_offload(built: Engine) -> None:
-    """Let layers move their inputs with the engine's hooks where ``gradient_checkpointing_kwargs`` has ``offload``.
+    """Offload checkpointed inputs with the engine's hooks if ``gradient_checkpointing_kwargs`` has ``offload``.
 
-    transformers (5.17 and later) wraps each checkpointed call in ``torch.autograd.graph.save_on_cpu``, which copies in the stream that
-    computes, and which fails where there is no accelerator. No hook of a module runs between that and the call, so the function that
-    a layer checkpoints with is replaced by one that does the same with the engine's hooks.
+    transformers (5.17 and later) wraps each checkpointed call in ``torch.autograd.graph.save_on_cpu``, which copies in the computing
+    stream and fails without an accelerator. No hook of a module runs between this wrapper and the call. So this function replaces each
+    layer's checkpointing function by one that does the same with the engine's hooks.
     """
     for module in built.module.modules():
         function = module.__dict__.get(_CHECKPOINTS_WITH)
@@ -42,13 +42,12 @@ def serve_offload(built: Engine) -> None:
 
 
 def let_go(destroyed: Engine) -> None:
-    """Give a Trainer its plain model back when its engine is destroyed.
+    """Restore the plain model of a Trainer when its engine is destroyed.
 
-    [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the training (or of
-    the evaluation at stage 3) before, and goes on to take ``trainer.model_wrapped``, that same engine, for prepared. So the Trainer that
-    is destroying an engine gets its plain model back, which it then prepares as it did the first time. The configuration's "auto" values
-    are to be filled again too: an evaluation has set the number of steps to 0 and has deleted the optimizer's section, and arguments may
-    have changed.
+    [Note: training again] ``Trainer.train()`` begins with ``accelerator.free_memory()``, which destroys the engine of the previous training
+    (or evaluation at stage 3). It then uses ``trainer.model_wrapped``, the same engine, as if it were prepared. So a Trainer that destroys
+    its engine gets its plain model back, and prepares it like the first time. The "auto" values of the configuration must be filled
+    again too: an evaluation has set the number of steps to 0 and deleted the optimizer's section, and the arguments may have changed.
 
     Called when an engine is destroyed.
     """
@@ -73,7 +72,7 @@ def _fill_again(trainer: Any) -> None:
         for name in path[:-1]:
             node = node.setdefault(name, {})
         node[path[-1]] = "auto"
-    if not trainer.args.auto_find_batch_size:  # Trainer does it itself there, with the smaller batch
+    if not trainer.args.auto_find_batch_size:  # with it Trainer fills the values itself, with the smaller batch
         holder.trainer_config_process(trainer.args)
 
 

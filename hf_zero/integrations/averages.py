@@ -1,4 +1,4 @@
-"""A callback for Trainer that averages the weights: ``Trainer(callbacks=[AveragedWeightsCallback(decay=0.999)])``."""
+"""Define a callback for Trainer that averages the weights: ``Trainer(callbacks=[AveragedWeightsCallback(decay=0.999)])``."""
 
 from __future__ import annotations
 
@@ -21,23 +21,24 @@ FOLDER = "averaged"
 
 
 class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
-    """Average the weights after each optimizer step, and evaluate and save with the averages.
+    """Average the weights after each optimizer step of a Trainer, and evaluate and save with the averages.
 
     Trainer's checkpoints hold the average itself (in the engine's files), so a resumed run goes on with it.
 
     Args:
-        decay: As of ``hf_zero.utils.AveragedWeights``: of an exponential average, or None for the mean of all updates (SWA).
-        warm_up: As there.
-        update_every: As there, in optimizer steps.
-        use_buffers: As there.
-        device: As there.
-        start: Optimizer steps before the first update.
-        evaluate: ``evaluate`` and ``predict``, generation included, run with the averages.
-        save: Beside the weights that are trained, each checkpoint gets a folder "averaged" with the model as ``save_model`` writes it.
-        keep: At the end of the training the averages become the model's weights, which ``save_model`` then writes.
+        decay: Decay of the exponential average, a number or a function of the update count; None for the mean of all updates (SWA).
+            This argument and the next four are passed to ``hf_zero.utils.AveragedWeights``.
+        warm_up: Whether the decay is limited to (1 + updates) / (10 + updates), so that the average leaves the first weights early.
+        update_every: Optimizer steps between two updates of the average.
+        use_buffers: Whether the model's buffers are averaged too.
+        device: Device of the averages; None for the device of the fp32 masters.
+        start: Optimizer steps before the first update of the average.
+        evaluate: Whether ``evaluate`` and ``predict``, generation included, run with the averages.
+        save: Whether each checkpoint gets a folder "averaged" with the averaged model as ``save_model`` writes it.
+        keep: Whether the averages replace the model's weights at the end of training, so that ``save_model`` writes them.
 
     Attributes:
-        averages: The average; None before the training begins.
+        averages: The averages; None before training begins.
     """
 
     def __init__(
@@ -64,32 +65,32 @@ class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
         self.averages: AveragedWeights | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Makes the average of the engine that trains.
+        """Create the averages of the engine that trains.
 
         Raises:
-            UnsupportedError: No engine of hf_zero trains.
+            UnsupportedError: Trainer does not train with an engine of hf_zero.
         """
         self.averages = AveragedWeights(_trainer().model_wrapped, **self._arguments)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Takes the weights of an optimizer step into the average."""
+        """Update the averages with the weights after an optimizer step."""
         if self.averages is not None and state.global_step > self._start:
             self.averages.update()
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Writes the model with the averages beside a checkpoint."""
+        """Write the averaged model into the folder of the checkpoint that Trainer saves."""
         if self.averages is not None and self._saves and self.averages.updates:
             folder = os.path.join(args.output_dir, f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}", FOLDER)
             with self.averages.applied():
                 _trainer().save_model(folder, _internal_call=True)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Leaves the averages in the model, where that is asked for."""
+        """Replace the model's weights by the averages if ``keep`` was set."""
         if self.averages is not None and self._keeps and self.averages.updates:
             self.averages.copy_to_weights()
 
     def around_evaluation(self) -> AbstractContextManager[Any]:
-        """Put the averages in the place of the weights for an evaluation, once there are any."""
+        """Return a context in which the model has the averaged weights for an evaluation; it does nothing before the first update."""
         averages = self.averages
         applies = averages is not None and self._evaluates and averages.updates and averages.usable
         return averages.applied() if averages is not None and applies else nullcontext()
@@ -99,7 +100,7 @@ def _trainer() -> Any:
     call = next(iter(callers.running(callers.TRAIN)), None)
     if call is None or not isinstance(getattr(call.caller, "model_wrapped", None), Engine):
         raise UnsupportedError(
-            "AveragedWeightsCallback averages the shards of an engine of hf_zero, and none trains here: give "
-            "TrainingArguments(deepspeed=...), or average a model that is whole with torch.optim.swa_utils.AveragedModel"
+            "AveragedWeightsCallback averages the shards of an engine of hf_zero, but this Trainer trains without one. Pass "
+            "TrainingArguments(deepspeed=...), or average an unsharded model with torch.optim.swa_utils.AveragedModel"
         )
     return call.caller

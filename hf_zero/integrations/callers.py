@@ -1,12 +1,12 @@
-"""Who is calling: the few methods of accelerate, transformers and Lightning that tell are wrapped, whenever those are imported.
+"""Wrap a few methods of accelerate, transformers and Lightning when these are imported, to change them or to know that they run.
 
-[Note: callers] Some of what an engine must do depends on which library calls it, and no argument says so. The methods below say it while
-they run: ``running`` asks. They are wrapped when their modules are imported, or at the first question about `deepspeed` where they are
-imported already; ``_hf_zero_startup`` sees to both, while hf_zero answers as `deepspeed`. Nothing is imported for it. A method that a
-library no longer has is reported at that moment, and the integration that needs it refuses what would go wrong without (``lost``,
-``require``).
+[Note: callers] An engine must behave differently under different libraries, and no argument names the library. So each method below is
+wrapped, and ``running`` returns the calls that are running. Methods are wrapped when their modules are imported, or, if the modules are
+imported already, when code first looks for `deepspeed`. ``_hf_zero_startup`` arranges both while hf_zero answers as `deepspeed`, and it
+imports none of the libraries. If a library no longer has a method, a warning is logged when its module is imported, and the integration
+that needs the method refuses the calls that would give wrong results without it (``lost``, ``require``).
 
-Only the standard library is imported here: every program that imports one of the libraries imports this file.
+This module imports only the standard library, because every program that imports one of the libraries imports it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ from hf_zero.errors import UnsupportedError
 
 @dataclass(frozen=True)
 class Method:
-    """A function or method of a library.
+    """A function or method of a library that hf_zero wraps.
 
     Attributes:
-        module: Where the library defines it.
-        name: Its name there, "Class.method" or "function".
-        loss: What no longer works without it, as a clause.
-        around: "module:function" called with the method and its arguments instead of it; "" where it is only to be seen running.
-        seen: With ``around``: it is to be seen running as well.
-        since: First version of the library that has it.
+        module: Module of the library that defines it.
+        name: Name in the module, "Class.method" or "function".
+        loss: Clause for the warning: the feature that no longer works if the library lacks the method.
+        around: "module:function" that is called instead, with the original method followed by its arguments; "" if the wrapper only records
+            that the method runs.
+        seen: Whether a method with ``around`` is recorded as running too.
+        since: First version of the library that has the method.
     """
 
     module: str
@@ -51,13 +52,13 @@ class Method:
 
 @dataclass(eq=False)
 class Call:
-    """One call of a method, while it runs.
+    """One running call of a wrapped method.
 
     Attributes:
-        method: Which one.
-        caller: The object whose method it is; None for a function without arguments.
-        given: Its arguments by name.
-        answered: For those who ask, so that one call is answered once.
+        method: The method that runs.
+        caller: The object that the method is called on (its first argument); None for a call without arguments.
+        given: Arguments by name.
+        answered: Whether an integration has already handled this call; handlers set it so that each call is handled once.
     """
 
     method: Method
@@ -72,7 +73,7 @@ _DELETED = "the last complete checkpoint could be deleted while the next is writ
 STATE = Method(
     "accelerate.state",
     "PartialState.__init__",
-    "ranks that mpirun or srun started are not found (start with torchrun or hf-zero launch)",
+    "ranks that mpirun or srun started are not recognised (start with torchrun or hf-zero launch)",
     around="hf_zero.integrations.ranks:start_state",
 )
 ACCELERATOR_STATE = Method(
@@ -90,13 +91,13 @@ INIT_SWITCH = Method(
 PLUGIN = Method(
     "accelerate.utils.dataclasses",
     "DeepSpeedPlugin.__post_init__",
-    "nothing says at once that ACCELERATE_USE_CPU turns ZeRO off",
+    "there is no warning that ACCELERATE_USE_CPU turns ZeRO off",
     around="hf_zero.integrations.parallelism:make_plugin",
 )
 CONFIGURATION = Method(
     "accelerate.utils.deepspeed",
     "HfDeepSpeedConfig.__init__",
-    "a configuration that cannot be read ends in three errors at once, and comments in it are refused",
+    "a configuration that cannot be read gives three chained errors, and comments in it are refused",
     around="hf_zero.integrations.early_checks:read_source",
 )
 ARGUMENTS = Method(
@@ -108,13 +109,13 @@ ARGUMENTS = Method(
 AGENT = Method(
     "torch.distributed.launcher.api",
     "launch_agent",
-    "a launcher ends with a traceback of its own in place of the cause",
+    "a launcher ends with its own traceback instead of the cause",
     around="hf_zero.system.launcher_report:launch_agent",
 )
 PREPARE_TP = Method(
     "accelerate.accelerator",
     "Accelerator._prepare_tp",
-    "ParallelismConfig(tp_size=...) ends in an error of accelerate's own",
+    "ParallelismConfig(tp_size=...) fails with an error of accelerate",
     around="hf_zero.integrations.parallelism:prepare_tensor_parallel",
     since=(1, 10),
 )
@@ -127,7 +128,7 @@ LAUNCH = Method(
 NO_SYNC = Method(
     "accelerate.accelerator",
     "Accelerator.no_sync",
-    "Accelerator.accumulate() ends in an error where accelerate steps inside it (1.6)",
+    "Accelerator.accumulate() fails in versions of accelerate that step inside it (1.6)",
     around="hf_zero.integrations.accumulate:no_sync",
 )
 _STEPS = "a loop that accumulates outside of Accelerator.accumulate() updates in every backward"
@@ -139,20 +140,20 @@ STEP = Method("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper.step", _S
 ZERO_GRAD = Method(
     "accelerate.utils.deepspeed",
     "DeepSpeedOptimizerWrapper.zero_grad",
-    "a loop that accumulates outside of Accelerator.accumulate() keeps the gradients that it means to forget",
+    "zero_grad() does not drop gradients in a loop that accumulates outside of Accelerator.accumulate()",
     around="hf_zero.integrations.accumulate:zero_grad",
 )
 NORM = Method(
     "accelerate.utils.deepspeed",
     "DeepSpeedEngineWrapper.get_global_grad_norm",
-    "clip_grad_norm_ gives the norm of the step before to a loop that accumulates outside of Accelerator.accumulate()",
+    "clip_grad_norm_ returns the norm of the previous step in a loop that accumulates outside of Accelerator.accumulate()",
     around="hf_zero.integrations.accumulate:get_global_grad_norm",
     since=(1, 15),
 )
 CLIP = Method(
     "accelerate.accelerator",
     "Accelerator.clip_grad_norm_",
-    "gradients are clipped at the configuration's gradient_clipping, whatever a script gives to clip_grad_norm_",
+    "gradients are clipped at the configuration's gradient_clipping, whatever max_norm a script passes to clip_grad_norm_",
     around="hf_zero.integrations.accumulate:clip_grad_norm_",
 )
 FILL = Method(
@@ -175,7 +176,7 @@ METRICS = Method(
 LOADER = Method(
     "accelerate.accelerator",
     "prepare_data_loader",
-    "the stages of a pipeline would be given different samples (pipeline.stages)",
+    "the stages of a pipeline would get different samples (pipeline.stages)",
     around="hf_zero.integrations.pipelines:prepare_data_loader",
 )
 SAME_SAMPLES = Method(
@@ -192,7 +193,7 @@ CONTEXT_SIZE = Method(
     around="hf_zero.integrations.pipelines:get_cp_size",
     since=(5,),
 )
-_CUT = "under context parallelism accelerate's own cuts batches for torch's attention, and drops masks"
+_CUT = "under context parallelism accelerate cuts batches for torch's attention itself, and drops masks"
 PREPARE_CP = Method("accelerate.accelerator", "Accelerator._prepare_cp", _CUT, around="hf_zero.integrations.context:prepare", since=(1, 12))
 CONTEXT = Method(
     "accelerate.accelerator",
@@ -211,14 +212,14 @@ CONTEXT_INPUTS = Method(
 TOKENS = Method(
     "transformers.trainer",
     "Trainer._track_num_input_tokens",
-    "Trainer's num_input_tokens_seen has the tokens of a sample once per rank that shares it",
+    "Trainer's num_input_tokens_seen counts the tokens of a sample once per rank that shares it",
     around="hf_zero.integrations.metrics_once:track_num_input_tokens",
     since=(5, 3),
 )
 STATE_DICT = Method(
     "accelerate.accelerator",
     "Accelerator.get_state_dict",
-    "with expert_parallel at stages 0 to 2, save_model ends in an error (engine.save_16bit_model writes whole weights)",
+    "with expert_parallel at stages 0 to 2, save_model fails (use engine.save_16bit_model)",
     around="hf_zero.integrations.expert_saves:get_state_dict",
 )
 LOAD = Method(
@@ -261,7 +262,7 @@ _UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
 OPTIMIZERS = Method(
     "transformers.integrations.deepspeed",
     "deepspeed_init",
-    "Trainer trains with an optimizer of its arguments in place of the one that it was given as optimizers=",
+    "Trainer ignores its optimizers= argument and makes an optimizer from its training arguments",
     around="hf_zero.integrations.script_values:with_own_optimizer",
 )
 STEP_END = Method(
@@ -279,25 +280,25 @@ SAVE_CHECKPOINT = Method(
 JIT = Method(
     "transformers.trainer_jit_checkpoint",
     "JITCheckpointCallback.set_trainer",
-    "with enable_jit_checkpoint each rank decides by a timer of its own when it saves, and a rank that saves alone waits for ever",
+    "with enable_jit_checkpoint each rank decides by its own timer when to save, and a rank that saves alone waits forever",
     around="hf_zero.integrations.preemption:set_trainer",
 )
 LOG = Method(
     "transformers.trainer",
     "Trainer.log",
-    "hf_zero.step_metrics reaches the log and monitors, and not Trainer's logs",
+    "hf_zero.step_metrics appears in the log and in monitors, but not in Trainer's logs",
     around="hf_zero.integrations.trainer_logs:log",
 )
 EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
 SAVE_MODEL = Method(
     "transformers.trainer",
     "Trainer.save_model",
-    "a trainer that saves its model in its own way (sentence-transformers) ends in an error at stage 3",
+    "a trainer with its own _save method (sentence-transformers) fails to save at stage 3",
 )
 MISSING_KEYS = Method(
     "transformers.modeling_utils",
     "PreTrainedModel._initialize_missing_keys",
-    "from_pretrained at stage 3 does not stop where most weights are missing, and may hang where ranks miss several",
+    "from_pretrained at stage 3 does not raise if most weights are missing, and may hang if several are missing",
 )
 TIE = Method(
     "transformers.modeling_utils",
@@ -308,13 +309,13 @@ TIE = Method(
 FILL_SHARDED = Method(
     "transformers.modeling_utils",
     "_load_state_dict_into_zero3_model",
-    "from_pretrained at stage 3 may wait for ever where a checkpoint lacks num_batches_tracked of a batch norm",
+    "from_pretrained at stage 3 may hang if a checkpoint lacks num_batches_tracked of a batch norm",
     around="hf_zero.integrations.loading:fill_sharded",
 )
 CONVERSIONS = Method(
     "transformers.integrations.deepspeed",
     "_apply_weight_conversions_to_state_dict",
-    "from_pretrained at stage 3 converts no names where tensor_parallel.autotp_size is more than 1",
+    "from_pretrained at stage 3 does not convert names if tensor_parallel.autotp_size is more than 1",
     since=(5,),
 )
 LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
@@ -322,7 +323,7 @@ OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "Mod
 
 
 def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
-    """A method of Lightning, in the package of each of its two names."""
+    """Return the entries of a method of Lightning, one for each of Lightning's two package names."""
     around = f"hf_zero.integrations.lightning_signals:{around}"
     return (
         Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
@@ -347,24 +348,24 @@ _PROGRAM = "accelerate.commands.launch"  # is run as `python -m` as well
 _RUNS = f'if __name__ == "__main__":\n    import {_PROGRAM} as it\n    it.main()\nelse:\n    exec(__spec__.loader.get_code("{_PROGRAM}"))'
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
 _lost: dict[Method, str] = {}
-_looked_for: set[str] = set()  # modules whose specification is being asked for
+_looked_for: set[str] = set()  # modules for which find_spec is running, to prevent recursion
 
 
 def running(*methods: Method) -> list[Call]:
-    """Return the calls of ``methods`` that have led here, in this thread or task; the innermost first."""
+    """Return the calls of ``methods`` that are running in this thread or task, the innermost first."""
     return [call for call in reversed(_calls.get()) if call.method in methods]
 
 
 def lost(method: Method) -> str:
-    """What is to be said of a method that its imported library no longer has; "" of every other."""
+    """Return the warning about a method that its imported library lacks; "" if the library has it or is not imported."""
     return _lost.get(method, "")
 
 
 def require(*methods: Method) -> None:
-    """Refuses to go on without methods whose absence would give wrong numbers.
+    """Raise if an imported library lacks one of ``methods``, whose absence would give wrong results.
 
     Raises:
-        UnsupportedError: A library that is imported does not have one of them.
+        UnsupportedError: An imported library lacks a method; the message names both.
     """
     for method in methods:
         imported = method.module in sys.modules
@@ -375,7 +376,7 @@ def require(*methods: Method) -> None:
 
 
 def watch() -> None:
-    """Wraps the methods of every library that is imported already."""
+    """Wrap the methods of all libraries that are already imported."""
     for name in {method.module for method in METHODS}:
         module = sys.modules.get(name)
         if module is not None and not getattr(getattr(module, "__spec__", None), "_initializing", False):
@@ -383,7 +384,7 @@ def watch() -> None:
 
 
 def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | None) -> ModuleSpec | None:
-    """Return the specification that the other finders have of one of the modules, with a loader that also wraps its methods."""
+    """Return the import spec that the other finders return for a module with methods to wrap; its loader also wraps these methods."""
     if fullname in _looked_for:
         return None
     _looked_for.add(fullname)
@@ -400,14 +401,14 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
         execute(module)
         attach(module)
 
-    spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # the loader stays what it is for those who look at it
+    spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # patch the instance: some libraries inspect the loader's class
     if fullname == _PROGRAM and hasattr(spec.loader, "get_code"):
         spec.loader.get_code = _code_of_program(spec.loader.get_code)
     return spec
 
 
 def _code_of_program(get_code: Callable[[str], Any]) -> Callable[[str], Any]:
-    """A loader's ``get_code``, by which runpy (`python -m`, debuggers) runs the imported module: ``__main__`` would not be wrapped."""
+    """Return a ``get_code`` that makes runpy (`python -m`, debuggers) run the program as an imported module, whose methods are wrapped."""
 
     def get_wrapped(name: str) -> Any:
         code = get_code(name)
@@ -417,7 +418,7 @@ def _code_of_program(get_code: Callable[[str], Any]) -> Callable[[str], Any]:
 
 
 def attach(module: ModuleType) -> None:
-    """Wraps the methods of one imported module, those that are not wrapped yet."""
+    """Wrap the methods of one imported module that are not wrapped yet."""
     for method in METHODS:
         if method.module != module.__name__:
             continue
@@ -455,7 +456,7 @@ def _seen(method: Method, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _resumed(generator: Generator[Any, None, None], call: Call) -> Generator[Any, None, None]:
-    """A generator whose call runs whenever its body does, and not in between."""
+    """Yield from ``generator``, and record ``call`` as running only while the generator's body runs, not between its items."""
     with_end = object()
     try:
         while True:
@@ -490,7 +491,7 @@ def _report(method: Method) -> None:
     if method.since and tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)])) < method.since:
         return
     if method not in _lost:
-        from hf_zero.observe import warn_once  # imports torch, as the library has
+        from hf_zero.observe import warn_once  # imports torch, which the library has imported already
 
         _lost[method] = f"{library} {version} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
         warn_once(_lost[method])

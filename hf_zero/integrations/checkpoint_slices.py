@@ -1,4 +1,4 @@
-"""Safetensors files of a checkpoint before anything of them is read: what is in them, and which parameter each tensor leads to."""
+"""List the tensors in the safetensors files of a checkpoint without reading their values, and map each tensor to its parameter."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch.distributed as dist
 _SAFETENSORS = ".safetensors"
 
 Sources = dict[str, list[str]]
-"""Of one parameter: names in the files, by the pattern of the converter that they match; "" where they are only renamed."""
+"""Names of tensors in the files that make up one parameter, grouped by converter pattern; key "" for tensors that are only renamed."""
 
 
 @dataclass(frozen=True)
@@ -20,14 +20,14 @@ class Load:
     """One call of ``PreTrainedModel._load_pretrained_model``.
 
     Attributes:
-        method: That method.
-        model: It has no values yet.
-        state_dict: What the caller gives in place of files.
-        files: The checkpoint's.
-        config: How transformers is to load it.
-        args: The method's further arguments.
-        kwargs: Those by name.
-        values: What is to be loaded, by names in the files, where somebody has left something out already; None is all that is there.
+        method: The original method of transformers.
+        model: Model to load into; its parameters have no values yet.
+        state_dict: State dict that the caller passes instead of files, or None.
+        files: Paths of the checkpoint's files.
+        config: The ``LoadStateDictConfig`` of transformers.
+        args: Further positional arguments of the method.
+        kwargs: Further keyword arguments of the method.
+        values: Tensors to load, by their names in the files, after some were left out; None for all tensors in the files.
     """
 
     method: Callable[..., Any]
@@ -41,21 +41,21 @@ class Load:
 
     @property
     def may_be_parted(self) -> bool:
-        """Whether an engine may divide the model, ranks are known already, and a tensor of the files is read when it is asked for."""
+        """Return whether this rank can read a part: an engine may divide the model, ranks exist, and the files are memory-mapped."""
         config = self.config
         placed = config.is_quantized or config.device_map is not None or config.device_mesh is not None
         return self.state_dict is None and not placed and dist.is_initialized() and self._are_mapped()
 
     def whole(self) -> Any:
-        """The call as it is."""
+        """Run the original call, which loads everything."""
         return self.method(self.model, self.state_dict, self.files, self.config, *self.args, **self.kwargs)
 
     def open(self, stack: ExitStack) -> dict[str, Any]:
-        """What is to be loaded, of which nothing has been read."""
+        """Return the tensors to load as slices by name in the files; opens the files in ``stack`` and reads no values."""
         return open_slices(stack, self.files) if self.values is None else self.values
 
     def of(self, values: dict[str, Any]) -> Any:
-        """The call with ``values``, by their names in the files, in place of all that is there."""
+        """Run the original call for the tensors ``values`` only, given by their names in the files."""
         return self.method(self.model, values, None, self.config, *self.args, **self.kwargs)
 
     def _are_mapped(self) -> bool:
@@ -69,7 +69,7 @@ class Load:
 
 
 def open_slices(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:
-    """Slices of every tensor in the files, of which nothing has been read."""
+    """Return a slice object for every tensor in the files, by name; opens the files in ``stack`` and reads no values."""
     from safetensors import safe_open
 
     found = {}
@@ -80,7 +80,7 @@ def open_slices(stack: ExitStack, files: Iterable[Any]) -> dict[str, Any]:
 
 
 def converters_of(load_config: Any) -> dict[str, Any]:
-    """Those of transformers that compute something, by the patterns of what they take."""
+    """Return the weight converters of transformers (not its renamings), by the patterns of the names that they take."""
     from transformers.core_model_loading import WeightConverter
 
     found = [entry for entry in load_config.weight_mapping or () if isinstance(entry, WeightConverter)]
@@ -88,7 +88,7 @@ def converters_of(load_config: Any) -> dict[str, Any]:
 
 
 def sources_of(model: Any, slices: dict[str, Any], load_config: Any) -> dict[str, Sources]:
-    """Parameter -> what the files have for it, in the order in which transformers takes it."""
+    """Return the sources of each parameter in the files, by its name in the model, in the order in which transformers reads them."""
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
     mapping = load_config.weight_mapping or ()

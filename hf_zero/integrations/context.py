@@ -1,9 +1,10 @@
-"""accelerate's and Trainer's context parallelism over an engine of ours: the same batch on all ranks of a group, cut by name or in place.
+"""Run the context parallelism of accelerate and Trainer with an engine: cut the batch that all ranks of a group share.
 
-[Note: context parallelism of accelerate] accelerate's own patches torch's attention, drops masks and takes each rank's loss for its part's
-mean. Here ``maybe_context_parallel`` cuts the buffers in place as accelerate documents it, and the model's hooks do the rest
-(``sequence_parallel/context_forward.py``). Trainer's batches are cut by name, which knows how to pad each; where Trainer computes a loss
-from outputs (label smoothing, ``compute_loss_func``) batches stay whole, because outputs are then. Evaluation is over whole sequences.
+[Note: context parallelism of accelerate] accelerate's own implementation patches torch's attention, drops masks, and treats each rank's
+loss as the mean of its part. Here ``maybe_context_parallel`` cuts the buffers in place, as accelerate documents it, and hooks of the model
+do the rest (``sequence_parallel/context_forward.py``). Trainer's batches are cut by the names of their tensors, which determine the
+padding. If Trainer computes a loss from outputs (label smoothing, ``compute_loss_func``), batches are not cut, because it needs complete
+outputs. Evaluation uses complete sequences.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from hf_zero.sequence_parallel.state import ContextParallel
 
 
 def prepare(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_cp``, which prepares torch's own; an engine of ours divides sequences by itself."""
+    """Replace ``Accelerator._prepare_cp``, which prepares torch's context parallelism: skip it, because the engine divides sequences."""
     return args if _is_ours() else method(accelerator, *args)
 
 
@@ -34,11 +35,11 @@ def maybe_context_parallel(
     buffer_seq_dims: Sequence[int] | None = None,
     no_restore_buffers: set[torch.Tensor] | None = None,
 ) -> AbstractContextManager[Any]:
-    """``Accelerator.maybe_context_parallel``, over an engine of ours.
+    """Replace ``Accelerator.maybe_context_parallel``: return a context in which each buffer has only this rank's part of its sequence.
 
     Raises:
-        ConfigError: The buffers have no dimension for each, or lengths that do not divide.
-        StateError: No engine has been prepared.
+        ConfigError: The numbers of buffers and of ``buffer_seq_dims`` differ, or a length is not divisible.
+        StateError: The Accelerator has not prepared an engine.
     """
     if not _is_ours():
         found: AbstractContextManager[Any] = method(accelerator, buffers, buffer_seq_dims, no_restore_buffers)
@@ -48,15 +49,17 @@ def maybe_context_parallel(
 
 @contextmanager
 def _cut_in_place(layout: Layout, buffers: list[torch.Tensor], dims: list[int], keep: set[torch.Tensor]) -> Iterator[None]:
-    """Leaves this rank's part in every buffer for a while, and after it in those of ``keep``."""
+    """Replace every buffer by this rank's part inside the context; at the end restore all buffers except those in ``keep``."""
     if len(buffers) != len(dims):
-        raise ConfigError(f"maybe_context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; one for each is needed")
+        raise ConfigError(
+            f"maybe_context_parallel got {len(buffers)} buffers and {len(dims)} buffer_seq_dims; pass one dimension per buffer"
+        )
     for buffer, dim in zip(buffers, dims, strict=True):
         if buffer.shape[dim] % layout.multiple:
             raise ConfigError(
-                f"maybe_context_parallel got a buffer of shape {tuple(buffer.shape)}, whose dimension {dim} is no multiple of "
-                f"{layout.multiple} (two parts of a sequence for each of {layout.collectives.world} ranks); pad batches to such a length "
-                f"(pad_to_multiple_of={layout.multiple}), or leave the context away and pass whole batches to the model"
+                f"maybe_context_parallel got a buffer of shape {tuple(buffer.shape)}, whose dimension {dim} is not a multiple of "
+                f"{layout.multiple} (two parts of a sequence for each of {layout.collectives.world} ranks). Pad batches to a multiple "
+                f"(pad_to_multiple_of={layout.multiple}), or remove this context and pass complete batches to the model"
             )
     whole = {id(buffer): buffer.detach().clone() for buffer in buffers}
     parts = {buffer.shape[dim] // layout.collectives.world for buffer, dim in zip(buffers, dims, strict=True)}
@@ -79,7 +82,7 @@ def _replace(buffer: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def prepare_inputs(method: Callable[..., Any], trainer: Any, model: Any, inputs: Any) -> Any:
-    """``Trainer._prepare_context_parallel_inputs``: a context for the step, and its inputs."""
+    """Replace ``Trainer._prepare_context_parallel_inputs``: return a context for the training step, and this rank's part of its inputs."""
     if not _is_ours():
         return method(trainer, model, inputs)
     of_outputs = getattr(trainer, "label_smoother", None) is not None or getattr(trainer, "compute_loss_func", None) is not None
@@ -87,7 +90,9 @@ def prepare_inputs(method: Callable[..., Any], trainer: Any, model: Any, inputs:
         return nullcontext, inputs
     divided = divided_forwards(trainer.accelerator.unwrap_model(model))
     if divided is None:
-        raise StateError("Trainer trains a model under context parallelism that no engine has prepared")
+        raise StateError(
+            "context parallelism is on, but no engine has prepared the model of this Trainer. Set deepspeed= in TrainingArguments"
+        )
     parts = divided.parts_of(dict(inputs))
     return partial(sliced_step, parts["position_ids"].shape[1]), parts
 
@@ -96,7 +101,9 @@ def _groups_of(accelerator: Any) -> ContextParallel:
     engine = getattr(getattr(accelerator, "deepspeed_engine_wrapped", None), "engine", None)
     groups = getattr(engine, "sequence_parallel", None)
     if not isinstance(groups, ContextParallel):
-        raise StateError("maybe_context_parallel needs a model that accelerator.prepare() has made an engine of, under context parallelism")
+        raise StateError(
+            "maybe_context_parallel needs an engine with context parallelism, but there is none; call accelerator.prepare(model, ...) first"
+        )
     return groups
 
 

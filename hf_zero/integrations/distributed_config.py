@@ -1,8 +1,8 @@
-"""transformers' ``DistributedConfig`` beside a DeepSpeed configuration: what it says of the ranks is the mesh's, and the engine does it.
+"""Use transformers' ``DistributedConfig`` together with a DeepSpeed configuration: its sizes become claims about the engine's mesh.
 
 [Note: DistributedConfig] ``from_pretrained(distributed_config=...)`` divides a model over ranks while it is loaded, with torch's
-distributed tensors, which no engine shards further. Where a configuration of ours is in use, the model is loaded as without the argument,
-and its sizes are noted on it: ``initialize`` takes them for claims beside all others.
+distributed tensors, which no engine can shard further. If a DeepSpeed configuration is in use, the model is loaded as without the argument,
+and the sizes are recorded on it. ``initialize`` combines them with the claims of all other sources.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _loading: ContextVar[tuple[Claim, ...]] = ContextVar("hf_zero sizes of a load", 
 
 
 class NotedSizes:
-    """What a ``DistributedConfig``, or a dictionary of its fields, says of the ranks.
+    """The sizes of axes that a ``DistributedConfig`` requests.
 
     Args:
-        given: It.
+        given: A ``DistributedConfig``, or a dictionary of its fields.
 
     Raises:
-        UnsupportedError: It asks for something that is not provided.
+        UnsupportedError: It requests a feature that is not supported with a DeepSpeed configuration.
     """
 
     def __init__(self, given: Any) -> None:
@@ -41,7 +41,7 @@ class NotedSizes:
 
     @contextmanager
     def known(self) -> Iterator[None]:
-        """A context in which ``claims_of_load`` has them: the model is being loaded."""
+        """Return a context in which ``claims_of_load`` returns these sizes, for use while the model is loaded."""
         token = _loading.set(self._claims)
         try:
             yield
@@ -49,17 +49,18 @@ class NotedSizes:
             _loading.reset(token)
 
     def note_on(self, model: nn.Module) -> None:
-        """Leaves it for ``initialize`` to find.
+        """Record the sizes on ``model``, where ``initialize`` reads them.
 
         Raises:
-            ConfigError: The ``ep_plan`` names what ``model`` does not have.
+            ConfigError: The ``ep_plan`` names modules or parameters that ``model`` does not have.
+            UnsupportedError: The ``ep_plan`` requests an unsupported style.
         """
         _check_plan(self._settings.get("ep_plan"), model)
         setattr(model, CLAIMS, self._claims)
 
 
 def claims_of_load() -> tuple[Claim, ...]:
-    """What is said of the ranks by the ``from_pretrained`` that is running."""
+    """Return the claims about the mesh from the ``distributed_config`` of the ``from_pretrained`` that is running."""
     return _loading.get()
 
 
@@ -76,14 +77,16 @@ def _claims(settings: Mapping[str, Any]) -> Iterator[Claim]:
         "fsdp_mixed_precision": (bool(settings.get("fsdp_mixed_precision")), 'write "bf16": {"enabled": true} into the configuration'),
         "ep_implementation": (
             settings.get("ep_implementation", "auto") not in _IMPLEMENTATIONS,
-            f"tokens travel by all-to-all: {' or '.join(map(repr, _IMPLEMENTATIONS))} is allowed",
+            f"tokens are sent by all-to-all; set it to {' or '.join(map(repr, _IMPLEMENTATIONS))}",
         ),
     }
     for name, (asked, instead) in refused.items():
         if asked:
-            raise UnsupportedError(f"DistributedConfig.{name} is {settings[name]!r} beside a DeepSpeed configuration: {instead}")
+            raise UnsupportedError(
+                f"DistributedConfig.{name} is {settings[name]!r}, which is not supported with a DeepSpeed configuration: {instead}"
+            )
     sizes = {name: int(settings.get(name) or 1) for name in _AXES}
-    if settings.get("tp_plan") == {}:  # these ranks split nothing: they are for experts, and have samples of their own here
+    if settings.get("tp_plan") == {}:  # these ranks split no layers, only experts, and have their own samples here
         sizes["fsdp_size"], sizes["tp_size"] = sizes["fsdp_size"] * sizes["tp_size"], 1
     for name, axis in _AXES.items():
         if sizes[name] > 1:
@@ -91,15 +94,17 @@ def _claims(settings: Mapping[str, Any]) -> Iterator[Claim]:
 
 
 def _check_plan(plan: Mapping[str, str] | None, model: nn.Module) -> None:
-    """Experts are found from the model's structure: a plan can only name what is there."""
+    """Raise if ``plan`` names patterns that match nothing in ``model``, or styles that are not supported; experts are found without it."""
     names = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name) for name, _ in (*model.named_modules(), *model.named_parameters())}
     prefix = getattr(model, "base_model_prefix", "")
     for pattern, style in (plan or {}).items():
         if not {pattern, f"{prefix}.{pattern}"} & names:
             near = sorted(name for name in names if name.endswith("experts"))
-            raise ConfigError(f"DistributedConfig.ep_plan names {pattern!r}, which {type(model).__name__} does not have; it has {near}")
+            raise ConfigError(
+                f"DistributedConfig.ep_plan names {pattern!r}, which {type(model).__name__} does not have; its experts are {near}"
+            )
         if style not in (_DISPATCH, _STACKED):
             raise UnsupportedError(
-                f"DistributedConfig.ep_plan asks for {style!r} at {pattern!r}; {_DISPATCH!r} and {_STACKED!r} are allowed beside a "
-                "DeepSpeed configuration"
+                f"DistributedConfig.ep_plan requests {style!r} for {pattern!r}; with a DeepSpeed configuration {_DISPATCH!r} and "
+                f"{_STACKED!r} are allowed"
             )

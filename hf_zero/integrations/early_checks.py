@@ -1,10 +1,10 @@
-"""A DeepSpeed configuration is checked where it is first seen: before the ranks meet, and before data and models are loaded.
+"""Check a DeepSpeed configuration as soon as a library reads it: before any collective, and before data and models are loaded.
 
-[Note: early checks] Four places see a configuration before an engine does: `accelerate launch --deepspeed_config_file`, before it starts
-ranks; `TrainingArguments(deepspeed=...)`; accelerate's `DeepSpeedPlugin`; and `HfDeepSpeedConfig`, which all of these read it with. What
-``initialize`` would refuse in it later is refused there, all findings in one error, those of transformers about its own arguments
-among them. Nothing is asked of other ranks, which read the same file. What can be known only later stays with ``initialize``: values that
-come from a model, and the number of ranks that share their samples where a script tells it to its Accelerator.
+[Note: early checks] Four places read a configuration before an engine does: `accelerate launch --deepspeed_config_file`, before it starts
+ranks; `TrainingArguments(deepspeed=...)`; accelerate's `DeepSpeedPlugin`; and `HfDeepSpeedConfig`, through which all of these read. The
+mistakes that ``initialize`` would report later are reported there, all in one error, together with the mismatches that transformers finds
+in its own arguments. The check is local, because all ranks read the same file. ``initialize`` still checks values that are known only
+later: those that come from a model, and the number of ranks that share samples if a script passes it to its Accelerator.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_zero.integrations.typed_values import config_of_launcher
 from hf_zero.launch.placement import find_placement
 from hf_zero.system.last_words import tell_launcher
 
-# Training arguments that transformers compares with a configuration when it has made them, under the names of `config.auto`.
+# Training arguments that transformers compares with a configuration, under the names of `config.auto`.
 _ARGUMENTS = (
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
@@ -35,19 +35,19 @@ _ARGUMENTS = (
     "weight_decay",
 )
 CHECKS_ITSELF = "hf_zero_checks_itself"
-"""Attribute of a class of training arguments that reports what is wrong in its configuration by itself."""
+"""Attribute of a class of training arguments that reports the mistakes of its configuration by itself."""
 
 
 def read_source(method: Callable[..., None], holder: Any, config_file_or_dict: Any) -> None:
-    """``HfDeepSpeedConfig(...)``, which reads as ``initialize`` does: comments are allowed, and what cannot be read is one error.
+    """Replace ``HfDeepSpeedConfig.__init__``: read the file like ``initialize``, with comments, and raise one error if it is unreadable.
 
     Args:
-        method: The method itself.
-        holder: The object that is being made.
+        method: The replaced method.
+        holder: The ``HfDeepSpeedConfig`` under construction.
         config_file_or_dict: A path, a dict, JSON text or base64 text.
 
     Raises:
-        ConfigError: There is no such file, or it is no JSON.
+        ConfigError: The file does not exist, or is not JSON.
     """
     if not isinstance(config_file_or_dict, Mapping):
         tell_launcher()
@@ -56,16 +56,17 @@ def read_source(method: Callable[..., None], holder: Any, config_file_or_dict: A
 
 
 def make_arguments(method: Callable[..., None], arguments: Any) -> None:
-    """``TrainingArguments.__post_init__``; checks the configuration that they name, or the launcher's, before devices are looked for.
+    """Replace ``TrainingArguments.__post_init__``: first check the configuration that they, or the launcher, name.
 
-    Arguments that ask for evaluation alone are not compared with the configuration: transformers does that when it trains.
+    If the arguments request evaluation only, they are not compared with the configuration, because transformers compares them only when it
+    trains.
 
     Args:
-        method: The method itself.
+        method: The replaced method.
         arguments: The training arguments.
 
     Raises:
-        ConfigError: Something is wrong; all findings.
+        ConfigError: The configuration has mistakes; the message lists all of them.
     """
     source = arguments.deepspeed or _source_of_launcher()
     if source and not getattr(arguments, CHECKS_ITSELF, False):
@@ -79,46 +80,46 @@ def make_arguments(method: Callable[..., None], arguments: Any) -> None:
 
 
 def check_plugin(source: Any) -> None:
-    """Checks the configuration of a ``DeepSpeedPlugin``.
+    """Check the configuration of a ``DeepSpeedPlugin``.
 
     Args:
-        source: Its configuration, which is not changed.
+        source: Configuration of the plugin, which is not changed.
 
     Raises:
-        ConfigError: Something is wrong; all findings.
+        ConfigError: The configuration has mistakes; the message lists all of them.
     """
     tell_launcher()
     check(source, ranks(), {}, None)
 
 
 def check_launch(options: Any) -> None:
-    """Checks the file that `accelerate launch` is to give to its ranks, before they start.
+    """Check the configuration file of `accelerate launch` before it starts the ranks.
 
     Args:
-        options: Its command line, with what the file of `accelerate config` adds.
+        options: The parsed command line, completed from the file of `accelerate config`.
 
     Raises:
-        ConfigError: Something is wrong; all findings.
+        ConfigError: The configuration has mistakes; the message lists all of them.
     """
     source = getattr(options, "deepspeed_config_file", None)
-    elsewhere = (getattr(options, "num_machines", None) or 1) > 1  # what is on the other hosts is theirs to say
+    elsewhere = (getattr(options, "num_machines", None) or 1) > 1  # the file may exist on the other hosts only
     if getattr(options, "use_deepspeed", False) and source not in (None, "", "none") and not (elsewhere and not os.path.exists(source)):
         tell_launcher()
         check(source, getattr(options, "num_processes", None) or 1, {}, None)
 
 
 def check(source: Any, world: int, sources: Mapping[str, Any], parallelism_config: Any, all_known: bool = False) -> None:
-    """Raises one error with all that is wrong in a configuration, as far as that can be known without a model.
+    """Raise one error with all mistakes of a configuration that can be found without a model.
 
     Args:
-        source: As ``initialize`` takes it.
-        world: Ranks.
-        sources: Values that "auto" stands for and that written values must not contradict, by the names of ``config.auto``.
-        parallelism_config: accelerate's, with the sizes of axes.
-        all_known: Nobody will give further sizes of axes.
+        source: Configuration as ``initialize`` takes it: path, dict, JSON or base64 text.
+        world: Number of ranks.
+        sources: Values that replace "auto" and that other values of the configuration must not contradict, by the names of ``config.auto``.
+        parallelism_config: accelerate's ParallelismConfig with the sizes of axes, or None.
+        all_known: Whether no further sizes of axes will be given later.
 
     Raises:
-        ConfigError: Something is wrong.
+        ConfigError: The configuration has mistakes.
     """
     config = read_config(source)
     found: list[Problems] = []
@@ -131,21 +132,21 @@ def check(source: Any, world: int, sources: Mapping[str, Any], parallelism_confi
 
 
 def ranks() -> int:
-    """Ranks of the run, from the launcher's variables, where no group has been made."""
+    """Return the number of ranks of the run, from the launcher's environment variables; needs no process group."""
     placement = find_placement(os.environ) if "WORLD_SIZE" not in os.environ else None
     number = str(placement.world) if placement is not None else os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdigit() and int(number) > 0 else 1
 
 
 def _replicas(config: dict[str, Any], world: int, parallelism_config: Any, all_known: bool) -> list[int]:
-    """Return how many ranks, or groups of ranks, may train on samples of their own; the most likely number first."""
+    """Return the possible numbers of data-parallel replicas (ranks or groups with their own samples), the most likely one first."""
     claims = [*claims_of_config(config), *claims_of_sizes(parallelism_config), *claims_of_environment(os.environ)]
     divisors = [number for number in range(world, 0, -1) if world % number == 0]
     try:
         likely = solve(claims, world).replicas
-    except HfZeroError:  # said where the Accelerator is made, which knows all sizes
+    except HfZeroError:  # the Accelerator raises it, which knows all sizes
         return divisors
-    # Totals may be given over all ranks: `initialize` sees to that.
+    # A total may count all ranks; `initialize` corrects it.
     return list(dict.fromkeys([likely, world, *([] if all_known else divisors)]))
 
 
@@ -154,7 +155,7 @@ def _source_of_launcher() -> Any:
 
 
 def _trains(arguments: Any) -> bool:
-    """Return whether training arguments do not say that they are for evaluation alone."""
+    """Return False if training arguments request evaluation or prediction only, else True."""
     evaluates = arguments.do_predict or (
         arguments.do_eval and str(getattr(arguments.eval_strategy, "value", arguments.eval_strategy)) == "no"
     )

@@ -1,10 +1,10 @@
-"""Whole weights for those who save a divided model: of experts or layers, and of a model that a trainer saves in its own way.
+"""Provide unsharded weights when a divided model is saved: with experts or layers on other ranks, or by a trainer's own ``_save``.
 
-[Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and gives them to ``_save`` on rank 0. sentence-transformers
-has a ``_save`` of its own, which lets each part of the model save itself and forgets them; no rank could gather there. So what was
-gathered is kept while ``save_model`` runs, and given to a part that asks to be saved without (``saves.py``).
+[Note: a trainer's own way of saving] Trainer gathers the weights on all ranks and passes them to ``_save`` on rank 0. The ``_save`` of
+sentence-transformers ignores them and lets each part of the model save itself, but no rank can gather at that point. So the gathered
+weights are kept while ``save_model`` runs, and used for a part that is saved without a state dict (``saves.py``).
 
-Imports little: every program that saves with accelerate comes here.
+This module imports little, because every program that saves with accelerate imports it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _GATHERED = "state dict of all ranks"
 
 
 def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.get_state_dict``; of an engine with divided experts or layers the whole weights, on rank 0; collective then."""
+    """Replace ``Accelerator.get_state_dict``: also gather divided experts and layers, on rank 0; collective for these engines."""
     axes = getattr(getattr(model, "collectives", None), "topology", None)
     divided = getattr(axes, "expert", None) is not None or getattr(axes, "pipe", None) is not None
     if divided and not model.stage_policy.parameters_sharded:
@@ -33,7 +33,7 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
 
 
 def gathered_for(module: nn.Module) -> dict[str, Any] | None:
-    """The whole weights of a part of a model that a Trainer is saving or its script holds, on this rank; None where there are none."""
+    """Return the unsharded weights of ``module``, if Trainer is saving its model or the script holds gathered weights; else None. Local."""
     for call in callers.running(callers.SAVE_MODEL)[:1]:
         names = (name for name, inner in call.caller.model.named_modules() if inner is module)
         whole, name = call.given.get(_GATHERED), next(names, None)

@@ -1,10 +1,10 @@
-"""What a rank reads of a checkpoint when experts will be divided over ranks: all else as ever, and its own experts alone.
+"""Read only this rank's experts from a checkpoint if experts will be divided over ranks; all other weights are read as usual.
 
-[Note: reading a share] transformers opens safetensors files without reading them, renames what is in them, and converts it: experts that
-are saved one by one become one tensor. Which names lead to which parameter its own functions say. Of a parameter of experts the entries
-of other ranks are left out before anything is read: tensors by their number where experts are saved one by one, a slice of the tensor
-where they lie in one. transformers then loads parameters that are made for this rank's experts. At stage 3, where rank 0 reads for all,
-every rank reads its experts itself. A layer whose tensors are saved in another way is loaded whole, and ``initialize`` divides it.
+[Note: reading a share] transformers opens safetensors files without reading them, renames their tensors and converts them: experts that
+are saved one by one become one tensor. Its own functions give the parameter that each name belongs to. The experts of other ranks are left
+out before any value is read: whole tensors if each expert is saved as a tensor, a slice if one tensor holds all experts. transformers then
+loads parameters that have room for this rank's experts only. At stage 3, where rank 0 reads for all ranks, every rank reads its own experts
+itself. A layer whose tensors are saved in another layout is loaded with all experts, and ``initialize`` divides it.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ _ALONG_ONE = ("Concatenate", "Chunk", "Interleave")
 
 
 class _Part:
-    """A run of entries along the first dimension of a tensor in a file; stands where transformers expects the file's own slice."""
+    """A contiguous range of entries along the first dimension of a tensor in a file; has the interface of the file's own slice."""
 
     def __init__(self, whole: Any, start: int, stop: int) -> None:
         self._whole, self._start, self._stop = whole, start, stop
 
     def __getitem__(self, index: Any) -> Any:
         if index is not Ellipsis:
-            raise UnsupportedError(f"of a rank's share of experts {index!r} was asked for; all of it ([...]) is allowed")
+            raise UnsupportedError(f"a rank's part of the experts was indexed with {index!r}; only [...] (all of it) is allowed")
         return self._whole[self._start : self._stop]
 
     def get_shape(self) -> list[int]:
-        """As the file's slice."""
+        """Return the shape of this part; safetensors' name for it."""
         return [self._stop - self._start, *self._whole.get_shape()[1:]]
 
     def get_dtype(self) -> str:
-        """As the file's slice."""
+        """Return the element type as safetensors names it, for example "BF16"."""
         return str(self._whole.get_dtype())
 
 
 @dataclass
 class _Share:
-    """Layers of which a rank reads its own experts.
+    """The layers whose experts this rank reads by itself.
 
     Attributes:
-        held: Each layer's module, and what is to be noted on it.
-        values: Name in the files -> what is to be read of it; without what other ranks read.
-        names: All names in the files that lead to these layers.
-        params: Names of their parameters.
+        held: Module of each layer, and the record to store on it after loading.
+        values: Tensors or parts of tensors for this rank's experts, by name in the files.
+        names: Names in the files of all tensors that belong to these layers, on whichever rank.
+        params: Names of the layers' parameters in the model.
     """
 
     held: list[tuple[nn.Module, Held]] = field(default_factory=list)
@@ -68,14 +68,15 @@ class _Share:
 
 
 def load_experts(load: Load, rest_of: Callable[[Load], Any]) -> Any:
-    """Loads this rank's experts and everything else; see [Note: reading a share].
+    """Load this rank's experts and all other weights; see [Note: reading a share].
 
     Args:
-        load: The call.
-        rest_of: Leaves more out of what other ranks' experts have been left out of; None where it leaves nothing out.
+        load: The call of transformers.
+        rest_of: Function that leaves out further tensors (those of other pipeline stages) and loads; it returns None if it has none to
+            leave out.
 
     Returns:
-        What ``load.whole()`` does; None, with nothing read, where experts will not be divided or cannot be told apart.
+        The result of ``load.whole()``; None, with no value read, if experts are not divided or the files do not separate them.
     """
     layers, place = _to_divide(load.model)
     if not layers:
@@ -101,7 +102,7 @@ def _load_with(load: Load, values: dict[str, Any], rest_of: Callable[[Load], Any
 
 
 def _to_divide(model: nn.Module) -> tuple[list[ExpertLayer], Place]:
-    """Return the layers that an engine will divide, and where this rank stands; none where it will not, or will refuse."""
+    """Return the expert layers that an engine will divide, and this rank's place; no layers if it will not divide or will refuse."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     ranks, index = expert_ranks(deepspeed_config(), claims_of_load())
@@ -109,7 +110,7 @@ def _to_divide(model: nn.Module) -> tuple[list[ExpertLayer], Place]:
         return [], Place(1, 0)
     try:
         layers = present_experts(model)
-    except UnsupportedError:  # said by initialize: this may be another model than the one to be trained
+    except UnsupportedError:  # initialize raises it: this may not be the model to be trained
         return [], Place(1, 0)
     return [layer for layer in layers if layer.count % ranks == 0], Place(ranks, index)
 
@@ -124,7 +125,7 @@ def _sharded_already() -> bool:
 
 
 def _share(model: Any, layers: Iterable[ExpertLayer], place: Place, slices: dict[str, Any], load_config: Any) -> _Share:
-    """Layers whose tensors in the files can be told apart by expert, with room for this rank's made in ``model``."""
+    """Return the layers whose tensors in the files separate by expert, and shrink their parameters in ``model`` to this rank's experts."""
     share, sources, converters = _Share(), sources_of(model, slices, load_config), converters_of(load_config)
     paths = {id(param): name for name, param in model.named_parameters()}
     for layer in layers:
@@ -141,7 +142,7 @@ def _share(model: Any, layers: Iterable[ExpertLayer], place: Place, slices: dict
 
 
 def _params(layer: ExpertLayer) -> Iterator[tuple[int | None, nn.Parameter]]:
-    """The parameters of a layer's experts, each with the number of its expert; None where all lie in one."""
+    """Yield the parameters of a layer's experts, each with the index of its expert; None if one parameter holds all experts."""
     if isinstance(layer, StackedExperts):
         yield from ((None, param) for param in layer.params.values())
         return
@@ -152,15 +153,15 @@ def _params(layer: ExpertLayer) -> Iterator[tuple[int | None, nn.Parameter]]:
 def _wanted(
     source: Sources | None, number: int | None, count: int, place: Place, slices: dict[str, Any], converters: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """What this rank reads for one parameter; None where that cannot be told.
+    """Return the tensors, or parts of them, that this rank reads for one parameter; None if the files do not separate its experts.
 
     Args:
-        source: What the files have for it.
-        number: Its expert, where it has one.
+        source: Names in the files for the parameter, by converter pattern.
+        number: Index of the parameter's expert; None if the parameter holds all experts.
         count: Number of experts.
-        place: Where this rank stands.
-        slices: Everything in the files.
-        converters: What computes with them.
+        place: Place of this rank among the ranks that hold all experts.
+        slices: All tensors in the files, by name.
+        converters: Weight converters of transformers, by pattern.
     """
     if source is None:
         return None
@@ -183,11 +184,11 @@ def _wanted(
 
 
 def _keeps_experts_apart(converter: Any, merges: bool) -> bool:
-    """Return whether what a converter makes of some experts is the same as those of what it makes of all.
+    """Return whether a converter computes each expert independently: converting some experts gives the same as converting all.
 
     Args:
-        converter: None where tensors are only renamed.
-        merges: It is given a tensor of each expert, else one of all.
+        converter: The converter; None if the tensors are only renamed.
+        merges: Whether the converter takes one tensor per expert; otherwise one tensor with all experts.
     """
     operations = list(converter.operations) if converter is not None else []
     if converter is not None and len(converter.target_patterns) != 1:
@@ -210,7 +211,7 @@ def _leaves_first_dim(operation: Any) -> bool:
 
 
 def _load_apart(load: Load, share: _Share, rest: dict[str, Any]) -> Any:
-    """Every rank its experts, which leave the shards over all ranks; rank 0 the rest for all; collective."""
+    """Load at stage 3: every rank reads its own experts, which leave their shards; rank 0 reads the rest for all. Collective."""
     from transformers.core_model_loading import convert_and_load_state_dict_in_model
 
     own, _ = convert_and_load_state_dict_in_model(load.model, share.values, load.config)
@@ -218,14 +219,14 @@ def _load_apart(load: Load, share: _Share, rest: dict[str, Any]) -> Any:
     if wrong:
         why = "; ".join(map(str, own.conversion_errors.values())) or "their shapes differ"
         raise StateError(
-            f"from_pretrained into {type(load.model).__name__}: experts in the checkpoint do not fit the model: "
-            f"{', '.join(sorted(wrong)[:5])} ({why}). It belongs to another architecture"
+            f"from_pretrained into {type(load.model).__name__}: the experts in the checkpoint do not fit the model: "
+            f"{', '.join(sorted(wrong)[:5])} ({why}). The checkpoint belongs to another architecture; load it into its own class"
         )
     return load.of({name: _value(value) for name, value in rest.items()})
 
 
 def _value(found: Any) -> Any:
-    """Of a tensor that only rank 0 hands on: the values there, elsewhere its shape."""
+    """Return the values of a tensor on rank 0, which sends them to the others; on other ranks a meta tensor of its shape and type."""
     from transformers.modeling_utils import str_to_torch_dtype
 
     if dist.get_rank() == 0:
@@ -233,15 +234,15 @@ def _value(found: Any) -> Any:
     return torch.empty(found.get_shape(), dtype=str_to_torch_dtype[found.get_dtype()], device="meta")
 
 
-_EAGER = "eager"  # not in the table: each class has its own
+_EAGER = "eager"  # not in the table: each class has its own implementation
 _ours: dict[str, Implementation] = {}  # our functions in the table, by implementation
 
 
 def dispatch_in_table(modules: Iterable[nn.Module]) -> None:
-    """Puts functions in the place of all implementations that send the tokens of divided layers to their experts.
+    """Replace all implementations in transformers' table of expert functions by ones that send the tokens of divided layers to their ranks.
 
     Args:
-        modules: Layers whose experts are divided; for all others the table is what it was.
+        modules: Layers whose experts are divided. Other layers still run the implementation that was in the table.
     """
     if not list(modules):
         return
@@ -259,7 +260,7 @@ def _always(implementation: Implementation) -> Callable[[nn.Module], Implementat
 
 
 def _eager(module: nn.Module) -> Implementation:
-    """The forward that the module's class defines, which is computed where no implementation is chosen."""
+    """Return the forward that the module's class defines, which runs if no implementation is chosen."""
     found: Any = type(module).forward
     while hasattr(found, "__wrapped__"):
         found = found.__wrapped__

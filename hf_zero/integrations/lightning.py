@@ -1,7 +1,7 @@
-"""Strategies for Lightning: ``Trainer(strategy=ZeroStrategy(stage=3))`` and ``Fabric(strategy=FabricZeroStrategy(stage=3))``.
+"""Define strategies for Lightning: ``Trainer(strategy=ZeroStrategy(stage=3))`` and ``Fabric(strategy=FabricZeroStrategy(stage=3))``.
 
-They are Lightning's own DeepSpeed strategies with this engine behind them, made to run on CPUs too: everything Lightning knows
-about DeepSpeed (precision, accumulation, clipping, checkpoints as folders) holds, because they are instances of its class.
+Both are subclasses of Lightning's DeepSpeed strategies that use this engine, and that also run on CPUs. Lightning's support for DeepSpeed
+(precision, accumulation, clipping, checkpoints as folders) therefore applies to them.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _DEVICES = ("cpu", "nvme")
 
 
 def _deepspeed_strategy(kind: str, old_package: str) -> Any:
-    """Lightning's DeepSpeed strategy of ``kind`` (pytorch, fabric), of the package that the caller's script uses.
+    """Return Lightning's DeepSpeed strategy of ``kind`` ("pytorch" or "fabric"), from the package that the script uses.
 
     Raises:
         ImportError: Lightning is not installed.
-        StateError: A real DeepSpeed is imported, and would answer Lightning instead of us.
+        StateError: A real DeepSpeed is imported already, and Lightning would use it instead of hf_zero.
     """
     install_as_deepspeed()
     if not finder.alias_is_active():
@@ -46,7 +46,7 @@ _Fabric: Any = _deepspeed_strategy("fabric", "lightning_fabric")
 
 
 class _ZeroArguments:
-    """What both strategies are given, and the configuration that comes of it. Stands before Lightning's class."""
+    """Constructor of both strategies: turns their arguments into Lightning's arguments. A base class in front of Lightning's class."""
 
     config: dict[str, Any]
 
@@ -63,14 +63,14 @@ class _ZeroArguments:
         offload = {"offload_optimizer": offload_optimizer, "offload_parameters": offload_parameters}
         arguments, sections = _arguments(type(self).__name__, stage, offload, nvme_path, config)
         if config is None and not options.get("zero_optimization", True) and (stage or sections):
-            raise ConfigError(f"{type(self).__name__}: a stage or offload beside zero_optimization=False, which turns ZeRO off")
+            raise ConfigError(f"{type(self).__name__}: zero_optimization=False turns ZeRO off; remove it, or remove stage and offload")
         super().__init__(**arguments, **options)
         if config is None:
             self._tidy(sections)
 
     def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
-        """Takes out of the configuration that Lightning made what nobody asked for: settings of nvme and of activation checkpointing."""
-        if "zero_optimization" in self.config:  # Lightning leaves it out with zero_optimization=False
+        """Add the offload sections to the configuration that Lightning made, and remove "aio" and "activation_checkpointing" if unused."""
+        if "zero_optimization" in self.config:  # absent with zero_optimization=False
             self.config["zero_optimization"].update(sections)
         if all(section["device"] != "nvme" for section in sections.values()):
             self.config.pop("aio", None)
@@ -83,26 +83,26 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
 
     Args:
         stage: ZeRO stage 1, 2 or 3.
-        offload_optimizer: Where optimizer state rests: False, True (``"cpu"``), ``"cpu"``, ``"nvme"`` or a whole
+        offload_optimizer: Device that stores optimizer state between steps: False, True (``"cpu"``), ``"cpu"``, ``"nvme"`` or a complete
             ``offload_optimizer`` section.
-        offload_parameters: The same for parameters (stage 3).
-        nvme_path: Folder for what rests on nvme.
+        offload_parameters: Device that stores parameters between uses (stage 3); the same values, or an ``offload_param`` section.
+        nvme_path: Folder for state and parameters on nvme.
         config: DeepSpeed configuration instead of the arguments above: a dict or the path of a JSON file. Accumulation, clipping
             and precision still come from the ``Trainer``.
         **options: Further arguments of Lightning's ``DeepSpeedStrategy`` (``load_full_weights``, ``cpu_checkpointing``, ...).
 
     Raises:
-        ConfigError: An argument has a value outside its range, or stands beside ``config``.
+        ConfigError: An argument has a value outside its range, or is given together with ``config``.
     """
 
     strategy_name = "hf_zero"
 
     def setup_environment(self) -> None:
-        """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
+        """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy."""
         super(_Trainer, self).setup_environment()
 
     def setup_distributed(self) -> None:
-        """Set up as the class above, without its check of device indices where devices have none."""
+        """Set up the ranks like Lightning's DeepSpeed strategy, but on the CPU without its check of device indices."""
         if self.root_device.type != "cpu":
             super().setup_distributed()
             return
@@ -111,12 +111,12 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
         self._init_deepspeed_distributed()
 
     def backward(self, closure_loss: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward of the class above with the loss divided by ``accumulate_grad_batches`` once: Lightning has done it."""
+        """Run Lightning's backward without dividing the loss by ``accumulate_grad_batches``: Lightning has divided it already."""
         kwargs.setdefault("scale_wrt_gas", False)
         return super().backward(closure_loss, optimizer, *args, **kwargs)
 
     def _auto_select_batch_size(self) -> int:
-        """The loader's batch size; 1 where it has none (``batch_size=None``, an iterable of batches), where the class above fails."""
+        """Return the loader's batch size; 1 if it has none (``batch_size=None``, an iterable of batches): Lightning's method would fail."""
         source = self.lightning_module.trainer.fit_loop._data_source
         loader = source.dataloader() if source.is_defined() else None
         size = getattr(getattr(loader, "batch_sampler", None), "batch_size", None)
@@ -124,18 +124,18 @@ class ZeroStrategy(_ZeroArguments, _Trainer):
 
 
 class FabricZeroStrategy(_ZeroArguments, _Fabric):
-    """Train with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; arguments as ``ZeroStrategy``.
+    """Train with ZeRO under Lightning's ``Fabric``, on GPUs and on CPUs; the arguments are those of ``ZeroStrategy``.
 
-    Fabric has no arguments for accumulation and clipping: give ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
-    engine then counts micro-steps, and ``optimizer.step()`` is called after every one. Without ``config`` nothing is clipped.
+    Fabric has no arguments for accumulation and clipping: set ``gradient_accumulation_steps`` and ``gradient_clipping`` in ``config``. The
+    engine then counts micro-steps, and the script calls ``optimizer.step()`` after each one. Without ``config`` nothing is clipped.
     """
 
     def _tidy(self, sections: Mapping[str, dict[str, Any]]) -> None:
         super()._tidy(sections)
-        self.config["gradient_clipping"] = 0.0  # Fabric has no argument for it, and a file's default is 1
+        self.config["gradient_clipping"] = 0.0  # Fabric has no argument for it, and the default of the key is 1
 
     def setup_environment(self) -> None:
-        """Starts the processes' group, on whatever accelerator: the check for CUDA of the class above is left out."""
+        """Create the process group on any device; skip the check for CUDA of Lightning's DeepSpeed strategy."""
         super(_Fabric, self).setup_environment()
 
     def _setup_distributed(self) -> None:
@@ -151,7 +151,7 @@ class FabricZeroStrategy(_ZeroArguments, _Fabric):
 
 
 def _reset_seed(stock: type) -> None:
-    """Lightning seeds every process again after it was started; ``stock`` is its class, of the package that the script uses."""
+    """Seed this process again, as Lightning does after a start; ``stock`` is Lightning's strategy class, from the package in use."""
     package = stock.__module__.partition(".strategies.")[0]
     fabric = {"lightning.pytorch": "lightning.fabric", "pytorch_lightning": "lightning_fabric"}.get(package, package)
     importlib.import_module(f"{fabric}.utilities.seed").reset_seed()
@@ -164,11 +164,11 @@ def _arguments(
     nvme_path: str | None,
     config: Mapping[str, Any] | str | os.PathLike[str] | None,
 ) -> tuple[dict[str, Any], dict[str, dict[str, Any]]]:
-    """Return the arguments of Lightning's class that say the same as ours, and the offload sections of the configuration it is to make."""
+    """Return the equivalent arguments of Lightning's class, and the offload sections to add to the configuration that it makes."""
     if config is not None:
         beside = [name for name, value in {"stage": stage, **offload, "nvme_path": nvme_path}.items() if value not in (None, False)]
         if beside:
-            raise ConfigError(f"{what}: {', '.join(beside)} beside config=, which would be ignored; write it into the configuration")
+            raise ConfigError(f"{what}: {', '.join(beside)} would be ignored, because config= is given; set the value in the configuration")
         return {"config": dict(config) if isinstance(config, Mapping) else os.fspath(config)}, {}
     if stage not in (None, 0, 1, 2, 3) or isinstance(stage, bool):
         raise ConfigError(f"{what}: stage is {stage!r}; allowed are 0, 1, 2, 3")
@@ -183,9 +183,9 @@ def _arguments(
 def _offload_section(name: str, value: bool | str | Mapping[str, Any], nvme_path: str | None) -> dict[str, Any]:
     section: dict[str, Any] = dict(value) if isinstance(value, Mapping) else {"device": "cpu" if value is True else value}
     if section.get("device") not in _DEVICES:
-        raise ConfigError(f"{name} is on {section.get('device')!r}; allowed are False, True and {', '.join(map(repr, _DEVICES))}")
+        raise ConfigError(f"{name} is {section.get('device')!r}; allowed are False, True and {', '.join(map(repr, _DEVICES))}")
     if section["device"] == "nvme":
         section.setdefault("nvme_path", nvme_path)
         if not section["nvme_path"]:
-            raise ConfigError(f'{name} is on nvme without a place; give nvme_path="/path"')
+            raise ConfigError(f'{name} is "nvme", but no folder is set; give nvme_path="/path"')
     return section

@@ -1,9 +1,9 @@
-"""Signals to the ranks of Lightning's Trainer: its handlers, which talk to other ranks wherever they interrupt one, give way to the vote.
+"""Handle signals to the ranks of Lightning's Trainer: the ranks vote at the next optimizer step, instead of running Lightning's handlers.
 
-Lightning's handler of SIGTERM issues a broadcast, and that of Slurm's signal saves: both in the middle of whatever the rank was doing, so
-the ranks would talk at cross purposes. Here the signal is noted, and after the batch at whose step the ranks agree, Lightning's
-checkpoint for clusters is written: ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``. ``fit(ckpt_path="hpc")`` goes on from it, on Slurm
-without being asked.
+Lightning's handler of SIGTERM issues a broadcast, and its handler of Slurm's signal saves a checkpoint. Both interrupt the rank at an
+arbitrary point, so the collectives of different ranks would not match. Here the signal is only recorded. After the batch at whose step the
+ranks agree to end, Lightning's checkpoint for clusters is written: ``hpc_ckpt_<n>.ckpt`` in ``default_root_dir``.
+``fit(ckpt_path="hpc")`` resumes from it; on Slurm Lightning resumes from it by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hf_zero.integrations.preemption import end_preempted
 from hf_zero.system import signals
 
 _requeues: weakref.WeakKeyDictionary[Any, tuple[str, Callable[[bool], None]]] = weakref.WeakKeyDictionary()
-"""By connector: the signal upon which Slurm is asked to run the job again, and what stops listening for it."""
+"""By Lightning's signal connector: name of the signal that makes Lightning requeue the Slurm job, and the function that stops listening."""
 
 
 def _engine_of(trainer: Any) -> ConfiguredEngine | None:
@@ -27,7 +27,7 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 
 def register_signal_handlers(function: Callable[..., Any], connector: Any) -> None:
-    """``_SignalConnector.register_signal_handlers``: signals that ask ranks to end are noted instead, while an engine of ours trains."""
+    """Replace ``_SignalConnector.register_signal_handlers``: record preemption signals instead, while an engine of ours trains."""
     function(connector)
     engine = _engine_of(connector.trainer)
     if engine is None or not engine.preemption.settings.number:
@@ -46,7 +46,7 @@ def register_signal_handlers(function: Callable[..., Any], connector: Any) -> No
 
 
 def run(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> Any:
-    """``_FitLoop.run``: signals are noted until it ends."""
+    """Replace ``_FitLoop.run``: stop recording signals when the loop ends."""
     try:
         result = function(loop, *args, **kwargs)
     except BaseException:
@@ -66,9 +66,9 @@ def _stop(trainer: Any, deliver: bool) -> None:
 
 
 def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs: Any) -> None:
-    """``_TrainingEpochLoop.on_advance_end``, the end of a batch: where the ranks have agreed to end, it is saved, and the run ends.
+    """Replace ``_TrainingEpochLoop.on_advance_end`` (end of a batch): save and end the run if the ranks have agreed to end.
 
-    A validation that is due comes first, as it would have.
+    A validation that is due runs first, as it does without a signal.
     """
     function(loop, *args, **kwargs)
     trainer = loop.trainer
@@ -76,7 +76,7 @@ def on_advance_end(function: Callable[..., Any], loop: Any, *args: Any, **kwargs
     if engine is None or not engine.preemption.signal:
         return
     connector, files = trainer._signal_connector, trainer._checkpoint_connector
-    # One name on all ranks: each would look what is there, also after rank 0 has begun.
+    # Broadcast one name: each rank would otherwise list the folder itself, perhaps after rank 0 has begun to write.
     path = trainer.strategy.broadcast(files.hpc_save_path(trainer.default_root_dir))
     if engine.preemption.signal == _requeues.get(connector, ("",))[0]:
         files.hpc_save_path = lambda _folder: path

@@ -1,4 +1,4 @@
-"""``zero.Init`` and ``GatheredParameters`` as transformers calls them around ``from_pretrained``, and when it is to load models whole."""
+"""Adapt ``zero.Init`` and ``GatheredParameters`` to transformers' ``from_pretrained`` and ``from_config`` at stage 3."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ _SECTION, _SIZE = "tensor_parallel", "autotp_size"
 
 
 class Init(init.Init):
-    """``hf_zero.zero.Init``, which also lets a load under stage 3 and tensor parallelism pass.
+    """``hf_zero.zero.Init`` that also supports a load at stage 3 together with tensor parallelism.
 
-    [Note: loading under tensor parallelism] transformers 5 converts no names of a checkpoint when the configuration has ``autotp_size``,
-    because there the layers would be cut already. Ours are whole until ``initialize``: a load at stage 3 fills shards over all
-    ranks, which are split one parameter at a time. So that one function is told 1. The configuration is otherwise what it was.
+    [Note: loading under tensor parallelism] transformers 5 does not convert names of a checkpoint if the configuration has ``autotp_size``,
+    because with DeepSpeed the layers would already be split. Here the layers are not split before ``initialize``: a load at stage 3 fills
+    shards over all ranks, and ``initialize`` splits one parameter at a time. So the function that converts names reads ``autotp_size`` 1;
+    all other code reads the user's value.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -44,12 +45,12 @@ class Init(init.Init):
 class MiCSInit(Init):
     """``Init`` over the shard groups of ``zero_optimization.mics_shard_size``; DeepSpeed's ``zero.MiCS_Init``.
 
-    ``Init`` reads the key too: this one insists on it.
+    ``Init`` reads the key too; this class requires it.
 
     Args:
         module: An existing module to shard at once.
         data_parallel_group: Process group to divide into shard groups; None is all ranks.
-        **arguments: As ``Init``.
+        **arguments: Further arguments of ``Init``.
 
     Raises:
         ConfigError: The configuration has no ``mics_shard_size``, or one that does not divide the ranks.
@@ -67,40 +68,40 @@ class MiCSInit(Init):
 
 
 class _Section(dict[str, Any]):
-    """The configuration's ``tensor_parallel``; see [Note: loading under tensor parallelism]."""
+    """The section ``tensor_parallel`` of the configuration; see [Note: loading under tensor parallelism]."""
 
     def get(self, key: str, default: Any = None) -> Any:
-        """As a dict's, but for the function that converts names."""
+        """Return the value of ``key``; ``autotp_size`` is 1 for the function of transformers that converts names."""
         if key == _SIZE and callers.running(callers.CONVERSIONS):
             return 1
         return super().get(key, default)
 
 
 class GatheredParameters(gathered.GatheredParameters):
-    """``hf_zero.zero.GatheredParameters``, which also looks at how much of a model ``from_pretrained`` has found.
+    """``hf_zero.zero.GatheredParameters`` that also checks how many parameters ``from_pretrained`` found in the checkpoint.
 
-    Training weights that are nearly all random is the most costly failure of stage 3, and the loader only warns. When
-    more than half of the parameters, by number and by elements, were not in the checkpoint, the load stops here on every rank, before
-    the missing ones are gathered. HF_ZERO_ALLOW_MISSING_WEIGHTS=1 lets such a load pass. What is missing is gathered in the order of
-    the model, which is the same on every rank, and drawn on all of them ([Note: same seed, same model]).
+    Training from mostly random weights is the most costly failure of stage 3, and the loader only warns. If more than half of the
+    parameters, by number and by elements, were not in the checkpoint, every rank raises before the missing parameters are gathered.
+    HF_ZERO_ALLOW_MISSING_WEIGHTS=1 turns this check off. Missing parameters are gathered in the order of the model, which is the same on
+    every rank, and all ranks draw their values ([Note: same seed, same model]).
 
     Raises:
-        StateError: The load above.
+        StateError: More than half of the parameters are missing.
     """
 
     def __init__(self, params: Any = None, *args: Any, **kwargs: Any) -> None:
         model = _model_of_load()
         if model is not None:
             _require_most_weights(model)
-            # transformers 4 passes detached copies, which are nobody's parameters; 5 passes a set, whose order differs between the ranks.
+            # transformers 4 passes detached copies, which are not parameters; 5 passes a set, whose order differs between ranks.
             params = [param for param in model.parameters() if not getattr(param, "_is_hf_initialized", False)]
         self._missing = model is not None
-        self._around, self._access = ExitStack(), ConstructorAccess()  # the second for what is read of weights that are not missing
+        self._around, self._access = ExitStack(), ConstructorAccess()  # the second: reads of weights that are not missing
         super().__init__(params, *args, **kwargs)
 
     def __enter__(self) -> GatheredParameters:
         super().__enter__()
-        if self._missing:  # what is missing is drawn as in a model that is loaded whole
+        if self._missing:  # draw missing values as in an unsharded load
             for unit in self.gathered:
                 show_as_built(unit)
             self._around.enter_context(configuration_hidden())
@@ -117,7 +118,7 @@ class GatheredParameters(gathered.GatheredParameters):
 
 @contextmanager
 def configuration_hidden() -> Iterator[None]:
-    """transformers works as without DeepSpeed inside: at stage 3 its models have code that rank 0 runs alone."""
+    """Return a context in which transformers sees no DeepSpeed configuration: at stage 3 its models have code that only rank 0 runs."""
     from transformers.integrations import deepspeed
 
     reference: Any = deepspeed._hf_deepspeed_config_weak_ref
@@ -130,18 +131,19 @@ def configuration_hidden() -> Iterator[None]:
 
 
 def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel._from_config``; at stage 3 the model is built as any other, inside ``zero.Init``.
+    """Replace ``PreTrainedModel._from_config``: at stage 3 build the model like without stage 3, but inside ``zero.Init``.
 
-    [Note: same seed, same model] transformers 5 would keep constructors from drawing random numbers and let rank 0 alone draw the weights
-    afterwards: other weights than without sharding, and generators that differ between ranks from then on. Models have code for stage 3
-    besides, which rank 0 runs alone. So the library is shown no configuration meanwhile, and builds as it does without stage 3.
+    [Note: same seed, same model] At stage 3 transformers 5 would disable random initialisation in constructors and let only rank 0 draw the
+    weights afterwards. The weights would differ from those without sharding, and the random generators would differ between ranks from then
+    on. Some models also have code for stage 3 that only rank 0 runs. So the configuration is hidden from the library while it builds the
+    model.
 
     Args:
-        method: The method itself.
-        model_class: Whose it is.
+        method: The replaced method.
+        model_class: Class of the model.
         config: Configuration of the model.
-        *args: As the method's.
-        **kwargs: As the method's.
+        *args: Further arguments of the method.
+        **kwargs: Further arguments of the method.
     """
     from transformers import modeling_utils
     from transformers.integrations import deepspeed
@@ -154,15 +156,15 @@ def build(method: Any, model_class: Any, config: Any, *args: Any, **kwargs: Any)
 
 
 def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
-    """``PreTrainedModel.get_init_context``, in which ``from_pretrained`` builds a model; at stage 3 as any other, and then divided.
+    """Replace ``PreTrainedModel.get_init_context``, the contexts in which ``from_pretrained`` builds a model: add ``zero.Init`` at stage 3.
 
-    transformers 5 builds a model that is to be loaded on the meta device, where nothing is drawn but what a constructor asks the host for;
-    at stage 3 it would build it with values instead. transformers 4 does so still.
+    transformers 5 builds a model on the meta device before it loads values, so constructors draw no random numbers for its weights. At
+    stage 3 it would build the model with values instead, which would draw random numbers. transformers 4 always builds with values.
 
     Args:
-        method: The method itself.
-        *args: As the method's.
-        **kwargs: As the method's.
+        method: The replaced method.
+        *args: Arguments of the method.
+        **kwargs: Arguments of the method.
     """
     from transformers.integrations import deepspeed
 
@@ -177,18 +179,18 @@ def contexts_of_load(method: Any, *args: Any, **kwargs: Any) -> list[Any]:
 
 
 def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel.tie_weights``, which compares the weights of a checkpoint that has both of two tied names: whole ones.
+    """Replace ``PreTrainedModel.tie_weights``: gather tied weights first, because it compares them if a checkpoint has both names.
 
     Args:
-        method: The method itself.
-        model: Whose it is.
-        *args: Its arguments.
-        **kwargs: Its arguments.
+        method: The replaced method.
+        model: The model.
+        *args: Arguments of the method.
+        **kwargs: Arguments of the method.
     """
     loads = (args[0] if args else kwargs.get("missing_keys")) is not None
     pairs = (getattr(model, "all_tied_weights_keys", None) or {}).items() if loads else ()
     modules = dict(model.named_modules()) if pairs else {}
-    # The module's other parameters too: a bias is brought to the length of its weight.
+    # The module's other parameters too: the method pads a bias to the length of its weight.
     holders = [modules[path] for pair in pairs for name in pair if (path := name.rpartition(".")[0]) in modules]
     params = [param for module in holders for param in module.parameters(recurse=False)]
     with gathered.GatheredParameters([param for param in params if is_sharded(param)]):
@@ -196,17 +198,17 @@ def tie_weights(method: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def fill_sharded(method: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint; collective.
+    """Replace ``_load_state_dict_into_zero3_model``, which fills a sharded model from a checkpoint: prevent a hang; collective.
 
-    [Note: values that a module adds as it loads] Rank 0 alone loads a module, and then all ranks broadcast the buffers that the state dict
-    has. A module may add values that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), which rank 0 would broadcast alone.
-    They are taken out of the state dict again, so that they are missing on every rank, and initialised as all that is missing.
+    [Note: values that a module adds as it loads] Only rank 0 loads a module; then all ranks broadcast the buffers in the state dict. A
+    module may add values to it that its checkpoint lacks (a batch norm adds ``num_batches_tracked``), and only rank 0 would broadcast them.
+    So they are removed from the state dict again. They are then missing on every rank, and initialised like all missing values.
 
     Args:
-        method: The function itself.
+        method: The replaced function.
         model: The model.
-        *args: As the function's.
-        **kwargs: As the function's.
+        *args: Further arguments of the function.
+        **kwargs: Further arguments of the function.
     """
     adding = [module for module in model.modules() if type(module)._load_from_state_dict is not nn.Module._load_from_state_dict]
     for module in adding:
@@ -225,22 +227,22 @@ def _without_additions(module: nn.Module) -> None:
         before = len(state_dict)
         load(state_dict, *args)
         while len(state_dict) > before:
-            state_dict.popitem()  # the last that came
+            state_dict.popitem()  # removes the entry that was added last
 
     module.__dict__["_load_from_state_dict"] = loads
 
 
 @contextmanager
 def zero3_init_context_manager(method: Any, plugin: Any, enable: bool = False) -> Iterator[None]:
-    """`DeepSpeedPlugin.zero3_init_context_manager` of accelerate, whose ``enable=False`` means it.
+    """Replace accelerate's `DeepSpeedPlugin.zero3_init_context_manager`: make ``enable=False`` effective.
 
-    Scripts load models that only run forward, and that nobody prepares, under it (diffusers' examples do). accelerate notes the flag,
-    but shows transformers the configuration all the same: at stage 3 such a model would be sharded, and never gathered.
+    With ``enable=False`` scripts load models that only run forward and are never prepared (diffusers' examples do). accelerate stores the
+    flag, but transformers still sees the configuration. At stage 3 the model would be sharded, and never gathered.
 
     Args:
-        method: The method itself.
-        plugin: Whose it is.
-        enable: Whether ``from_pretrained`` shards inside.
+        method: The replaced method.
+        plugin: The plugin.
+        enable: Whether ``from_pretrained`` shards models inside the context.
     """
     from transformers.integrations import deepspeed
 
@@ -258,16 +260,16 @@ def zero3_init_context_manager(method: Any, plugin: Any, enable: bool = False) -
 
 @contextmanager
 def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """A context in which every parameter of ``model``, an engine or a module, is whole, and any rank may generate by itself; collective.
+    """Return a context in which all parameters of ``model`` are unsharded, so that any rank may generate alone; collective.
 
-    Yields ``model``. There are no hooks to take off meanwhile: they find every block whole and do nothing.
+    The context yields ``model``, an engine or a module. The engine's hooks stay: they find every block unsharded and do nothing.
     """
     with GatheredParameters(model.parameters()):
         yield model
 
 
 def _model_of_load() -> nn.Module | None:
-    """The model whose missing weights transformers is about to initialise, for the first that asks: what its modules gather is theirs."""
+    """Return the model whose missing weights transformers is about to initialise; None from the second query of the same load on."""
     call = next(iter(callers.running(callers.MISSING_KEYS)), None)
     if call is None or call.answered or call.given.get("is_quantized"):
         return None

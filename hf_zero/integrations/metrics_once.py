@@ -1,10 +1,10 @@
-"""Metrics under tensor parallelism: accelerate gathers from every rank, and the ranks of a group have computed the same samples.
+"""Count each sample once in metrics under tensor parallelism, pipelines and context parallelism, whose ranks share samples.
 
-[Note: metrics] accelerate divides samples over groups of ranks where the configuration has ``autotp_size``, but ``gather_for_metrics``
-(which Trainer evaluates and predicts with) joins what all ranks have: each sample would come once per rank of its group, and the rows
-that pad the last batch would be cut off at the wrong place. So of an Accelerator that has prepared such an engine, what is gathered for
-metrics is what the first rank of each group has, and so is what Trainer gathers to count the tokens that it has seen. All else gathers from
-every rank as before; Trainer reckons with it.
+[Note: metrics] accelerate divides samples over groups of ranks if the configuration has ``autotp_size``, but ``gather_for_metrics``
+(with which Trainer evaluates and predicts) joins the tensors of all ranks. Each sample would appear once per rank of its group, and the
+rows that pad the last batch would be cut off at the wrong place. So for an Accelerator that has prepared such an engine, the result of
+``gather_for_metrics`` has the tensors of the first rank of each group only. The same holds when Trainer gathers to count tokens.
+Every other gather still joins all ranks, because Trainer expects it.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from hf_zero.errors import UnsupportedError
 from hf_zero.integrations import callers
 from hf_zero.integrations.pipelines import parts_here, sharing_parts_here
 
-# Accelerator -> stages of its pipeline, and ranks that hold each layer together: all of these compute the same samples, as do those of
-# context parallelism outside of a step that has parts.
+# Accelerator -> number of pipeline stages, and number of ranks that hold each layer together. All these ranks compute the same samples;
+# so do the ranks of context parallelism outside of a step whose batch is cut.
 _sharers: WeakKeyDictionary[Any, tuple[int, int]] = WeakKeyDictionary()
-_gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # what gather_for_metrics has gathered so far
+_gathers: ContextVar[list[Any] | None] = ContextVar("hf_zero gathers", default=None)  # results of gather so far
 
 
 def count_samples_once(engine: Engine) -> None:
-    """Notes for the Accelerator that is preparing ``engine`` how many ranks share their samples; see [Note: metrics].
+    """Record for the Accelerator that prepares ``engine`` how many ranks share their samples; see [Note: metrics].
 
     Raises:
-        UnsupportedError: accelerate or transformers have no method any more without which samples would be counted several times.
+        UnsupportedError: accelerate or transformers lack a wrapped method, so samples would be counted several times.
     """
     topology = engine.collectives.topology
     model_axis, parts = topology.model, parts_here()
@@ -48,7 +48,7 @@ def count_samples_once(engine: Engine) -> None:
 
 
 def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Accelerator.gather``, of every rank; inside ``gather_for_metrics`` of the first rank of each group."""
+    """Replace ``Accelerator.gather``: inside ``gather_for_metrics`` keep only the tensors of the first rank of each group."""
     found, gathers = method(accelerator, *args, **kwargs), _gathers.get()
     if gathers is None:
         return found
@@ -57,7 +57,7 @@ def gather(method: Callable[..., Any], accelerator: Any, *args: Any, **kwargs: A
 
 
 def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data: Any, use_gather_object: bool = False) -> Any:
-    """``Accelerator.gather_for_metrics``, each sample once.
+    """Replace ``Accelerator.gather_for_metrics``: return each sample once.
 
     Raises:
         UnsupportedError: accelerate's method does not gather with ``Accelerator.gather``.
@@ -76,18 +76,20 @@ def gather_for_metrics(method: Callable[..., Any], accelerator: Any, input_data:
     finally:
         _gathers.reset(token)
     if not objects and not gathers:
-        raise UnsupportedError("Accelerator.gather_for_metrics no longer calls Accelerator.gather: each sample is counted several times")
+        raise UnsupportedError(
+            "Accelerator.gather_for_metrics no longer calls Accelerator.gather: each sample would be counted several times"
+        )
     return found
 
 
 def evaluation_loop(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.evaluation_loop``, whose seq2seq kind gathers with ``Accelerator.gather``; here each sample once too.
+    """Replace ``Trainer.evaluation_loop``: count each sample once also in seq2seq trainers, which gather with ``Accelerator.gather``.
 
-    It runs inside what callbacks of ours want around an evaluation.
+    The loop runs inside the contexts that callbacks of hf_zero return from ``around_evaluation``.
     """
     accelerator = trainer.accelerator
     if trainer.gather_function == accelerator.gather:
-        trainer.gather_function = partial(_gather_once, accelerator)  # until the loop ends, which sets it anew
+        trainer.gather_function = partial(_gather_once, accelerator)  # the loop resets it at its end
     with ExitStack() as stack:
         for callback in trainer.callback_handler.callbacks:
             if hasattr(callback, "around_evaluation"):
@@ -96,7 +98,7 @@ def evaluation_loop(method: Callable[..., Any], trainer: Any, *args: Any, **kwar
 
 
 def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._track_num_input_tokens``, which adds up what it gathers; here each sample once."""
+    """Replace ``Trainer._track_num_input_tokens``, which sums gathered token counts: count each sample once."""
     token = _gathers.set([])
     try:
         return method(trainer, *args, **kwargs)
@@ -105,7 +107,7 @@ def track_num_input_tokens(method: Callable[..., Any], trainer: Any, *args: Any,
 
 
 def _sharers_of(accelerator: Any) -> tuple[int, int]:
-    """Return the stages of a pipeline, and the adjacent ranks that have computed the same samples at the moment."""
+    """Return the number of pipeline stages, and the number of adjacent ranks that have computed the same samples."""
     if accelerator not in _sharers:
         return 1, 1
     stages, layers = _sharers[accelerator]
@@ -124,5 +126,5 @@ def _of_groups(accelerator: Any, gathered: Any) -> Any:
 
 
 def _of_first_ranks(gathered: torch.Tensor, ranks: int, stages: int, group: int) -> torch.Tensor:
-    """Of ``gathered`` (ranks x n, ...) what the first rank of each group in the first stage has: (ranks / stages / group x n, ...)."""
+    """Return the rows of ``gathered`` (ranks x n, ...) from each group's first rank in stage 0: (ranks / stages / group x n, ...)."""
     return gathered.unflatten(0, (stages, ranks // stages // group, group, len(gathered) // ranks))[0, :, 0].flatten(0, 1)

@@ -1,10 +1,10 @@
-"""Quantized weights at stage 3: each is divided as soon as it has been read and quantized, so that a rank holds its share and one weight.
+"""Shard each quantized weight at stage 3 as soon as it is loaded, so that a rank holds its shards and one unsharded weight at most.
 
-[Note: packed as loaded] transformers leaves ``zero.Init`` out where a model is quantized while it is loaded, and makes it on the meta
-device. Its loader then goes through the weights one by one, in the order of their names, which is the same on every rank: reads,
-quantizes, and registers a parameter with its module. torch reports that, and there the weight with its scales becomes a shard, with rank
-0's bytes. What is not quantized (embeddings, norms, a head) stays whole until ``initialize``: transformers resizes and ties those without
-gathering.
+[Note: packed as loaded] If a model is quantized while it is loaded, transformers does not use ``zero.Init`` and makes the model on the meta
+device. Its loader then processes the weights one by one, in the order of their names, which is the same on every rank: it reads, quantizes,
+and registers a parameter with its module. A hook of torch on this registration shards the weight together with its scales, with rank 0's
+bytes. Weights that are not quantized (embeddings, norms, a head) stay whole until ``initialize``, because transformers resizes and ties
+them without gathering.
 """
 
 from __future__ import annotations
@@ -21,10 +21,13 @@ from hf_zero.memory import heap
 
 
 def load_packed(load: Callable[[], Any]) -> Any:
-    """What ``load`` returns, which loads the weights of a quantized model; see [Note: packed as loaded]. Collective at stage 3."""
+    """Call ``load``, which loads a quantized model, and return its result; at stage 3 shard each weight, which is collective.
+
+    See [Note: packed as loaded].
+    """
     from transformers.integrations.deepspeed import deepspeed_config, is_deepspeed_zero3_enabled
 
-    heap.return_large_blocks()  # whole weights, and what quantizing them takes, come and go between packed ones that stay
+    heap.return_large_blocks()  # unsharded weights and buffers of quantization are freed between packed ones that stay
     if not is_deepspeed_zero3_enabled():
         return load()
     init = Init(config_dict_or_path=deepspeed_config()).inner

@@ -1,10 +1,10 @@
-"""accelerate's ParallelismConfig beside a DeepSpeed plugin: one mesh for the configuration, the loaders and the engine.
+"""Combine accelerate's ParallelismConfig with a DeepSpeed plugin: one mesh for the configuration, the loaders and the engine.
 
-[Note: ParallelismConfig] Of a ParallelismConfig beside a DeepSpeed plugin accelerate itself reads ``sp_size`` only: with other sizes it
-trains on as if they were not there, or fails. So as soon as an ``AcceleratorState`` exists, what all sources say becomes one mesh
-(``config.mesh``). The sizes are written where accelerate and Trainer look for them: ``tensor_parallel.autotp_size`` of the plugin's
-configuration, by which they share out samples and count tokens, and the sizes of the ParallelismConfig that were left out.
-``initialize`` finds the rest here.
+[Note: ParallelismConfig] If a DeepSpeed plugin is in use, accelerate reads only ``sp_size`` of a ParallelismConfig: it ignores the other
+sizes, or fails. So as soon as an ``AcceleratorState`` exists, the sizes from all sources are combined into one mesh (``config.mesh``). They
+are then written to the places that accelerate and Trainer read: ``tensor_parallel.autotp_size`` of the plugin's configuration, by which
+these libraries distribute samples and count tokens, and the sizes that the ParallelismConfig left out. ``initialize`` takes the other sizes
+from this module.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
 def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
-    """``AcceleratorState(...)``, which settles the mesh where it is the first one with a DeepSpeed plugin; collective then.
+    """Replace ``AcceleratorState.__init__``: also build the mesh in the first state with a DeepSpeed plugin, which is collective.
 
     Raises:
         ConfigError: The sources contradict each other or do not fit the ranks.
-        UnsupportedError: Something that is not provided is asked for.
+        UnsupportedError: A source requests a combination of axes that is not supported.
     """
     method(state, *args, **kwargs)
     if not _is_ours(state):
@@ -52,26 +52,26 @@ def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, 
 
 
 def claims_of_accelerate() -> list[Claim]:
-    """What the process' ParallelismConfig says, where an Accelerator with a DeepSpeed plugin has been made."""
+    """Return the claims of the process' ParallelismConfig about the mesh; empty before an Accelerator with a DeepSpeed plugin is made."""
     module = sys.modules.get("accelerate.state")
     state = vars(module)["AcceleratorState"]._shared_state if module is not None else {}
     if _MESH not in state:
         return []
     mesh: Mesh = state[_MESH]
-    # Of context parallelism with sequence parallelism inside, the ParallelismConfig was given the product.
+    # With sequence parallelism inside context parallelism, cp of the ParallelismConfig is the product of the two sizes.
     return list(mesh.claims if mesh.cp * mesh.sp > mesh.cp > 1 else claims_of_sizes(state.get("parallelism_config")))
 
 
 def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """``Accelerator._prepare_tp``, which is for models that transformers has sharded; ``initialize`` splits its own."""
+    """Replace ``Accelerator._prepare_tp``: skip it with a DeepSpeed plugin, because ``initialize`` splits the model itself."""
     return args if _is_ours(accelerator.state) else method(accelerator, *args)
 
 
 def validate_launch(method: Callable[..., Any], args: Any) -> Any:
-    """accelerate's check of the flags of ``accelerate launch``; the configuration that they name is checked as well.
+    """Replace ``_validate_launch_command`` of ``accelerate launch``: also check the configuration file that the flags name.
 
     Raises:
-        ConfigError: That has mistakes.
+        ConfigError: The configuration file has mistakes.
     """
     found = _validate_with_sizes(method, args)
     early_checks.check_launch(args)
@@ -79,9 +79,9 @@ def validate_launch(method: Callable[..., Any], args: Any) -> Any:
 
 
 def _validate_with_sizes(method: Callable[..., Any], args: Any) -> Any:
-    """accelerate's check, which allows a ParallelismConfig beside FSDP only.
+    """Run accelerate's check of the flags, and allow a ParallelismConfig with DeepSpeed too; accelerate allows it with FSDP only.
 
-    The check also reads the file of ``accelerate config``, which may be what chooses DeepSpeed or gives the sizes: so it comes first.
+    The check also reads the file of ``accelerate config``, which may choose DeepSpeed or give the sizes. So the check runs first.
     """
     if not hasattr(args, "use_parallelism_config"):  # accelerate before 1.10
         return method(args)
@@ -95,7 +95,7 @@ def _validate_with_sizes(method: Callable[..., Any], args: Any) -> Any:
         args.use_parallelism_config = bool(asked or args.use_parallelism_config or any(size > 1 for size in sizes))
     elif asked:
         vars(args).update(given)
-        return method(args)  # its own error
+        return method(args)  # raises accelerate's own error
     return found
 
 
@@ -104,11 +104,11 @@ def _is_ours(state: Any) -> bool:
 
 
 def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedPlugin(...)``, also of ``TrainingArguments(deepspeed=...)``; says at once where accelerate is going to leave it out."""
+    """Replace ``DeepSpeedPlugin.__post_init__``: warn if accelerate will ignore the plugin because ACCELERATE_USE_CPU is set."""
     if os.environ.get("ACCELERATE_USE_CPU", "").strip().lower() in ("1", "true", "yes", "y", "on", "t"):
         warn_once(
-            f"a DeepSpeed plugin is made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer are going "
-            "to train with DDP, without ZeRO. Unset the variable: where there is no accelerator ZeRO trains on the CPU"
+            f"a DeepSpeed plugin was made while ACCELERATE_USE_CPU is {os.environ['ACCELERATE_USE_CPU']}: accelerate and Trainer will "
+            "train with DDP, without ZeRO. Unset the variable; ZeRO trains on the CPU by itself if there is no accelerator"
         )
     from hf_zero.integrations import script_values  # imports the engine, which a program without a plugin does not need
 
@@ -116,11 +116,11 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
 
 
 def _say_if_left_out(state: Any, plugin: Any) -> None:
-    """accelerate drops the plugin in silence where it is told to use the CPU."""
+    """Warn if accelerate has ignored ``plugin`` because the script or the environment requests the CPU; accelerate says nothing."""
     if plugin is not None and getattr(state, "_cpu", False):
         warn_once(
-            f"accelerate leaves the DeepSpeed plugin out and trains as {state.distributed_type.value}, because of Accelerator(cpu=True), "
-            "ACCELERATE_USE_CPU or `use_cpu: true`: leave these away, and where there is no accelerator ZeRO trains on the CPU"
+            f"accelerate ignores the DeepSpeed plugin and trains as {state.distributed_type.value}, because of Accelerator(cpu=True), "
+            "ACCELERATE_USE_CPU or `use_cpu: true`. Remove this setting; ZeRO trains on the CPU by itself if there is no accelerator"
         )
 
 
@@ -133,18 +133,19 @@ def _require_same(state: Any, given: Any) -> None:
         mesh.claims
     ):
         raise ConfigError(
-            f"an Accelerator of this process has {vars(state)[_MESH]}, and another ParallelismConfig is given: {given!r}. All "
-            "Accelerators of a process share one; AcceleratorState._reset_state() begins anew"
+            f"an Accelerator of this process already has the mesh {vars(state)[_MESH]}, but another ParallelismConfig was given: "
+            f"{given!r}. All Accelerators of a process share one mesh. Give the same ParallelismConfig, or call "
+            "AcceleratorState._reset_state() first"
         )
 
 
 def _solve(state: Any) -> Mesh:
-    """Return the mesh of a new state."""
+    """Return the mesh of a new ``AcceleratorState``, from its ParallelismConfig, its plugins and the environment."""
     config, said = vars(state).get("parallelism_config"), claims_of_environment(os.environ)
     if config is None and said and hasattr(state, "parallelism_config"):
         raise ConfigError(
-            f"{said[0].source} is {said[0].size} and no ParallelismConfig was made of it: accelerate reads these variables where {_USE} is "
-            "true, or where a script gives ParallelismConfig() to its Accelerator"
+            f"{said[0].source} is {said[0].size}, but accelerate made no ParallelismConfig from it: accelerate reads these variables only "
+            f"if {_USE} is true, or if the script passes ParallelismConfig() to its Accelerator. Do one of the two, or unset the variable"
         )
     plugins = _plugins(state)
     several = len(plugins) > 1
@@ -155,18 +156,19 @@ def _solve(state: Any) -> Mesh:
         _require_context_sizes(config, mesh)
     elif config is not None and mesh.sp != getattr(config, "sp_size", 1):
         raise ConfigError(
-            f"sequence_parallel_size is {mesh.sp} in the configuration, and the ParallelismConfig has sp_size 1: give it sp_size={mesh.sp} "
-            "too, by which accelerate cuts what its loaders give"
+            f"sequence_parallel_size is {mesh.sp} in the configuration, but sp_size of the ParallelismConfig is 1. Set sp_size={mesh.sp} "
+            "there too: accelerate cuts the batches of its loaders by sp_size"
         )
     return mesh
 
 
 def _require_context_sizes(config: Any, mesh: Mesh) -> None:
-    """Refuse sequence parallelism of a ParallelismConfig inside context parallelism: accelerate would cut what its loaders give."""
+    """Raise if a ParallelismConfig sets ``sp_size`` inside context parallelism: accelerate would cut the batches a second time."""
     if getattr(config, "sp_size", 1) > 1:
         raise ConfigError(
-            f"ParallelismConfig.sp_size is {config.sp_size} beside context parallelism over {mesh.cp} ranks: accelerate cuts batches for "
-            f"sp_size alone. Give sequence_parallel_size {config.sp_size} in the configuration, and cp_size {mesh.cp} here or there"
+            f"ParallelismConfig.sp_size is {config.sp_size} together with context parallelism over {mesh.cp} ranks, but accelerate would "
+            f"cut batches for sp_size alone. Set sequence_parallel_size {config.sp_size} in the configuration instead, and cp_size "
+            f"{mesh.cp} in the ParallelismConfig or in the configuration"
         )
 
 
@@ -176,7 +178,7 @@ def _plugins(state: Any) -> dict[str, Any]:
 
 
 def _tell(state: Any, mesh: Mesh) -> None:
-    """Writes the sizes to where accelerate and Trainer look for them; collective."""
+    """Write the sizes of ``mesh`` to the places that accelerate and Trainer read; collective."""
     for plugin in _plugins(state).values() if mesh.tp > 1 else ():
         if requested_ranks(plugin.deepspeed_config) == 1:
             section = plugin.deepspeed_config.get("tensor_parallel") or {}
@@ -186,7 +188,7 @@ def _tell(state: Any, mesh: Mesh) -> None:
         _tell_strategy(state, config)
     made = torch_mesh(mesh, state.device.type) if config is not None or mesh.sharers > 1 or mesh.dp_replicate > 1 else None
     if config is not None:
-        sizes = mesh.sizes if mesh.cp == 1 else {**mesh.sizes, "cp": mesh.cp * mesh.sp, "sp": 1}  # ranks that share a whole batch
+        sizes = mesh.sizes if mesh.cp == 1 else {**mesh.sizes, "cp": mesh.cp * mesh.sp, "sp": 1}  # all ranks that share a whole batch
         for axis, size in sizes.items():
             if axis in config._sizes:
                 config._set_size(axis, size)
@@ -195,10 +197,10 @@ def _tell(state: Any, mesh: Mesh) -> None:
 
 
 def _tell_strategy(state: Any, config: Any) -> None:
-    """Writes ``cp_comm_strategy`` of a ParallelismConfig into the configurations.
+    """Write ``cp_comm_strategy`` of a ParallelismConfig into the plugins' configurations.
 
     Raises:
-        ConfigError: A configuration says something else.
+        ConfigError: A configuration names another strategy.
     """
     asked = getattr(getattr(config, "cp_handler", None), "cp_comm_strategy", None)
     for plugin in _plugins(state).values():
@@ -207,17 +209,17 @@ def _tell_strategy(state: Any, config: Any) -> None:
         if asked not in (None, "allgather") and present is not None and str(present).lower() != asked:
             raise ConfigError(
                 f"cp_comm_strategy of the ParallelismConfig is {asked!r} and hf_zero.context_parallel_strategy of the configuration is "
-                f"{present!r}; say it once, or the same in both"
+                f"{present!r}. Set one of them only, or both to the same value"
             )
         if asked is not None and present is None:
             plugin.deepspeed_config["hf_zero"] = {**own, "context_parallel_strategy": asked}
 
 
 def torch_mesh(mesh: Mesh, device_type: str) -> Any:
-    """``mesh`` as torch's DeviceMesh, with the joint names that accelerate gives it too; None for one rank. Collective.
+    """Return ``mesh`` as a torch DeviceMesh, with accelerate's names for joint dimensions; None for one rank. Collective.
 
     Args:
-        mesh: The sizes.
+        mesh: Sizes of the axes.
         device_type: "cpu", "cuda", ...
     """
     if mesh.ranks == 1 or not dist.is_initialized():

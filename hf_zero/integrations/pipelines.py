@@ -1,8 +1,8 @@
-"""Ranks that share samples under accelerate and Trainer: those of a pipeline's stages and of context parallelism get the same ones, once.
+"""Give the ranks of a pipeline's stages and of context parallelism the same samples under accelerate and Trainer, and count them once.
 
-Stages are the outermost axis of the ranks, context parallelism lies next to tensor parallelism ([Note: order of axes]); of DeepSpeed
-plugins accelerate and Trainer know tensor parallelism alone, whose ranks are adjacent. Imports nothing but the standard library: every
-program that uses Trainer comes here.
+Stages are the outermost axis of the ranks; context parallelism is the axis next to tensor parallelism ([Note: order of axes]). With a
+DeepSpeed plugin accelerate and Trainer support tensor parallelism only, whose ranks are adjacent. This module imports only the standard
+library, because every program that uses Trainer imports it.
 """
 
 from __future__ import annotations
@@ -13,45 +13,45 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-_MESH = "_hf_zero_mesh"  # in accelerate's state
+_MESH = "_hf_zero_mesh"  # attribute of accelerate's state
 
 
 def mesh_here() -> Any:
-    """Return the mesh that the process' Accelerator has; None without one."""
+    """Return the mesh of the process' Accelerator; None without an Accelerator of ours."""
     module = sys.modules.get("accelerate.state")
     state = vars(module)["AcceleratorState"]._shared_state if module is not None else {}
     return state.get(_MESH)
 
 
 def stages_here() -> int:
-    """Stages of the mesh that the process' Accelerator has; 1 without one."""
+    """Return the number of pipeline stages in the mesh of the process' Accelerator; 1 without a mesh."""
     return int(getattr(mesh_here(), "pp", 1))
 
 
 def parts_here() -> int:
-    """Ranks of that mesh that hold parts of the same whole batch, by context parallelism and sequence parallelism inside it; 1 without."""
+    """Return the number of ranks that divide the sequences of one batch by context parallelism (times sequence parallelism); else 1."""
     mesh = mesh_here()
     return int(mesh.cp * mesh.sp) if mesh is not None and mesh.cp > 1 else 1
 
 
 def sharing_parts_here() -> int:
-    """``parts_here()``, and 1 while a step has parts of batches: its ranks have other tokens then, as ranks with other samples."""
+    """Return ``parts_here()``, or 1 inside a step whose batch is cut: its ranks have different tokens, like ranks with other samples."""
     forwards = sys.modules.get("hf_zero.sequence_parallel.context_forward")
     return 1 if forwards is not None and forwards.in_sliced_step() else parts_here()
 
 
 def get_tp_size(method: Callable[..., Any], trainer: Any) -> int:
-    """``Trainer.get_tp_size``, by which it counts the ranks that train on the same samples.
+    """Replace ``Trainer.get_tp_size``, which counts the ranks with the same samples: also count stages and context parallelism.
 
-    Before transformers 5.19 Trainer multiplies its loss with all processes and counts the tokens of all, but TRL's loss goes by this size:
-    so it stays without stages there. The samples that Trainer counts are then those of all stages.
+    Before transformers 5.19 Trainer multiplies its loss by the number of all processes and counts the tokens of all of them, but TRL's loss
+    uses this size. So with these versions the size does not include the stages, and Trainer counts the samples of all stages.
     """
     size = int(method(trainer))
     return size * stages_here() * sharing_parts_here() if _counts_by_it() else size
 
 
 def get_cp_size(method: Callable[..., Any], trainer: Any) -> int:
-    """``Trainer.get_cp_size``: these ranks are in ``get_tp_size`` already, by which Trainer scales its loss too."""
+    """Replace ``Trainer.get_cp_size``: return 1 if ``get_tp_size``, which also scales Trainer's loss, includes these ranks already."""
     return 1 if parts_here() > 1 and _counts_by_it() else int(method(trainer))
 
 
@@ -70,14 +70,14 @@ def prepare_data_loader(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """accelerate's function of that name, for one stage and one part of sequences: the ranks of the others read as these do."""
+    """Replace accelerate's ``prepare_data_loader``: give the ranks of all stages and of all parts of a sequence the same samples."""
     stages, parts = stages_here(), parts_here()
     if stages * parts > 1 and num_processes is not None and process_index is not None:
         num_processes //= stages
         process_index %= num_processes
-        tensor = int(mesh_here().tp)  # the innermost axis, which accelerate takes off by itself
+        tensor = int(mesh_here().tp)  # the innermost axis, which accelerate divides by itself
         num_processes //= parts
         process_index = process_index // (parts * tensor) * tensor + process_index % tensor
         if kwargs.get("dispatch_batches") is None:
-            kwargs["dispatch_batches"] = False  # the first rank would read for the ranks of all stages
+            kwargs["dispatch_batches"] = False  # else the first rank reads for the ranks of all stages
     return method(dataloader, device, num_processes, process_index, *args, **kwargs)

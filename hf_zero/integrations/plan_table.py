@@ -1,4 +1,4 @@
-"""The tensor-parallel plan of a model that is known by name only: for ``hf-zero explain --model X --tp N``."""
+"""Make the tensor-parallel plan of a model that is given by name, for ``hf-zero explain --model X --tp N``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def plan_of_named_model(name: str, ranks: int) -> TpPlan:
     """Return the plan for a local folder, ``config.json`` or ID on the Hub; no weights are loaded.
 
     Raises:
-        ConfigError: The name cannot be loaded, or the model does not divide.
+        ConfigError: The name cannot be loaded, or the model's sizes are not divisible by ``ranks``.
     """
     return make_plan(_empty_model(name), ranks)
 
@@ -29,14 +29,16 @@ def _empty_model(name: str) -> nn.Module:
     require_bounded_config(name)
     try:
         config = transformers.AutoConfig.from_pretrained(name)
-    except Exception as error:  # whatever a broken config.json makes transformers raise
-        raise ConfigError(f"the model {name!r} is no local config and no ID that could be loaded: {_first_line(error)}") from error
+    except Exception as error:  # a broken config.json may make transformers raise any error
+        raise ConfigError(
+            f"the model {name!r} cannot be loaded as a local folder, a config.json or an ID on the Hub: {_first_line(error)}"
+        ) from error
     kind = class_of(config)
     with torch.device("meta"):
         try:
             return kind._from_config(config)
-        except Exception as error:  # a configuration may say anything
-            raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_first_line(error)}") from error
+        except Exception as error:  # wrong values may raise any error
+            raise ConfigError(f"{kind.__name__} cannot be built from this configuration: {_first_line(error)}") from error
 
 
 def _first_line(error: Exception) -> str:
@@ -46,16 +48,16 @@ def _first_line(error: Exception) -> str:
 
 
 def class_of(config: Any) -> Any:
-    """Return the class of model that a transformers configuration names, or the one with a head that it has.
+    """Return the model class that a transformers configuration names; otherwise the one of its auto classes, preferably with a head.
 
     Raises:
-        ConfigError: transformers has none.
+        ConfigError: transformers has no model class for the configuration.
     """
     import transformers
 
     named = getattr(config, "architectures", None) or ()
     if not isinstance(named, (list, tuple)) or not all(isinstance(name, str) for name in named):
-        raise ConfigError(f"architectures of the configuration is {shown(named)}; a list of names of models is allowed")
+        raise ConfigError(f"architectures of the configuration is {shown(named)}; a list of class names is allowed")
     for name in named:
         found = getattr(transformers, name, None)
         if isinstance(found, type) and issubclass(found, transformers.PreTrainedModel):
@@ -66,4 +68,4 @@ def class_of(config: Any) -> Any:
         if type(config) in mapping:
             found = mapping[type(config)]
             return found[0] if isinstance(found, tuple) else found
-    raise ConfigError(f"transformers has no model for {type(config).__name__}")
+    raise ConfigError(f"transformers has no model class for {type(config).__name__}")

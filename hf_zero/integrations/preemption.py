@@ -1,10 +1,10 @@
-"""What becomes of a signal that asks the ranks to end: who saves then, scripts, the engine itself or Trainer, and how the run ends.
+"""Handle a signal that asks the ranks to end: a script, the engine or Trainer saves a checkpoint, and all ranks end together.
 
-[Note: preemption] The ranks agree by the vote that each optimizer step takes, so a signal to one of them stops all of them at the same
-step. Under Trainer that step's checkpoint is Trainer's own, made where ``on_step_end`` has been called: trainer and engine have
-counted the same steps, and a resumed run takes the next batch. Before any rank ends, all of them have written what they have to write: a
-launcher ends all ranks as soon as one has ended. transformers' own ``enable_jit_checkpoint`` has each rank decide by a timer of
-its own; for our engines it means this.
+[Note: preemption] The ranks agree by a vote that is part of each optimizer step, so a signal to one rank stops all ranks at the same
+step. Under Trainer the checkpoint of that step is Trainer's own. It is made after ``on_step_end``, when trainer and engine have counted the
+same steps, so that a resumed run takes the next batch. No rank ends before all ranks have written their files, because a launcher ends all
+ranks as soon as one has ended. transformers' own ``enable_jit_checkpoint`` lets each rank decide by its own timer; with our engines it
+uses this vote instead.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hf_zero.integrations import callers
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import last_words, signals
 
-_engines: list[weakref.ref[ConfiguredEngine]] = []  # those that train, in the order in which they were made, which is the same on all ranks
+_engines: list[weakref.ref[ConfiguredEngine]] = []  # engines that train, in the order of their creation, the same on all ranks
 
 
 def _live() -> list[ConfiguredEngine]:
@@ -35,31 +35,32 @@ def _live() -> list[ConfiguredEngine]:
 
 
 def preempted() -> bool:
-    """Tell whether a signal has asked any rank to end (`hf_zero.preemption_signal`, SIGTERM); all ranks get the same answer after a step.
+    """Return whether any rank received the signal to end (`hf_zero.preemption_signal`, SIGTERM); the same on all ranks after each step.
 
-    The first call begins to listen: until then a signal does what it does without hf_zero. A script that asks saves what it
-    needs, and calls ``end_preempted``.
+    The first call begins to listen for the signal; until then the signal has its usual effect. If the answer is True, the script must save
+    its state and call ``end_preempted``.
     """
-    answers = [engine.preempted for engine in _live()]  # every engine is asked: asking begins to listen
+    answers = [engine.preempted for engine in _live()]  # ask every engine, because asking makes it listen
     return any(answers)
 
 
 def end_preempted() -> NoReturn:
-    """Ends the run once everything is saved: waits for checkpoints in the background and for all ranks; every rank must call it.
+    """End the run after a preemption: wait for background checkpoints and for all ranks, then exit; every rank must call it.
 
     Raises:
         Preempted: Always, at the end; a ``SystemExit`` with status 75.
-        StateError: No signal has asked for it, as ``preempted`` would have told.
+        StateError: No signal was received: ``preempted()`` is False.
         CheckpointError: A checkpoint in the background could not be written; on every rank.
     """
-    engines = [engine for engine in _live() if engine.preemption.signal]  # others may be garbage that another rank has collected
+    engines = [engine for engine in _live() if engine.preemption.signal]  # others may be garbage, already collected on some ranks
     if not engines:
         raise StateError(
-            "end_preempted() though no signal asks the ranks to end: call it where hf_zero.utils.preempted() is true, on every rank"
+            "end_preempted() was called, but no signal has asked the ranks to end. Call it only if hf_zero.utils.preempted() is true, on "
+            "every rank"
         )
     for engine in engines:
         engine.checkpoints.wait()
-        engine.stepper.signal_of_any()  # type: ignore[union-attr]  # until then another rank may be writing files of the script's
+        engine.stepper.signal_of_any()  # type: ignore[union-attr]  # waits for all ranks, which may still write files
     signals.end()
     told = f"preempted by {engines[0].preemption.signal}: {signals.newest()}. All ranks end with status {PREEMPTED_STATUS}"
     log_rank0("%s", told)
@@ -71,10 +72,10 @@ def end_preempted() -> NoReturn:
 
 
 def listen_where_wanted(engine: Engine) -> None:
-    """Has a new engine note signals where somebody acts upon them.
+    """Let a new engine record signals if the configuration or a running Trainer reacts to them.
 
     Raises:
-        ConfigError: It is to save by itself, and so is another engine: their steps end at different moments.
+        ConfigError: ``preemption_save_dir`` is set for two training engines, whose steps end at different times.
     """
     if engine.stepper is None or engine.collectives.pretended or not isinstance(engine, ConfiguredEngine):
         return
@@ -84,8 +85,9 @@ def listen_where_wanted(engine: Engine) -> None:
         gc.collect()
         if _saving():
             raise ConfigError(
-                f"hf_zero.preemption_save_dir is {settings.folder!r}, and another engine of this script that trains has such a folder: one "
-                "would be saved between its steps. Leave the key out, ask hf_zero.utils.preempted() where both have stepped, and save both"
+                f"hf_zero.preemption_save_dir is {settings.folder!r}, and another training engine of this script also has such a folder: "
+                "one of them would be saved between its steps. Remove the key, check hf_zero.utils.preempted() after both have stepped, "
+                "and save both"
             )
     _engines.append(weakref.ref(engine))
     trainers = callers.running(callers.TRAIN) if not callers.lost(callers.STEP_END) else []
@@ -98,10 +100,12 @@ def _saving() -> bool:
 
 
 def save_by_itself(engine: Engine) -> None:
-    """Saves and ends where the configuration names a folder for it; after a step at which the ranks have agreed to end.
+    """Save into ``hf_zero.preemption_save_dir`` and end the run; called after the step at which the ranks have agreed to end.
+
+    Without such a folder it warns once that the run continues. Under Trainer and Lightning it does nothing: they save.
 
     Raises:
-        Preempted: It has.
+        Preempted: The checkpoint was saved.
     """
     preemption = engine.preemption
     if callers.running(callers.TRAIN, *callers.LIGHTNING_FITS):
@@ -111,15 +115,15 @@ def save_by_itself(engine: Engine) -> None:
         end_preempted()
     if not preemption.asked:
         warn_once(
-            f"{preemption.signal} has asked a rank to end, and the run goes on: nothing in it asks hf_zero.utils.preempted() after its "
-            "steps, and hf_zero.preemption_save_dir names no folder. A second signal ends a rank at once"
+            f"a rank received {preemption.signal}, but the run continues: the script does not call hf_zero.utils.preempted() after its "
+            "steps, and hf_zero.preemption_save_dir is not set. A second signal ends a rank at once"
         )
 
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
-_at_work: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines of trainers that are asked to save just now
-_looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # the step after which Trainer was last asked to save
+_at_work: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose Trainer is saving at the moment
+_looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # step after which Trainer was last asked to save
 
 
 def _saves(trainer: Any) -> bool:
@@ -133,14 +137,14 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 
 def train(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.train``: signals are noted until it ends."""
+    """Replace ``Trainer.train``: stop recording signals when training ends."""
     own = getattr(type(trainer), "_maybe_log_save_evaluate", None)
-    if own is not None and not hasattr(own, "hf_zero_method"):  # a trainer that has replaced it, and may not call what it replaces
+    if own is not None and not hasattr(own, "hf_zero_method"):  # a subclass has overridden it, perhaps without calling super()
         trainer._maybe_log_save_evaluate = functools.partial(log_save_evaluate, own, trainer)
     try:
         result = function(trainer, *args, **kwargs)
     except BaseException:
-        _stop(trainer, deliver=False)  # it ends already, by what was raised
+        _stop(trainer, deliver=False)  # the exception ends the run, so the signal is not delivered again
         raise
     finally:
         vars(trainer).pop("_maybe_log_save_evaluate", None)
@@ -155,12 +159,12 @@ def _stop(trainer: Any, deliver: bool) -> None:
 
 
 def log_save_evaluate(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._maybe_log_save_evaluate``, which follows ``on_step_end``: where the ranks have agreed to end, it saves, and the run ends.
+    """Replace ``Trainer._maybe_log_save_evaluate``, called after ``on_step_end``: save and end the run if the ranks have agreed to end.
 
-    An evaluation that is due comes first, as it would have: it takes random numbers, and says which checkpoint is the best. For the same
-    reason the last step of an epoch is saved after ``on_epoch_end``, which calls this once more. A signal that comes while Trainer saves
-    anyway is answered by that checkpoint. A training that is complete is saved too, and goes on to its end: Trainer takes one step too
-    many when it resumes from its last one.
+    An evaluation that is due runs first, as it does without a signal, because it draws random numbers and decides which checkpoint is the
+    best. For the same reason the last step of an epoch is saved after ``on_epoch_end``, where Trainer calls this method once more. If the
+    signal arrives while Trainer saves anyway, that checkpoint serves. A complete training is saved and then ends normally, because Trainer
+    takes one step too many when it resumes from the last step.
     """
     engine = _engine_of(trainer)
     if engine is None or not engine.preemption.listens or engine in _at_work:
@@ -191,19 +195,19 @@ def _save_where_agreed(function: Callable[..., Any], trainer: Any, engine: Confi
     if not complete:
         trainer.control = trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
         end_preempted()
-    log_rank0("the training is complete, so it ends as it would have: %s", signals.newest())
+    log_rank0("the training is complete, so it ends normally: %s", signals.newest())
     return None
 
 
 def _save(function: Callable[..., Any], trainer: Any, engine: ConfiguredEngine, args: Any, kwargs: Any) -> None:
-    """Has ``function`` log, evaluate and save a whole checkpoint of this step, unless there is one of the same moment."""
+    """Log, evaluate and save a complete checkpoint of this step with ``function``, unless this step is already saved."""
     control, progress = trainer.control, engine.progress
-    only_model, trainer.args.save_only_model = trainer.args.save_only_model, False  # nothing could be resumed from it
+    only_model, trainer.args.save_only_model = trainer.args.save_only_model, False  # a model alone could not be resumed
     control.should_training_stop = True
     control.should_save = progress.saved_at != progress.global_steps or control.should_evaluate
     try:
         function(trainer, *args, **kwargs)
-        if progress.saved_at != progress.global_steps:  # save_strategy "best", and it is not
+        if progress.saved_at != progress.global_steps:  # save_strategy is "best", and this step is not the best
             trainer.control.should_save, trainer.control.should_evaluate = True, False
             function(trainer, *args, **kwargs)
     finally:
@@ -211,9 +215,9 @@ def _save(function: Callable[..., Any], trainer: Any, engine: ConfiguredEngine, 
 
 
 def set_trainer(function: Callable[..., Any], callback: Any, trainer: Any) -> None:
-    """``JITCheckpointCallback.set_trainer``: with an engine of ours each rank's own timer gives way to the vote of all ranks."""
+    """Replace ``JITCheckpointCallback.set_trainer``: with DeepSpeed start no timer and no signal handler; the ranks vote instead."""
     if not trainer.is_deepspeed_enabled:
         function(callback, trainer)
         return
     callback.trainer = trainer
-    log_rank0("enable_jit_checkpoint: the ranks agree on the step that is saved, so no rank waits for a timer of its own")
+    log_rank0("enable_jit_checkpoint: all ranks agree on the step to save by a vote, so the timer of this setting is not used")

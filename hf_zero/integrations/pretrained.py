@@ -1,6 +1,6 @@
-"""``from_pretrained`` where an engine will divide the model: its ``distributed_config`` ([Note: DistributedConfig]), and what it reads.
+"""Change ``from_pretrained`` for models that an engine will divide: its ``distributed_config`` ([Note: DistributedConfig]) and its reads.
 
-Imports little: every program that loads a model of transformers comes here.
+This module imports little, because every program that loads a model of transformers imports it.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel.from_pretrained``; beside a DeepSpeed configuration it loads the model for an engine, and notes the sizes on it.
+    """Replace ``PreTrainedModel.from_pretrained``: record the sizes of ``distributed_config`` on the model, if a configuration is in use.
 
-    At stage 3, where an engine has been made, a rank that loads alone loads a whole model ([Note: calls of one rank]).
+    If an engine exists at stage 3 and only this rank loads, it loads an unsharded model ([Note: calls of one rank]).
 
     Raises:
-        UnsupportedError: The ``distributed_config`` asks for something that is not provided.
-        ConfigError: Its ``ep_plan`` names what the model does not have.
+        UnsupportedError: The ``distributed_config`` requests a feature that is not supported.
+        ConfigError: Its ``ep_plan`` names modules or parameters that the model does not have.
     """
     if _loads_alone():
         from hf_zero.integrations.loading import configuration_hidden
@@ -39,7 +39,7 @@ def from_pretrained(method: Callable[..., Any], model_class: Any, *args: Any, **
 
 
 def _loads_alone() -> bool:
-    """Return whether this load would be collective, and the other ranks do not take part."""
+    """Return whether this load would be collective although the other ranks do not take part in it."""
     deepspeed = sys.modules.get("transformers.integrations.deepspeed")
     if "hf_zero.comm.hang_watch" not in sys.modules or deepspeed is None or not deepspeed.is_deepspeed_zero3_enabled():
         return False  # there is no engine
@@ -49,9 +49,9 @@ def _loads_alone() -> bool:
 
 
 def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """``PreTrainedModel._load_pretrained_model``; a rank keeps its share of quantized weights, and reads its own experts or layers.
+    """Replace ``PreTrainedModel._load_pretrained_model``: read only this rank's experts or layers, and shard quantized weights at once.
 
-    Up to transformers 5.0 it is a class method, which loads in other ways: there every rank reads all, and the engine divides it.
+    Up to transformers 5.0 the method is a class method with another signature; with it every rank reads everything, and the engine divides.
     """
     if not _configuration_in_use():
         return method(*args, **kwargs)
@@ -61,10 +61,10 @@ def load_weights(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _widen_named(model: Any = None, dtype: Any = None, load_config: Any = None, **_: Any) -> None:
-    """Give a sharded model's parameters and buffers that transformers loads in fp32 that type, before their values come; local.
+    """Cast to fp32 the parameters and buffers of a sharded model that transformers keeps in fp32, before it loads their values; local.
 
-    Unsharded, the loader replaces a tensor by one of the type that it shall have. Into shards it copies, and the constructor has made them
-    in the type of the whole model.
+    For an unsharded model the loader replaces each tensor by one of the right type. For shards it copies the values, and the constructor
+    has made all shards in the type of the model.
     """
     from hf_zero.assembly.kept_types import named_for_fp32
     from hf_zero.core.model_init import cast_sharded

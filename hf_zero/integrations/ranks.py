@@ -1,4 +1,4 @@
-"""accelerate in processes that mpirun or srun started: it reads RANK and LOCAL_RANK, which these do not set."""
+"""Let accelerate run in processes that mpirun or srun started: set RANK and LOCAL_RANK, which accelerate reads."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hf_zero.launch.placement import export_placement
 
 
 def start_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
-    """``PartialState(...)``, after the environment has been given what it reads; TrainingArguments and Accelerator make one as well."""
+    """Replace ``PartialState.__init__``: first set the rank variables; ``TrainingArguments`` and ``Accelerator`` also make this object."""
     export_placement()
     end_with_launcher()
     method(state, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Save a model in parts through ``save_pretrained``, and tell whether a library deletes older checkpoints too early.
+"""Make ``save_pretrained`` write unsharded weights, and find out whether a library would delete older checkpoints too early.
 
-Ranks that do not write are asked for nothing, and no file holds one rank's slices. Trainer, Accelerate and Lightning keep the newest few
-checkpoints and delete the others themselves, right after a save or before the next one, and do not notify the engine. The last complete
-checkpoint must never be deleted, so some saves may not run in the background.
+Ranks that do not write return at once, and no file contains the slices of one rank. Trainer, accelerate and Lightning keep the newest few
+checkpoints and delete the others themselves, right after a save or before the next one, without notifying the engine. The last complete
+checkpoint must never be deleted, so some saves must not run in the background.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from hf_zero.integrations.expert_saves import gathered_for
 
 
 class IdleSaves:
-    """Stands in front of the ``save_pretrained`` methods inside a module whose parameters stage 3 releases, or that several ranks hold.
+    """Replacements of the ``save_pretrained`` methods inside a module that is sharded at stage 3 or divided over ranks.
 
-    [Note: ranks that do not write] Every rank calls ``model.save_pretrained(folder, is_main_process=..., state_dict=...)`` with what
-    ``accelerator.get_state_dict(engine)`` returns, and only rank 0 is given a dict. transformers 4 then writes on the others too, from
-    the model itself and into the same files. With ``is_main_process=False`` and no values there is nothing to write, so nothing is called;
-    nor where the weights were gathered for another rank, whoever else calls (ms-swift's trainer does on all ranks).
-    Without values on rank 0 it would write slices, under the names of whole parameters; that is an error.
+    [Note: ranks that do not write] Every rank calls ``model.save_pretrained(folder, is_main_process=..., state_dict=...)`` with the result
+    of ``accelerator.get_state_dict(engine)``, which is a dict on rank 0 only. transformers 4 would then write on the other ranks too, from
+    the model itself and into the same files. So a call with ``is_main_process=False`` and no values does nothing. A call also does nothing
+    if the weights were gathered for another rank (ms-swift's trainer calls on all ranks). A call on rank 0 without values is an error for a
+    divided model, because it would write slices under the names of complete parameters.
 
     Args:
         module: The user's module.
@@ -40,23 +40,23 @@ class IdleSaves:
     def __init__(self, module: nn.Module) -> None:
         self._modules = [inner for inner in module.modules() if _takes_state_dict(inner)]
         for inner in self._modules:
-            inner.__dict__["save_pretrained"] = MethodType(_save_pretrained, inner)  # a method: a deep copy has its own
+            inner.__dict__["save_pretrained"] = MethodType(_save_pretrained, inner)  # bound, so that a deep copy has its own
 
     def remove(self) -> None:
-        """Takes the stand-ins away; the runtime calls it with its hooks."""
+        """Remove the replacements; the runtime calls this when it removes its hooks."""
         for inner in self._modules:
             inner.__dict__.pop("save_pretrained", None)
 
 
 def stand_before_saves(engine: Engine) -> None:
-    """Puts them into a new engine's module, until the engine's hooks are removed."""
+    """Install ``IdleSaves`` in the module of a new engine that shards or divides it, until the engine's hooks are removed."""
     topology = engine.collectives.topology
     if engine.runtime.schedule is not None or topology.model is not None or topology.expert is not None:
         engine.runtime.keep(IdleSaves(engine.module))
 
 
 def _takes_state_dict(module: nn.Module) -> bool:
-    """Return whether the module's ``save_pretrained`` is transformers' or diffusers', or PEFT's, which takes the dict among others."""
+    """Return whether ``save_pretrained`` takes ``is_main_process`` and ``state_dict`` (transformers, diffusers, PEFT)."""
     method = getattr(type(module), "save_pretrained", None)
     if not callable(method):
         return False
@@ -77,9 +77,9 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
     whole = gathered_for(module)
     if parts and whole is None:
         raise StateError(
-            "save_pretrained: this rank has slices of the model only (tensor_parallel or expert_parallel). Save with "
-            "trainer.save_model(folder); or, called by all ranks, engine.save_16bit_model(folder) or model.save_pretrained(folder, "
-            "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process)"
+            "save_pretrained: this rank has only slices of the model (tensor_parallel or expert_parallel). Save with "
+            "trainer.save_model(folder); or call engine.save_16bit_model(folder) or model.save_pretrained(folder, "
+            "state_dict=accelerator.get_state_dict(engine), is_main_process=accelerator.is_main_process) on all ranks"
         )
     if whole is not None:
         kwargs["state_dict"] = whole
@@ -88,12 +88,12 @@ def _save_pretrained(module: Any, *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How a library limits its checkpoints.
+    """A library's rule for deleting older checkpoints.
 
     Attributes:
-        limit: Checkpoints that the object which is saving keeps; None when it keeps all.
-        least: Limit from which on a complete one stays while another is being written.
-        setting: What the limit is called, for messages.
+        limit: Function that returns how many checkpoints the saving object keeps; None if it keeps all.
+        least: Smallest limit with which a complete checkpoint remains while another one is being written.
+        setting: Name of the limit in messages.
     """
 
     limit: Callable[[Any], int | None]
@@ -115,7 +115,7 @@ def _of_callback(callback: Any) -> int | None:
 _LIGHTNING = Rotation(_of_callback, 2, "save_top_k of ModelCheckpoint")
 _ROTATIONS = {
     callers.TRAIN: Rotation(lambda trainer: trainer.args.save_total_limit or None, 2, "save_total_limit of TrainingArguments"),
-    # Deletes before it saves: what is in the background then is a save that no call has waited for.
+    # Deletes before it saves, while the previous save may still run in the background; so one more must be kept.
     callers.SAVE_STATE: Rotation(_of_accelerator, 3, "total_limit of ProjectConfiguration"),
     callers.LIGHTNING_SAVE: _LIGHTNING,
     callers.OLD_LIGHTNING_SAVE: _LIGHTNING,
@@ -123,13 +123,13 @@ _ROTATIONS = {
 
 
 def keeps_too_few() -> str:
-    """A sentence on the limit of the library that calls the engine, when it is too low for a save in the background; else ""."""
+    """Return a sentence if the calling library keeps too few checkpoints for a save in the background, or the limit is unknown; else ""."""
     for call in callers.running(*_ROTATIONS):
         rotation = _ROTATIONS[call.method]
         limit = rotation.limit(call.caller)
         if limit is not None and 0 <= limit < rotation.least:
             return (
-                f"{rotation.setting} is {limit}: older checkpoints would be deleted while the newest is not complete, so it is "
-                f"written before the call returns. Set it to {rotation.least} or more to save in the background"
+                f"{rotation.setting} is {limit}: older checkpoints would be deleted before the newest is complete, so this checkpoint is "
+                f"written before the call returns. Set {rotation.least} or more to save in the background"
             )
     return next(filter(None, map(callers.lost, _ROTATIONS)), "")

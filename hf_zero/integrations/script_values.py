@@ -1,10 +1,10 @@
-"""Values that a script gives to accelerate and the configuration has as well: which of the two counts, and when both are an error.
+"""Compare values that a script passes to accelerate with the same values in the configuration: choose one, or raise if they differ.
 
-[Note: the script's value and the configuration's] accelerate lets the configuration's value win without a word, and fills "auto" for
-`gradient_clipping` with 1.0 whatever the script asks of ``clip_grad_norm_``. Here the script's value counts where the configuration has
-"auto" or nothing, and two values that are both written down and differ are an error that names both. An argument that has its default
-value counts as not written. The clipping norm and the batch size of the loader are known late: at the first ``clip_grad_norm_`` and at the
-first backward, both before the first update (`integrations/accumulate.py` has that update wait for ``optimizer.step()``).
+[Note: the script's value and the configuration's] accelerate silently prefers the configuration's value, and fills "auto" for
+`gradient_clipping` with 1.0, whatever norm the script passes to ``clip_grad_norm_``. Here the script's value is used if the configuration
+has "auto" or no value; if both are set and differ, an error names both. An argument with its default value counts as not set. The clipping
+norm and the loader's batch size become known late: at the first ``clip_grad_norm_`` and at the first backward. Both precede the first
+update, because `integrations/accumulate.py` lets that update wait for ``optimizer.step()``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hf_zero.observe import log_rank0, warn_once
 
 CLIPPING = "gradient_clipping"
 _OPTIMIZER, _SCHEDULER = "optimizer.params.", "scheduler.params."
-# Arguments of DeepSpeedPlugin and their keys. What is left out has a key that does not bind (gathering) or is a folder.
+# Arguments of DeepSpeedPlugin and their keys. Not listed: an argument whose key has no effect (gathering), and folders.
 _PLUGIN = {
     "gradient_accumulation_steps": ACCUMULATION,
     "gradient_clipping": CLIPPING,
@@ -38,7 +38,7 @@ _PLUGIN = {
     "offload_optimizer_device": "zero_optimization.offload_optimizer.device",
     "offload_param_device": "zero_optimization.offload_param.device",
 }
-# Keys that accelerate fills from what a script gives: where it gives them, and the values that stand for "not given".
+# Keys that accelerate fills from values of a script: the place in the script, and the values that mean "not given".
 _GIVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     ACCUMULATION: ("Accelerator(gradient_accumulation_steps)", (1,)),
     "bf16.enabled": ('Accelerator(mixed_precision="bf16")', (False,)),
@@ -49,31 +49,31 @@ _GIVEN: dict[str, tuple[str, tuple[Any, ...]]] = {
     f"{_SCHEDULER}warmup_num_steps": ("DummyScheduler(warmup_num_steps)", (0, 1)),
     f"{_SCHEDULER}total_num_steps": ("DummyScheduler(total_num_steps), for one process", ()),
 }
-_TYPES_OF = {  # kinds of schedulers that have a key
+_TYPES_OF = {  # key -> scheduler types that have it
     f"{_SCHEDULER}warmup_max_lr": ("WarmupLR", "WarmupDecayLR"),
     f"{_SCHEDULER}warmup_num_steps": ("WarmupLR", "WarmupDecayLR", "WarmupCosineLR"),
     f"{_SCHEDULER}total_num_steps": ("WarmupDecayLR", "WarmupCosineLR"),
 }
-_IN_CODE = "_hf_zero_in_code"  # of a plugin that is being made: keys of the arguments that it was given
-_FILLED = "_hf_zero_filled"  # of a plugin: keys that were on "auto" until accelerate filled them
+_IN_CODE = "_hf_zero_in_code"  # attribute of a plugin under construction: keys of its arguments
+_FILLED = "_hf_zero_filled"  # attribute of a plugin: keys that were "auto" until accelerate filled them
 
-_numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # what a script has asked clip_grad_norm_ for last
+_numbers: WeakKeyDictionary[ShardedOptimizer, float] = WeakKeyDictionary()  # the max_norm of the last clip_grad_norm_
 
 
 def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: Any) -> Any:
-    """``DeepSpeedPlugin.__post_init__``: its arguments must not contradict its configuration, and accumulation may be left out of that.
+    """Replace ``DeepSpeedPlugin.__post_init__``: check the configuration, and set a missing ``gradient_accumulation_steps`` to "auto".
 
     Raises:
-        ConfigError: They do.
+        ConfigError: The configuration has mistakes, or an argument contradicts it.
     """
     from accelerate.utils.deepspeed import HfDeepSpeedConfig
 
     source = plugin.hf_ds_config if plugin.hf_ds_config is not None else os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     if isinstance(source, (dict, HfDeepSpeedConfig)) or (isinstance(source, str) and source != "none"):
         plugin.hf_ds_config = source if isinstance(source, HfDeepSpeedConfig) else HfDeepSpeedConfig(source)
-        if not hasattr(plugin.hf_ds_config, "mismatches"):  # those of TrainingArguments are checked with them
+        if not hasattr(plugin.hf_ds_config, "mismatches"):  # TrainingArguments checks its own configuration
             check_plugin(plugin.hf_ds_config.config)
-        # accelerate would say 1, and overrule the Accelerator's number with it.
+        # accelerate would set 1, which would override the number of the Accelerator.
         plugin.hf_ds_config.config.setdefault(ACCUMULATION, "auto")
     setattr(plugin, _IN_CODE, frozenset(key for name, key in _PLUGIN.items() if getattr(plugin, name) not in (None, "auto")))
     try:
@@ -85,18 +85,18 @@ def make_plugin(method: Callable[..., Any], plugin: Any, *args: Any, **kwargs: A
 def fill_match(
     method: Callable[..., None], plugin: Any, ds_key_long: str, mismatches: list[str] | None = None, must_match: bool = True, **kwargs: Any
 ) -> None:
-    """``DeepSpeedPlugin.fill_match``: a value of the script that contradicts a written one is an error.
+    """Replace ``DeepSpeedPlugin.fill_match``: raise if a value of the script contradicts the configuration's.
 
-    An "auto" that accelerate has no value for (``pipeline.micro_batches``) is left to hf_zero's resolver.
+    A key on "auto" that accelerate has no value for (``pipeline.micro_batches``) is left to hf_zero's resolver.
 
     Raises:
-        ConfigError: It does.
+        ConfigError: The two values differ; the message names both.
     """
     written = plugin.get_value(ds_key_long)
     if ds_key_long not in kwargs and written == "auto":
         return
     trainers = callers.running(callers.TRAIN) if written == "auto" and ds_key_long == ACCUMULATION else []
-    if trainers and ds_key_long in kwargs:  # it accumulates by itself, and its Accelerator has 1
+    if trainers and ds_key_long in kwargs:  # Trainer accumulates by itself, and its Accelerator has 1
         kwargs[ds_key_long] = trainers[0].caller.args.gradient_accumulation_steps
     method(plugin, ds_key_long, mismatches, must_match, **kwargs)
     if ds_key_long == ACCUMULATION and not hasattr(plugin, _IN_CODE):
@@ -119,7 +119,7 @@ def fill_match(
 
 
 def _accumulate_as_configured(steps: Any) -> None:
-    """Give the configuration's number to ``Accelerator.accumulate``, which would end a step too often; accelerate 1.8 does so itself."""
+    """Set the configuration's number of micro-steps for ``Accelerator.accumulate``; accelerate does it itself from 1.8 on."""
     from accelerate.state import GradientState
     from accelerate.utils import compare_versions
 
@@ -128,7 +128,7 @@ def _accumulate_as_configured(steps: Any) -> None:
 
 
 def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *args: Any, **kwargs: Any) -> None:
-    """``DeepSpeedPlugin.deepspeed_config_process``: what the script gives fills keys that a section has not got, as it does "auto"."""
+    """Replace ``DeepSpeedPlugin.deepspeed_config_process``: values of the script also fill keys that a section lacks, not only "auto"."""
     for key, (_, absent) in _GIVEN.items() if not prefix else ():
         section, _, name = key.partition(".params.")
         value = kwargs.get(key)
@@ -141,12 +141,12 @@ def process_config(method: Callable[..., None], plugin: Any, prefix: str = "", *
 
 
 def require_own_batch(engine: Engine) -> None:
-    """At the first backward of a loop: the loader's batch size is the configuration's, or takes its place there.
+    """Compare the loader's batch size with the configuration's at the first backward of a loop over accelerate, and use it for "auto".
 
-    A loop of accelerate is meant. Where ``TrainingArguments`` have filled the configuration, a trainer divides batches as it likes.
+    If ``TrainingArguments`` have filled the configuration, nothing is compared, because a trainer may divide batches.
 
     Raises:
-        ConfigError: The configuration has another number.
+        ConfigError: The configuration has another ``train_micro_batch_size_per_gpu``.
     """
     from accelerate.state import AcceleratorState, GradientState
     from accelerate.utils.deepspeed import HfDeepSpeedConfig, get_active_deepspeed_plugin
@@ -172,20 +172,20 @@ def require_own_batch(engine: Engine) -> None:
 def clip(
     engine: Engine, plugin: Any, parameters: Iterable[torch.Tensor] | torch.Tensor, max_norm: float, norm_type: float, updated: bool
 ) -> None:
-    """Takes the number that a script gives to ``clip_grad_norm_`` for the engine's, or refuses it. Collective at the first call.
+    """Set the engine's clipping norm to the argument of a script's ``clip_grad_norm_``, or raise. Collective at the first call.
 
     Args:
         engine: The engine, which clips in its step.
-        plugin: The plugin of its configuration.
-        parameters: Those that the script names.
-        max_norm: The largest norm; infinity asks for the norm alone.
-        norm_type: Kind of the norm.
-        updated: The update that the call is about has been made already.
+        plugin: accelerate's plugin with the engine's configuration.
+        parameters: Parameters that the script passes.
+        max_norm: Largest norm of the gradients; infinity only computes the norm.
+        norm_type: Order of the norm.
+        updated: Whether the update that this call should clip has already been made.
 
     Raises:
-        ConfigError: The configuration has another number, or the number is none.
-        UnsupportedError: The norm is another than that of all trained parameters together.
-        StateError: Ranks give different numbers, or the update was made with another number, and this one would have changed it.
+        ConfigError: The configuration has another norm, or ``max_norm`` is not positive.
+        UnsupportedError: ``norm_type`` is not 2, or ``parameters`` are not all trained parameters.
+        StateError: Ranks pass different arguments, or the update was already made with another norm that gave another result.
     """
     optimizer = engine.optimizer
     assert optimizer is not None and engine.stepper is not None
@@ -200,18 +200,16 @@ def clip(
         facts = [fact("max_norm", max_norm), fact("norm_type", norm_type), fact("number of parameters left out", len(left_out))]
         kinds = ranks_by_facts(facts, engine.collectives.data, "arguments of clip_grad_norm_")
         if len(kinds) > 1:
-            raise StateError(f"clip_grad_norm_ was called with other arguments on other ranks: {'; '.join(differing(kinds))}")
+            raise StateError(f"clip_grad_norm_ was called with different arguments on different ranks: {'; '.join(differing(kinds))}")
     if norm_type != 2:
-        raise UnsupportedError(
-            f"clip_grad_norm_(norm_type={norm_type}) is not provided: the engine clips to the 2-norm. Leave norm_type out"
-        )
+        raise UnsupportedError(f"clip_grad_norm_(norm_type={norm_type}) is not supported: the engine clips by the 2-norm. Remove norm_type")
     if not max_norm > 0:
         raise ConfigError(
-            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Leave the call out to clip nothing"
+            f"clip_grad_norm_ was given max_norm {max_norm:g}; a number above 0 is allowed. Remove the call if you want no clipping"
         )
     some = (
-        f"clip_grad_norm_ was given {len(trained) - len(left_out)} of the {len(trained)} parameters that are trained (without "
-        f"{', '.join(left_out[:3])}), and the engine clips the norm of all together"
+        f"clip_grad_norm_ was given {len(trained) - len(left_out)} of the {len(trained)} trained parameters (without "
+        f"{', '.join(left_out[:3])}), but the engine clips by the norm of all of them"
     )
     written = _written_clipping(engine, plugin)
     if written is not None:
@@ -221,28 +219,28 @@ def clip(
             warn_once(some)
     else:
         if left_out:
-            raise UnsupportedError(f"{some}. Give it model.parameters() of the prepared model")
+            raise UnsupportedError(f"{some}. Pass model.parameters() of the prepared model")
         _set(engine, max_norm, updated)
     _numbers[optimizer] = max_norm
 
 
 def _set(engine: Engine, max_norm: float, updated: bool) -> None:
-    """Has the engine clip to ``max_norm`` from now on; an update that was made already must be the one that it would have given."""
+    """Set the engine's clipping norm; raise if an update was already made with another norm and ``max_norm`` would have changed it."""
     before = engine.stepper.settings.max_norm or math.inf  # type: ignore[union-attr]
     norm = engine.progress.last_norm
     if updated and before != max_norm and norm is not None and min(before, max_norm) < float(norm) < math.inf:
         raise StateError(
             f"clip_grad_norm_ was called with {max_norm:g} after an update whose gradients, of norm {float(norm):g}, were clipped at "
-            f'{before:g}: with DeepSpeed accelerate updates in backward(). Call it with one number in every step, or write "{CLIPPING}": '
+            f'{before:g}: with DeepSpeed accelerate updates in backward(). Pass the same number in every step, or write "{CLIPPING}": '
             f"{max_norm:g} in the configuration"
         )
     set_gradient_clipping(engine, 0.0 if math.isinf(max_norm) else max_norm)
     if before != max_norm:
-        log_rank0("clipping at %g, as the script asks of clip_grad_norm_ (%g before)", max_norm, before)
+        log_rank0("clipping at %g, the argument of the script's clip_grad_norm_ (%g before)", max_norm, before)
 
 
 def _written_clipping(engine: Engine, plugin: Any) -> float | None:
-    """Return the number that the configuration, or an optimizer of it, has written down; None where that is "auto" or absent."""
+    """Return the clipping norm that the configuration or its optimizer sets; None if it is "auto" or absent."""
     own = getattr(engine.optimizer.inner, "max_grad_norm", None)  # type: ignore[union-attr]
     if own:
         return float(own)
@@ -252,21 +250,21 @@ def _written_clipping(engine: Engine, plugin: Any) -> float | None:
 
 def _contradiction(key: str, written: Any, given: str, value: Any) -> str:
     return (
-        f"{key} is {written!r} in the configuration, and {given} is {value!r}. Give one of the two: write "
-        f"\"auto\" for the key (or leave it out), and the script's value counts; or give the script the configuration's"
+        f"{key} is {written!r} in the configuration, but {given} is {value!r}. Set one of the two: write "
+        f"\"auto\" for the key (or remove it) to use the script's value, or use the configuration's value in the script"
     )
 
 
-_OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # of a Trainer that was given one
+_OWN_OPTIMIZER = "_hf_zero_own_optimizer"  # attribute of a Trainer that was given an optimizer
 
 
 def with_own_optimizer(method: Callable[..., Any], trainer: Any, num_training_steps: int, inference: bool = False) -> Any:
-    """``deepspeed_init`` of transformers, which drops the optimizer that a Trainer was given (``Trainer(optimizers=(optimizer, None))``).
+    """Replace ``deepspeed_init`` of transformers: keep the optimizer of ``Trainer(optimizers=(optimizer, None))``, which it would drop.
 
     Raises:
-        ConfigError: The configuration has an optimizer too; or the Trainer trains again, and its optimizer has trained before.
+        ConfigError: The configuration has an optimizer too, or the Trainer trains a second time with the same optimizer.
     """
-    given, accelerated = trainer.optimizer, hasattr(trainer.optimizer, "step_was_skipped")  # accelerate's wrapper, of a training before
+    given, accelerated = trainer.optimizer, hasattr(trainer.optimizer, "step_was_skipped")  # accelerate's wrapper from an earlier training
     if inference or given is None or (accelerated and not getattr(trainer, _OWN_OPTIMIZER, False)):
         return method(trainer, num_training_steps, inference)
     if accelerated:

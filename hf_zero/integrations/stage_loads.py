@@ -1,9 +1,9 @@
-"""What a rank reads of a checkpoint when a pipeline will divide the layers: those of its own stages.
+"""Read only the layers of this rank's stages from a checkpoint if a pipeline will divide the model.
 
-[Note: reading a stage] transformers makes a model without values and then opens the files, so where it will be cut is found in between, as
-``initialize`` finds it ([Note: held stages]). Tensors that lead to parameters of other stages are left out before anything is read. Where
-the cuts are not known (the model does not run without values, it will be refused) or files cannot be read in parts, all is read, and
-``initialize`` divides it.
+[Note: reading a stage] transformers makes a model without values and then opens the files. Between the two, the cuts of the pipeline are
+found in the same way as in ``initialize`` ([Note: held stages]). Tensors of other stages are left out before any value is read. If the cuts
+cannot be found (the model does not run without values, or will be refused) or the files cannot be read in parts, all tensors are read, and
+``initialize`` divides the model.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from hf_zero.tensor_parallel.skeleton import skeleton
 
 @dataclass(frozen=True)
 class _Cuts:
-    """Where a model will be cut.
+    """The cuts of a model into pipeline stages.
 
     Attributes:
-        plan: Who holds what.
-        names: All names of each parameter that other ranks hold, tied ones together.
+        plan: The stage that holds each parameter.
+        names: For each parameter that only other ranks hold, all its names (several if it is tied).
     """
 
     plan: PipelinePlan
@@ -44,10 +44,10 @@ class _Cuts:
 
 
 def load_stage(load: Load) -> Any:
-    """Loads the layers of this rank's stages; see [Note: reading a stage].
+    """Load the layers of this rank's stages only; see [Note: reading a stage].
 
     Returns:
-        What ``load.whole()`` does; None, with nothing read, where there will be no pipeline, or what it leaves out is not known.
+        The result of ``load.whole()``; None, with no value read, if there is no pipeline or no tensor can be left out.
     """
     cuts = _cuts_of(load.model)
     if cuts is None:
@@ -62,14 +62,12 @@ def load_stage(load: Load) -> Any:
         found = load.of({key: value for key, value in slices.items() if key not in others})
     found[0].missing_keys -= left_out.keys()
     hold(load.model, cuts.plan, [name for names in cuts.names if left_out.keys() & set(names) for name in names])
-    log_rank0(
-        "from_pretrained: this rank reads %d of %d tensors, those of its stage of the pipeline", len(slices) - len(others), len(slices)
-    )
+    log_rank0("from_pretrained: this rank reads %d of %d tensors, those of its pipeline stage", len(slices) - len(others), len(slices))
     return found
 
 
 def _cuts_of(model: Any) -> _Cuts | None:
-    """Return where the pipeline of the configuration in use will cut ``model``; None where there is none, or it is not known."""
+    """Return the cuts that the pipeline of the configuration in use makes in ``model``; None without a pipeline, or if they are unknown."""
     from transformers.integrations.deepspeed import deepspeed_config
 
     source = deepspeed_config()
@@ -83,18 +81,18 @@ def _cuts_of(model: Any) -> _Cuts | None:
         tie: Any = tied.tie_weights
         tie(recompute_mapping=False)
         plan = make_plan(tied, placement.stages, settings.partition_method)
-    except (HfZeroError, ValueError) as error:  # said by initialize: this may be another model than the one to be trained
-        log_rank0("from_pretrained reads all of %s, because it cannot be cut beforehand: %s", type(model).__name__, error)
+    except (HfZeroError, ValueError) as error:  # initialize raises it: this may not be the model to be trained
+        log_rank0("from_pretrained reads all of %s, because its pipeline stages cannot be planned yet: %s", type(model).__name__, error)
         return None
     names: dict[int, list[str]] = defaultdict(list)
     for name, param in tied.named_parameters(remove_duplicate=False):
-        if param.dim() > 0:  # single numbers are everywhere
+        if param.dim() > 0:  # every rank has the scalars
             names[id(param)].append(name)
     return _Cuts(plan, [found for found in names.values() if index not in placement.ranks_of(plan.holders[found[0]])])
 
 
 def _left_out(cuts: _Cuts, sources: dict[str, Sources], converters: dict[str, Any]) -> Iterator[tuple[str, list[str]]]:
-    """Parameters of other stages, each with the tensors in the files that lead to it alone."""
+    """Yield each parameter of other stages with the names of its tensors in the files, if these belong to no other parameter."""
     for names in cuts.names:
         saved = [name for name in names if name in sources]
         if len(saved) == 1 and all(_leads_to_one(converters.get(pattern)) for pattern in sources[saved[0]]):
@@ -106,7 +104,7 @@ def _leads_to_one(converter: Any) -> bool:
 
 
 def _dtype(model: nn.Module, name: str, load_config: Any) -> torch.dtype:
-    """Return the type that transformers would give a parameter."""
+    """Return the type in which transformers would load the parameter ``name``."""
     from transformers.core_model_loading import build_glob_alternation
 
     own = model.get_parameter(name).dtype

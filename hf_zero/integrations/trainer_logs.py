@@ -1,4 +1,4 @@
-"""What an engine measures, in Trainer's own logs and so in every tracker that Trainer reports to."""
+"""Add an engine's measurements to Trainer's logs, and so to every tracker that Trainer reports to."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import Any
 
 from hf_zero.core.engine import Engine
 
-_PREFIX = "Train/"  # Trainer's callbacks for trackers put one of their own before each name
+_PREFIX = "Train/"  # Trainer's callbacks for trackers add their own prefix
 
 
 def log(function: Callable[..., Any], trainer: Any, logs: dict[str, float], *args: Any, **kwargs: Any) -> Any:
-    """``Trainer.log``, with what the engine has measured since the last log of training beside the loss."""
+    """Replace ``Trainer.log``: add the engine's measurements since the last training log to each log with a loss."""
     engine = getattr(trainer, "model_wrapped", None)
     if isinstance(engine, Engine) and "loss" in logs:
         measured, engine.reports.measured = engine.reports.measured, {}

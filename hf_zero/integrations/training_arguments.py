@@ -1,4 +1,4 @@
-"""``TrainingArguments`` with typed ZeRO fields, for Trainer scripts without a DeepSpeed JSON, or beside one."""
+"""Define ``TrainingArguments`` with typed ZeRO fields, for Trainer scripts with or without a DeepSpeed JSON."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _AT_LEAST = {
     "max_reuse_distance": 0,
     "steps_per_print": 0,
 }
-# What Trainer fills from its own arguments, where there is no JSON that says so.
+# Keys that Trainer fills from its own arguments if there is no JSON.
 _FROM_ARGUMENTS = {
     "train_batch_size": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -71,38 +71,38 @@ def _option(description: str, choices: tuple[Any, ...] | None = None) -> Any:
 
 @dataclass
 class ZeroTrainingArguments(TrainingArguments):
-    """Add typed ZeRO fields to transformers' ``TrainingArguments``; works with ``HfArgumentParser``.
+    """Add typed ZeRO fields to the ``TrainingArguments`` of transformers; the class works with ``HfArgumentParser``.
 
-    A field fills a value that the configuration in ``deepspeed`` (or the launcher's) lacks or leaves on "auto". Everything wrong is
-    reported in one error when the arguments are made: fields out of range, fields that contradict the configuration, values of
-    it that contradict other training arguments, and mistakes inside it. After construction ``deepspeed`` holds the whole configuration.
+    A field fills a value that the configuration in ``deepspeed`` (or the launcher's) lacks or leaves on "auto". The constructor reports
+    all mistakes in one error: fields out of range, fields that contradict the configuration, values of the configuration that contradict
+    other training arguments, and mistakes inside the configuration. After construction ``deepspeed`` is the complete configuration, a dict.
 
-    On a machine without accelerator ``use_cpu`` is set, so that ``bf16=True`` is allowed there.
+    On a machine without accelerator ``use_cpu`` is set to True, so that ``bf16=True`` is allowed there.
 
     Raises:
-        ConfigError: See above.
+        ConfigError: There are mistakes; the message lists all of them.
     """
 
     zero_stage: int | None = _option(
-        "What is divided over the ranks: 0 nothing, 1 optimizer states, 2 gradients too, 3 parameters too. Without a configuration: 2.",
+        "ZeRO stage, what is sharded over the ranks: 0 nothing, 1 optimizer states, 2 also gradients, 3 also parameters (default 2).",
         (0, 1, 2, 3),
     )
-    offload_optimizer: str | None = _option("Where optimizer states rest.", _DEVICES)
-    offload_param: str | None = _option("Where parameters rest between uses; needs stage 3.", _DEVICES)
-    nvme_path: str | None = _option("Folder on a fast disk for what is offloaded to nvme.")
-    tensor_parallel_size: int | None = _option("Ranks that share one copy of each layer.")
-    pipeline_parallel_size: int | None = _option("Stages of a pipeline, which hold the layers of the model between them.")
-    expert_parallel_size: int | None = _option("Ranks that hold all experts of a mixture between them.")
+    offload_optimizer: str | None = _option("Device that stores optimizer states between steps.", _DEVICES)
+    offload_param: str | None = _option("Device that stores parameters between uses; needs stage 3.", _DEVICES)
+    nvme_path: str | None = _option("Folder on a fast disk for states and parameters that are offloaded to nvme.")
+    tensor_parallel_size: int | None = _option("Number of ranks that hold one copy of each layer together.")
+    pipeline_parallel_size: int | None = _option("Number of pipeline stages; each stage holds some layers of the model.")
+    expert_parallel_size: int | None = _option("Number of ranks that hold all experts of a layer together.")
     gather_16bit_weights_on_model_save: bool | None = _option(
-        "Whole weights are written in save_model at stage 3 whatever it says; false, in a configuration too, only warns of it once."
+        "No effect: save_model writes unsharded weights at stage 3 in any case. The value false causes one warning."
     )
-    param_persistence_threshold: int | None = _option("Stage 3: units of at most this many elements stay whole.")
+    param_persistence_threshold: int | None = _option("Stage 3: units of at most this many elements stay unsharded.")
     prefetch_bucket_size: int | None = _option("Stage 3: elements gathered ahead of use.")
-    max_live_parameters: int | None = _option("Stage 3: elements that may be whole at the same time.")
-    max_reuse_distance: int | None = _option("Stage 3: a unit used again within so many elements stays whole in between.")
-    overlap_comm: bool | None = _option("Reduce gradients while backward is running.")
-    communication_data_type: str | None = _option("Element type in which gradients travel.", _TYPES)
-    steps_per_print: int | None = _option("Steps between the engine's own progress lines; 0 prints none.")
+    max_live_parameters: int | None = _option("Stage 3: number of elements that may be unsharded at the same time.")
+    max_reuse_distance: int | None = _option("Stage 3: a unit stays unsharded if it is used again within this many elements.")
+    overlap_comm: bool | None = _option("Whether gradients are reduced while backward is running.")
+    communication_data_type: str | None = _option("Element type of gradients in collectives.", _TYPES)
+    steps_per_print: int | None = _option("Steps between two progress lines of the engine; 0 prints none.")
 
     checkpoint_url: str | None = _option(
         "URL in an object store (s3://bucket/run) for the engine's checkpoints and Trainer's small files beside them."
@@ -133,7 +133,7 @@ class ZeroTrainingArguments(TrainingArguments):
             )
 
     def _values(self, has_config: bool) -> dict[str, Any]:
-        """Dotted key -> typed value, None where the field was not given."""
+        """Return the typed values by dotted key of the configuration; None for a field that was not given."""
         values = {key: getattr(self, name) for name, key in _KEYS.items()}
         for name in ("offload_optimizer", "offload_param"):
             if getattr(self, name) == "nvme":
@@ -162,7 +162,7 @@ class ZeroTrainingArguments(TrainingArguments):
                 problems.append(f"- {name} is {value!r}; a whole number of at least {lowest} is allowed")
         on_nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(self, name) == "nvme"]
         if on_nvme and not self.nvme_path and not self.deepspeed:
-            problems.append(f"- {' and '.join(on_nvme)} is 'nvme' without a place; give nvme_path")
+            problems.append(f"- {' and '.join(on_nvme)} is 'nvme', but nvme_path is not set; set nvme_path to a folder")
         if self.nvme_path and not on_nvme:
             problems.append(f"- nvme_path is {self.nvme_path!r}, but nothing is offloaded to nvme; set offload_optimizer or offload_param")
         if self.offload_param in ("cpu", "nvme") and self.zero_stage not in (None, 3):
@@ -172,12 +172,12 @@ class ZeroTrainingArguments(TrainingArguments):
         return problems
 
     def _mistakes_inside(self) -> list[str]:
-        """What the engine would refuse in the configuration, said before a model is built."""
+        """Return the errors that the engine would raise for the configuration, so that they are reported before a model is built."""
         config = self.hf_deepspeed_config.config
         try:
             claims = [*claims_of_config(config), *claims_of_sizes(getattr(self, "parallelism_config", None))]
             mesh = solve([*claims, *claims_of_environment(os.environ)], self.world_size, fits_own_node)
-            # The Trainer's total counts every rank; initialize says what counts.
+            # Trainer computes train_batch_size over every rank; initialize corrects it where ranks share samples.
             told = {key: value for key, value in config.items() if mesh.sharers == 1 or key != "train_batch_size"}
             resolve(told, world_size=mesh.replicas, match_sources=False)
         except (ConfigError, UnsupportedError) as error:

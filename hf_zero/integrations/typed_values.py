@@ -1,4 +1,4 @@
-"""Typed arguments laid over a DeepSpeed configuration: dotted keys, and which values contradict each other."""
+"""Merge typed arguments into a DeepSpeed configuration by dotted keys, and list the values that contradict each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def get(config: Mapping[str, Any], dotted: str) -> Any:
-    """Return the value under a dotted key, None where there is none."""
+    """Return the value of a dotted key such as "zero_optimization.stage"; None if the key is absent."""
     node: Any = config
     for part in dotted.split("."):
         node = node.get(part) if isinstance(node, Mapping) else None
@@ -16,7 +16,7 @@ def get(config: Mapping[str, Any], dotted: str) -> Any:
 
 
 def put(config: dict[str, Any], dotted: str, value: Any) -> None:
-    """Writes ``value`` under a dotted key, making the sections on the way."""
+    """Set a dotted key to ``value``; create missing sections."""
     *sections, last = dotted.split(".")
     node = config
     for part in sections:
@@ -27,17 +27,17 @@ def put(config: dict[str, Any], dotted: str, value: Any) -> None:
 
 
 def same(found: Any, value: Any) -> bool:
-    """Return whether a value of the JSON means the same as a typed one; sloppy files write ``"true"`` and ``"2"``."""
+    """Return whether a value from JSON equals a typed one; strings such as ``"true"`` and ``"2"`` equal the values that they spell."""
     if isinstance(found, str):
         return found.strip().lower() == str(value).lower()
     return bool(found == value)
 
 
 def lay_over(config: dict[str, Any], values: Mapping[str, Any]) -> list[tuple[str, Any, Any]]:
-    """Writes typed values where ``config`` has none or "auto"; None values are not given.
+    """Set each key of ``values`` that ``config`` lacks or has on "auto"; values that are None are skipped.
 
     Returns:
-        The contradictions: dotted key, value of the configuration, typed value.
+        The contradictions, as tuples of dotted key, value of the configuration and typed value.
     """
     section = config.setdefault("zero_optimization", {})
     if not isinstance(section, dict):  # the old spelling of stages 1 and 0, which accelerate cannot read
@@ -55,6 +55,6 @@ def lay_over(config: dict[str, Any], values: Mapping[str, Any]) -> list[tuple[st
 
 
 def config_of_launcher() -> str | None:
-    """Return the configuration file that `accelerate config` was told, if it was."""
+    """Return the configuration file named in the answers of `accelerate config`, from the environment; None if there is none."""
     source = os.environ.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", "none")
     return None if source == "none" else source

@@ -1,4 +1,4 @@
-"""Ulysses sequence parallelism for transformers: the attention functions of models that are trained over slices."""
+"""Provide Ulysses sequence parallelism for transformers under DeepSpeed's name: models train on slices of sequences."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hf_zero.sequence_parallel.table import standing_in, trade_in_attention
 
 
 class UlyssesSPAttentionHF:
-    """DeepSpeed's name for what makes transformers' attention work over slices of sequences; used through its class method."""
+    """Entry point, under DeepSpeed's name, of sequence parallelism for transformers; it is used through its class method only."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         raise UnsupportedError(
-            "UlyssesSPAttentionHF is not built by hand: call UlyssesSPAttentionHF.register_with_transformers(...), or wrap attention of "
-            "your own in deepspeed.sequence.layer.DistributedAttention"
+            "UlyssesSPAttentionHF cannot be instantiated: call UlyssesSPAttentionHF.register_with_transformers(...), or wrap your own "
+            "attention in deepspeed.sequence.layer.DistributedAttention"
         )
 
     @classmethod
@@ -34,17 +34,17 @@ class UlyssesSPAttentionHF:
         disable_in_eval: bool = False,
         max_length: int | None = None,
     ) -> SequenceParallel | None:
-        """Makes the forwards of a model forwards over slices of sequences; collective.
+        """Make the forward of a model run on slices of sequences, one slice per rank; collective.
 
         Args:
-            model_name_or_path: The model. With a name or a path, which stand for a model that is made later, ``initialize(mpu=...)`` does
-                it for the one it is given.
-            core_attn_implementation: "sdpa", "eager", "flash_attention_2", ...; the model's own; None takes that.
-            sequence_parallel_size: Ranks that share their samples; 1 does nothing.
-            micro_batch_size: Accepted; any batch size is taken as it comes.
-            seq_length: Tokens of every whole sequence, where they do not vary.
-            seq_length_is_variable: False refuses sequences of another length.
-            disable_in_eval: Forwards in evaluation mode are over whole sequences, unless the tokens come from an adapter.
+            model_name_or_path: The model. If it is a name or a path, ``initialize(mpu=...)`` changes the model that it receives later.
+            core_attn_implementation: The model's attention implementation: "sdpa", "eager", "flash_attention_2", ...; None reads it from
+                the model.
+            sequence_parallel_size: Number of ranks that share their samples; 1 changes nothing.
+            micro_batch_size: Accepted and ignored; every batch size works.
+            seq_length: Number of tokens of every complete sequence, if all have the same length.
+            seq_length_is_variable: Whether sequences may have other lengths than ``seq_length``.
+            disable_in_eval: Whether forwards in evaluation mode use complete sequences, unless the tokens come from an adapter.
             max_length: Older name of ``seq_length``.
 
         Returns:
@@ -52,11 +52,11 @@ class UlyssesSPAttentionHF:
 
         Raises:
             ConfigError: The size does not fit the ranks or the model's heads, or the attention implementations differ.
-            UnsupportedError: The model is of a kind that cannot be sliced.
+            UnsupportedError: The model's forward cannot run on slices.
         """
         if sequence_parallel_size == 1:
             return None
-        # A module is looked at when it is bound; this is something around one, or in its place, that has its configuration.
+        # ``bind`` checks a module; this checks other objects with a model's configuration, for example a wrapper.
         own = getattr(getattr(model_name_or_path, "config", None), "_attn_implementation", None)
         if not isinstance(model_name_or_path, nn.Module) and own is not None and core_attn_implementation not in (None, own):
             raise ConfigError(
@@ -65,9 +65,13 @@ class UlyssesSPAttentionHF:
             )
         length = seq_length if seq_length is not None else max_length
         if not seq_length_is_variable and length is None:
-            raise ConfigError("seq_length_is_variable is False and seq_length is not given: give the length, or allow it to vary")
+            raise ConfigError(
+                "seq_length_is_variable is False, but seq_length is not given. Set seq_length, or set seq_length_is_variable=True"
+            )
         if not seq_length_is_variable and length is not None and length % sequence_parallel_size:
-            raise ConfigError(f"seq_length is {length}, which {sequence_parallel_size} ranks (sequence_parallel_size) do not divide")
+            raise ConfigError(
+                f"seq_length is {length}, not a multiple of sequence_parallel_size {sequence_parallel_size}; pad to a multiple"
+            )
         fixed = None if seq_length_is_variable else length
         settings = SliceSettings(core_attn_implementation, disable_in_eval, fixed, trade_in_attention, standing_in)
         state = SequenceParallel(sequence_topology(sequence_parallel_size), settings)

@@ -21,7 +21,7 @@ from hf_zero.errors import ConfigError, StateError, UnsupportedError
 if TYPE_CHECKING:
     from hf_zero.core.engine import Engine
 
-_PREFIX = "base_model.model."  # of the model inside a PeftModel
+_PREFIX = "base_model.model."  # before names of the model inside a PeftModel
 
 
 def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
@@ -29,15 +29,15 @@ def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
 
     Args:
         module: A model with or without peft's adapters.
-        split: Its layers are tensor-parallel shards.
+        split: Whether its layers are tensor-parallel shards.
 
     Raises:
-        UnsupportedError: Adapters that cannot be merged layer by layer.
+        UnsupportedError: An adapter cannot be merged layer by layer.
     """
     if "peft" not in sys.modules:
         return plain_pieces(module)
     _refuse_prompts(module)
-    taken: dict[int, Piece | None] = {}  # parameters that do not come as they are, and where their piece comes
+    taken: dict[int, Piece | None] = {}  # parameters that belong to a merged piece; None if another parameter of the piece represents it
     renamed: dict[int, str] = {}
     for name, layer in _outermost(module):
         if _is_tuner_layer(layer):
@@ -55,7 +55,7 @@ def merged_pieces(module: nn.Module, split: bool) -> list[Piece]:
 
 
 def plain_pieces(module: nn.Module) -> list[Piece]:
-    """Every parameter as it is, a tied one under its first name."""
+    """Return every parameter as a piece of its own, unmerged; a tied parameter once, under its first name."""
     return [Piece.of_param(name, param) for name, param in module.named_parameters()]
 
 
@@ -71,7 +71,7 @@ def _is_wrapper(module: nn.Module) -> bool:
 
 
 def _outermost(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Layers that peft has wrapped, without those inside others."""
+    """Yield dotted name and module of the layers that peft has wrapped, without wrapped layers inside other wrapped layers."""
     inside: set[int] = set()
     for name, child in module.named_modules():
         if id(child) not in inside and (_is_tuner_layer(child) or _is_wrapper(child)):
@@ -102,7 +102,7 @@ def _kind(param: nn.Parameter) -> str:
 
 
 def _merge(layer: Any, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
-    """Values of ``params`` with the active adapters merged into them; the layer is left as it was, bit for bit."""
+    """Return the values of ``params`` with the active adapters merged into them; the layer itself does not change."""
     chain = [part for part in layer.modules() if _is_tuner_layer(part) and not part.disable_adapters]
     before = [(part, list(part.merged_adapters)) for part in chain]
     originals = [param.data for param in params]
@@ -120,7 +120,7 @@ def _merge(layer: Any, params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def _take_copy(name: str, wrapper: Any, taken: dict[int, Piece | None], renamed: dict[int, str]) -> None:
-    """A layer that is trained whole: its active copy stands in for it."""
+    """Replace a layer in PEFT's ``modules_to_save`` by its active trained copy, under the layer's own name."""
     copies = getattr(wrapper, "modules_to_save", None)
     if copies is None:
         raise UnsupportedError(f"{name}: {type(wrapper).__name__} cannot be merged layer by layer; pass merge_adapters=False")
@@ -136,7 +136,7 @@ def _refuse_prompts(module: nn.Module) -> None:
     for kind, settings in getattr(module, "peft_config", {}).items():
         if getattr(settings, "is_prompt_learning", False):
             raise UnsupportedError(
-                f"adapter {kind!r} is {settings.peft_type}: prompts are no part of a layer and cannot be merged; pass merge_adapters=False"
+                f"adapter {kind!r} is {settings.peft_type}: prompts belong to no layer and cannot be merged; pass merge_adapters=False"
             )
 
 
@@ -147,28 +147,28 @@ def iter_full_params(
     dtype: torch.dtype | None = None,
     rank0_only: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield whole parameters, one after the other, in the order and under the names of the Hugging Face checkpoint; collective.
+    """Yield unsharded parameters one by one, in the order and under the names of the Hugging Face checkpoint; collective.
 
-    Every rank must take all of them (``for _ in iter_full_params(...): pass`` where it needs none). A unit of parameters is gathered once,
-    while the bucket before it is used, and let go of with the next: at most two buckets, the largest layer and what the first and last
-    layers share are whole at a time. A tensor that the caller keeps stays as it is; at stages 0 to 2 and without ``dtype`` it is the
-    parameter itself, until the next step. They are there to be read: what is written to them changes a whole parameter, or nothing.
+    Every rank must iterate to the end (``for _ in iter_full_params(...): pass`` if it needs no values). Each unit is gathered once, while
+    the caller uses the bucket before it, and freed with the next bucket: at most two buckets, the largest layer and the parameters that the
+    first and last layers share are unsharded at a time. A tensor that the caller keeps does not change; at stages 0 to 2 and without
+    ``dtype`` it is the parameter itself, until the next step. Do not write to the tensors: a write may or may not reach the model.
 
     Args:
-        engine: Of ``initialize``; its weights stay as they are.
+        engine: Engine from ``initialize``; its weights do not change.
         bucket_bytes: Bytes of gathered parameters in a bucket.
-        merge_adapters: Merge peft's active adapters, layer by layer, and name what comes as the base model does. False: every parameter
-            of the model as it stands, adapters included.
-        dtype: Of floating-point tensors; None leaves each in its own.
-        rank0_only: Ranks other than the first of the data-parallel axis get nothing, but take part.
+        merge_adapters: Whether to merge peft's active adapters, layer by layer, and to use the base model's names. False yields every
+            parameter of the model unchanged, adapters included.
+        dtype: Type that floating-point tensors are cast to; None keeps each tensor's own type.
+        rank0_only: Whether only the first data-parallel rank yields tensors; the others take part in the collectives and yield nothing.
 
     Yields:
-        (name, value): a tied parameter once, under its first name.
+        (name, value): each parameter; a tied parameter once, under its first name.
 
     Raises:
-        StateError: A forward or backward is under way, or a step was taken since the first was asked for.
+        StateError: A forward or backward is running, or a step was taken since the iteration began.
         ConfigError: ``bucket_bytes`` is not positive.
-        UnsupportedError: Adapters that cannot be merged layer by layer.
+        UnsupportedError: An adapter cannot be merged layer by layer.
     """
     if not isinstance(bucket_bytes, int) or bucket_bytes <= 0:
         raise ConfigError(f"iter_full_params: bucket_bytes is {bucket_bytes!r}; a positive number of bytes is allowed")
@@ -178,9 +178,9 @@ def iter_full_params(
 
     def check() -> None:
         if engine.runtime.backward.begun or any(block.open for block in (engine.runtime.root, *engine.runtime.blocks)):
-            raise StateError("iter_full_params: a forward or backward is under way; stream weights between step() and the next forward")
+            raise StateError("iter_full_params: a forward or backward is running; stream weights between step() and the next forward")
         if engine.progress.global_steps != steps:
-            raise StateError("iter_full_params: step() was called before all weights had come, so they would be those of two steps")
+            raise StateError("iter_full_params: step() was called before the iteration ended, so weights of two steps would be mixed")
 
     check()
     return _values(engine, WeightStream(pieces, model, bucket_bytes, check, expert), merge_adapters, dtype, rank0_only)
@@ -201,7 +201,7 @@ def _values(
 
 
 def _names_of_checkpoint(module: nn.Module, bucket: list[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-    """``bucket`` as the model's checkpoint has it: transformers 5 keeps some weights in other shapes and under other names in memory."""
+    """Return ``bucket`` in the shapes and names of the model's checkpoint, which differ from those in memory in transformers 5."""
     loading: Any = sys.modules.get("transformers.core_model_loading")
     inner: Any = getattr(module, "get_base_model", lambda: module)()
     if loading is None or not isinstance(inner, sys.modules["transformers.modeling_utils"].PreTrainedModel):

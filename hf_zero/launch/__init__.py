@@ -1,1 +1,1 @@
-"""Starting ranks: what MPI and Slurm say in the environment, and the commands of `hf-zero launch`. Standard library only."""
+"""Start ranks: read the environment variables of MPI and Slurm, and build the commands of `hf-zero launch`. Standard library only."""

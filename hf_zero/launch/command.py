@@ -1,4 +1,4 @@
-"""`hf-zero launch`: the flags of DeepSpeed's launcher as one torchrun, mpirun or srun command, which takes this process' place."""
+"""Implement `hf-zero launch`: turn the flags of DeepSpeed's launcher into one torchrun, mpirun or srun command, and exec it."""
 
 from __future__ import annotations
 
@@ -21,22 +21,23 @@ from hf_zero.launch.parent import VARIABLE
 from hf_zero.launch.placement import DEFAULT_PORT
 from hf_zero.system.text_file import read_text_file
 
-# Variables that ranks on other hosts get, by the beginnings of their names.
+# Prefixes of the environment variables that are passed to ranks on other hosts.
 PREFIXES = ("ACCELERATE_", "CUDA_DEVICE", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_", "WANDB_")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def names_passed_on(environ: Mapping[str, str]) -> list[str]:
-    """Return names of the user's own variables that other hosts get, in the order of ``environ``."""
+    """Return the names of the variables in ``environ`` that are passed to ranks on other hosts, in the order of ``environ``."""
     return [name for name in environ if name.startswith(PREFIXES) and _NAME.fullmatch(name)]
 
 
 def read_environment_files(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of ``.deepspeed_env`` in the home folder and in the current folder, which wins; accelerate writes the variables
-    to pass on there.
+    """Return the variables in the files ``.deepspeed_env`` of the home folder and of the current folder, which takes precedence.
+
+    accelerate writes the variables for other hosts to this file. ``DS_ENV_FILE`` names another file.
 
     Raises:
-        ConfigError: A file cannot be read or a line is no NAME=VALUE; names file and line, and shows nothing of its content.
+        ConfigError: A file cannot be read, or a line is not NAME=VALUE; the message names file and line but shows no content.
     """
     name = environ.get("DS_ENV_FILE", ".deepspeed_env")
     values: dict[str, str] = {}
@@ -54,7 +55,7 @@ def _read(path: Path) -> dict[str, str]:
             continue
         key, found, value = content.partition("=")
         if not found or not _NAME.fullmatch(key.strip()) or "\0" in value:
-            raise ConfigError(f"{path}:{number}: the line is no variable; expected NAME=VALUE, the name of letters, digits and _")
+            raise ConfigError(f"{path}:{number}: the line is not a variable; expected NAME=VALUE, with a name of letters, digits and _")
         values[key.strip()] = value.strip()
     return values
 
@@ -66,11 +67,21 @@ _LOCAL = "localhost"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of DeepSpeed's launcher, and ``--dry-run``."""
     add = parser.add_argument
-    add("-H", "--hostfile", help=f"lines like 'worker-1 slots=4' (default {_DEFAULT_HOSTFILE} where there is one; else this machine alone)")
+    add(
+        "-H",
+        "--hostfile",
+        help=f"file with lines like 'worker-1 slots=4' (default {_DEFAULT_HOSTFILE} if it exists; else only this machine)",
+    )
     add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
-    add("-e", "--exclude", default="", help="hosts and slots to leave out; not together with --include")
+    add("-e", "--exclude", default="", help="hosts and slots to exclude; cannot be combined with --include")
     add("--num_nodes", type=_count, default=0, help="use the first N hosts")
-    add("--num_gpus", "--num_accelerators", type=_slots, default=0, help="ranks per host (default: its slots, or this machine's devices)")
+    add(
+        "--num_gpus",
+        "--num_accelerators",
+        type=_slots,
+        default=0,
+        help="ranks per host (default: the slots of the host, or the devices of this machine)",
+    )
     add("--master_addr", default="", help="host of rank 0 (default: the first one)")
     add("--master_port", type=_count, default=DEFAULT_PORT, help=f"port of rank 0 (default {DEFAULT_PORT})")
     add(
@@ -78,42 +89,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=str.lower,
         default="standard",
         choices=sorted(_COMMANDS),
-        help="who starts the ranks (default: standard, torchrun)",
+        help="program that starts the ranks (default: standard, which is torchrun)",
     )
-    add("--launcher_args", default="", help="further arguments of mpirun, srun or torchrun, as one text")
-    add("--node_rank", type=int, default=-1, help="standard: number of this host, when its name is not in the hostfile")
+    add("--launcher_args", default="", help="further arguments of mpirun, srun or torchrun, in one string")
+    add("--node_rank", type=int, default=-1, help="standard: number of this host, if its name is not in the hostfile")
     add("--module", action="store_true", help="the script is a module, run as python -m")
     add("--no_python", action="store_true", help="the script is a program, run without python")
-    add("--no_local_rank", action="store_true", help="standard: no --local_rank for a script whose text declares that argument")
+    add(
+        "--no_local_rank",
+        action="store_true",
+        help="standard: do not pass --local_rank, even to a script whose source declares this argument",
+    )
     for flag in ("--no_ssh", "--force_multi"):
-        add(flag, action="store_true", help=argparse.SUPPRESS)  # accepted: what they ask for is how it works here
-    add("--dry-run", "--dry_run", action="store_true", help="print the command, do not run it")
+        add(flag, action="store_true", help=argparse.SUPPRESS)  # accepted without effect: this launcher always works in that way
+    add("--dry-run", "--dry_run", action="store_true", help="print the command without running it")
     add("script", help="training script, module or program")
-    add("script_args", nargs=argparse.REMAINDER, help="its arguments")
+    add("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
 
 
 def _count(text: str) -> int:
     number = int(text)
     if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
     return number
 
 
 def _slots(text: str) -> int:
     number = _count(text)
     if number > host_lists.MOST_SLOTS:
-        raise argparse.ArgumentTypeError(f"{text} is above {host_lists.MOST_SLOTS} ranks on one host")
+        raise argparse.ArgumentTypeError(f"{text} is above the limit of {host_lists.MOST_SLOTS} ranks on one host")
     return number
 
 
 @dataclass(frozen=True)
 class Command:
-    """Command that runs on this machine.
+    """A command that runs on this machine.
 
     Attributes:
-        words: The command line, which any user of the host can read: no value of a variable is in it.
-        variables: Where the ranks meet and their devices, added to its environment.
-        from_files: Variables of ``.deepspeed_env``, added as well, before those; their values are never shown.
+        words: The command line. Any user of the host can read it, so it contains no values of variables.
+        variables: Variables added to the command's environment: address and port of rank 0, and the visible devices.
+        from_files: Variables of ``.deepspeed_env``, also added; ``variables`` takes precedence. Their values are never shown.
     """
 
     words: list[str]
@@ -121,21 +136,21 @@ class Command:
     from_files: dict[str, str] = field(default_factory=dict)
 
     def environment(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return all variables of the process, from those of this one."""
+        """Return the environment of the command: ``environ`` of this process, with the added variables."""
         return {**environ, **self.from_files, **self.variables}
 
     def __str__(self) -> str:
-        """Return a line for a shell, and the names of the variables that it must not show."""
+        """Return the command as a shell line, followed by the names of the variables whose values are not shown."""
         line = shlex.join([*(f"{name}={value}" for name, value in self.variables.items()), *self.words])
         hidden = [name for name in self.from_files if name not in self.variables]
         return f"{line}\n# with these variables of .deepspeed_env: {', '.join(hidden)}" if hidden else line
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Prints the command, or becomes it: signals and the exit code are the launcher's own.
+    """Print the command (``--dry-run``), or replace this process by it, so that signals and the exit code are the launcher's own.
 
     Raises:
-        ConfigError: Hosts or flags do not fit together, or the program that starts ranks is not there.
+        ConfigError: Hosts or flags do not fit together, or the program that starts ranks is not installed.
     """
     command = build_command(options, os.environ)
     if options.dry_run:
@@ -147,27 +162,27 @@ def launch(options: argparse.Namespace) -> int:
             f"--launcher {options.launcher} needs {command.words[0]}, which is not on PATH; install it, or use another launcher"
         )
     sys.stdout.flush()
-    # What the user asked to run, without a shell.
-    environment = {**command.environment(os.environ), VARIABLE: str(os.getpid())}  # the number stays
+    # Run the user's command without a shell.
+    environment = {**command.environment(os.environ), VARIABLE: str(os.getpid())}  # exec keeps the process ID
     os.execve(program, command.words, environment)  # nosec B606
     return 0  # never reached
 
 
 def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Command:
-    """Return the command of ``options``.
+    """Return the command that ``options`` of `hf-zero launch` describe.
 
     Raises:
-        ConfigError: Hosts or flags do not fit together; names the flag, or the line of the hostfile.
+        ConfigError: Hosts or flags do not fit together; the message names the flag, or the line of the hostfile.
     """
     if options.module and options.no_python:
-        raise ConfigError("--module and --no_python exclude each other: a module needs python to run it")
+        raise ConfigError("--module and --no_python exclude each other, because a module needs python; remove one of them")
     if options.include and options.exclude:
         raise host_lists.both_filters()
     return _COMMANDS[options.launcher](options, find_hosts(options), environ)
 
 
 def find_hosts(options: argparse.Namespace) -> list[Host]:
-    """Return the hosts of the job, filtered; this machine alone is called localhost."""
+    """Return the hosts of the job after the filters; a job on this machine only has one host named localhost."""
     path = options.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else "")
     if path:
         hosts = host_lists.read_hostfile(path)
@@ -189,12 +204,12 @@ def find_hosts(options: argparse.Namespace) -> list[Host]:
 
 
 def _devices() -> int:
-    import torch  # only here: asking for the devices is all that needs it
+    import torch  # imported here: only the number of devices needs it
 
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
 
 
-def _further(options: argparse.Namespace) -> list[str]:
+def _launcher_arguments(options: argparse.Namespace) -> list[str]:
     try:
         return shlex.split(options.launcher_args)
     except ValueError as error:
@@ -210,20 +225,20 @@ def _script(options: argparse.Namespace) -> list[str]:
 
 
 def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    """Return the torchrun command for this host; with several hosts the same command is given on each."""
-    number = _own_number(options, hosts) if len(hosts) > 1 else 0
+    """Return the torchrun command for this host; with several hosts the user runs the same `hf-zero launch` on each."""
+    number = _own_node_rank(options, hosts) if len(hosts) > 1 else 0
     host = hosts[number]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
     words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
-    words += ["--master_port", str(options.master_port), *_further(options)]
+    words += ["--master_port", str(options.master_port), *_launcher_arguments(options)]
     if local_rank.is_wanted(options):
         words += ["--no_python", sys.executable, "-m", local_rank.__name__]
     words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
     return Command([*words, *options.script_args], _visible(host))
 
 
-def _own_number(options: argparse.Namespace, hosts: list[Host]) -> int:
+def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
     if options.node_rank >= len(hosts):
         raise ConfigError(f"--node_rank is {options.node_rank}, but there are {len(hosts)} hosts, numbered from 0")
     if options.node_rank >= 0:
@@ -233,8 +248,8 @@ def _own_number(options: argparse.Namespace, hosts: list[Host]) -> int:
         if host.name in (own, own.partition(".")[0]):
             return number
     raise ConfigError(
-        f"this machine, {own}, is none of {', '.join(host.name for host in hosts)}: torchrun is started on every host, so give each "
-        "its --node_rank, or let --launcher openmpi, mpich or slurm start all ranks from one"
+        f"this machine, {own}, is not in the list of hosts {', '.join(host.name for host in hosts)}. torchrun is started on every host: "
+        "pass --node_rank on each host, or let --launcher openmpi, mpich or slurm start all ranks from one host"
     )
 
 
@@ -243,21 +258,21 @@ def _visible(host: Host) -> dict[str, str]:
 
 
 def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    variables, from_files = _for_all(options, hosts, environ)
+    variables, from_files = _common_variables(options, hosts, environ)
     words = [_program("mpirun.openmpi", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
     words += ["--host", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
     own = [] if _is_local(hosts) else names_passed_on(environ)
     for name in dict.fromkeys([*own, *from_files, *variables]):
-        words += ["-x", name]  # the name alone: mpirun takes the value from its own environment
-    return Command([*words, *_further(options), *_script(options)], variables, from_files)
+        words += ["-x", name]  # only the name: mpirun reads the value from its environment
+    return Command([*words, *_launcher_arguments(options), *_script(options)], variables, from_files)
 
 
 def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
     words = [_program("mpirun.mpich", "mpiexec.hydra", "mpirun"), "-n", str(sum(len(host.slots) for host in hosts))]
     words += ["-hosts", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
-    # What it does by default, said aloud. A list of names would keep PATH and LD_LIBRARY_PATH from ranks on other hosts.
+    # The default, written out. A list of names would not pass PATH and LD_LIBRARY_PATH to ranks on other hosts.
     words += ["-genvall"]
-    return Command([*words, *_further(options), *_script(options)], *_for_all(options, hosts, environ))
+    return Command([*words, *_launcher_arguments(options), *_script(options)], *_common_variables(options, hosts, environ))
 
 
 def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -266,7 +281,7 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
         per_host = {len(host.slots) for host in hosts}
         if len(per_host) > 1:
             raise ConfigError(
-                f"--launcher slurm: hosts with {sorted(per_host)} slots; srun starts equally many ranks on each, use --num_gpus"
+                f"--launcher slurm: hosts have {sorted(per_host)} slots, but srun starts the same number of ranks on each; set --num_gpus"
             )
         words += ["--nodes", str(len(hosts)), "--nodelist", ",".join(host.name for host in hosts), "--ntasks-per-node", str(per_host.pop())]
     elif hosts:
@@ -276,44 +291,44 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
     variables = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
     if options.master_port != DEFAULT_PORT:
         variables["MASTER_PORT"] = str(options.master_port)
-    variables.update(_same_devices(options, hosts))
+    variables.update(_common_devices(options, hosts))
     from_files = {} if _is_local(hosts) else read_environment_files(environ)
-    # All of srun's own environment, without further variables: the option is a list, which a comma in a value would end.
-    return Command([*words, "--export=ALL", *_further(options), *_script(options)], variables, from_files)
+    # Pass only srun's own environment: further variables would be list items of this option, which a comma in a value breaks.
+    return Command([*words, "--export=ALL", *_launcher_arguments(options), *_script(options)], variables, from_files)
 
 
 def _is_local(hosts: list[Host]) -> bool:
-    """Return whether all ranks run here; with an empty list Slurm chooses the hosts."""
+    """Return whether all ranks run on this machine; False for an empty list, with which Slurm chooses the hosts."""
     return bool(hosts) and all(host.name == _LOCAL for host in hosts)
 
 
-def _for_all(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Return the variables that every rank gets: address of rank 0 and the chosen devices; and those that other hosts also get from
-    ``.deepspeed_env``.
+def _common_variables(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Return the variables for every rank (address and port of rank 0, chosen devices), and the variables of ``.deepspeed_env``, which
+    only ranks on other hosts need.
     """
     local = _is_local(hosts)
     address = options.master_addr or ("127.0.0.1" if local else hosts[0].name)
-    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_same_devices(options, hosts)}
+    variables = {"MASTER_ADDR": address, "MASTER_PORT": str(options.master_port), **_common_devices(options, hosts)}
     return variables, {} if local else read_environment_files(environ)
 
 
-def _same_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, str]:
+def _common_devices(options: argparse.Namespace, hosts: list[Host]) -> dict[str, str]:
     visible = [_visible(host) for host in hosts]
     if any(entry != visible[0] for entry in visible):
         raise ConfigError(
             f"--launcher {options.launcher}: {' and '.join(host.name for host in hosts)} use different devices, but this "
-            "launcher sets the same CUDA_VISIBLE_DEVICES on all hosts. Choose the same slots on each"
+            "launcher sets the same CUDA_VISIBLE_DEVICES on all hosts. Choose the same slots on each host"
         )
     return visible[0] if visible else {}
 
 
 def _program(*names: str) -> str:
-    """Return the first of ``names`` that is installed, else the last, for the message that it is missing."""
+    """Return the first of ``names`` that is installed; otherwise the last one, which an error message then names."""
     return next((name for name in names if shutil.which(name)), names[-1])
 
 
 def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    """Return the command for DeepSpeed's default over ssh; on one host DeepSpeed does not use ssh either."""
+    """Return the torchrun command for DeepSpeed's default launcher on one host; raise on several hosts, where DeepSpeed uses ssh."""
     if len(hosts) == 1:
         return _standard(options, hosts, environ)
     commands = []
@@ -321,8 +336,8 @@ def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, 
         own = argparse.Namespace(**{**vars(options), "node_rank": number})
         commands.append(f"- {host.name}: {_standard(own, hosts, environ)}")
     raise ConfigError(
-        f"--launcher {options.launcher} would start ranks over ssh, which hf_zero does not: use openmpi, mpich, mvapich or slurm, or give "
-        "the command of each host there, in the same folder:\n" + "\n".join(commands)
+        f"--launcher {options.launcher} would start ranks over ssh, which hf_zero does not support: use openmpi, mpich, mvapich or slurm, "
+        "or run these commands on the hosts, in the same folder:\n" + "\n".join(commands)
     )
 
 
@@ -330,7 +345,7 @@ _COMMANDS: dict[str, Callable[[argparse.Namespace, list[Host], Mapping[str, str]
     "standard": _standard,
     "openmpi": _open_mpi,
     "mpich": _mpich,
-    "mvapich": _mpich,  # its mpirun is hydra too
+    "mvapich": _mpich,  # its mpirun is hydra, as in MPICH
     "slurm": _slurm,
     "pdsh": _pdsh,
 }

@@ -1,4 +1,4 @@
-"""Hosts and slots of a job: the hostfile and the filters of DeepSpeed's launcher."""
+"""Read the hosts and slots of a job from the hostfile, and apply the filters of DeepSpeed's launcher."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from hf_zero.errors import ConfigError
 from hf_zero.system.text_file import read_text_file
 
 MOST_SLOTS = 4096
-"""Of one host: far above the devices of any machine, and few enough to be listed."""
+"""Largest number of slots of one host: more than any machine has devices, and few enough to list."""
 _LINE = re.compile(r"(?P<host>[A-Za-z0-9][A-Za-z0-9._-]*)\s+slots=(?P<slots>[0-9]+)", re.ASCII)
 
 
 @dataclass(frozen=True)
 class Host:
-    """A machine and the devices of it that are used; ``chosen`` says whether somebody picked them by number."""
+    """A machine and the indices of its devices that are used; ``chosen`` is True if a filter selected them by index."""
 
     name: str
     slots: tuple[int, ...]
@@ -27,13 +27,13 @@ def read_hostfile(path: str) -> list[Host]:
     """Return the hosts of a file with lines like ``worker-1 slots=4``; ``#`` begins a comment.
 
     Raises:
-        ConfigError: The file cannot be read, holds no host, or a line is wrong; names file and line.
+        ConfigError: The file cannot be read or has no host, or a line is wrong; the message names file and line.
     """
     return parse_hostfile(read_text_file(path, "hostfile").split("\n"), path)
 
 
 def parse_hostfile(text: Iterable[str], path: str) -> list[Host]:
-    """Return the same as ``read_hostfile`` for the lines of the file; ``path`` is for messages."""
+    """Return the hosts in the lines ``text`` of a hostfile, like ``read_hostfile``; ``path`` is for messages."""
     hosts: dict[str, int] = {}
     lines: dict[str, int] = {}
     for number, line in enumerate(text, start=1):
@@ -42,22 +42,22 @@ def parse_hostfile(text: Iterable[str], path: str) -> list[Host]:
             continue
         found = _LINE.fullmatch(content)
         if found is None:
-            raise ConfigError(f"{path}:{number}: {_cut(content)!r} is no host; expected a name and its slots, like: worker-1 slots=4")
+            raise ConfigError(f"{path}:{number}: {_cut(content)!r} is not a host; expected a name and its slots, like: worker-1 slots=4")
         name, slots = found["host"], _count(found["slots"])
         if not 1 <= slots <= MOST_SLOTS:
             raise ConfigError(
-                f"{path}:{number}: {_cut(name)} has {_cut(found['slots'])} slots; expected 1 to {MOST_SLOTS}, or leave the line out"
+                f"{path}:{number}: {_cut(name)} has {_cut(found['slots'])} slots; expected 1 to {MOST_SLOTS}; correct or remove the line"
             )
         if name in hosts:
-            raise ConfigError(f"{path}:{number}: {_cut(name)} is there twice, first in line {lines[name]}; give each host one line")
+            raise ConfigError(f"{path}:{number}: {_cut(name)} is listed twice, first in line {lines[name]}; write one line per host")
         hosts[name], lines[name] = slots, number
     if not hosts:
-        raise ConfigError(f"{path} holds no host; expected lines like: worker-1 slots=4")
+        raise ConfigError(f"{path} contains no host; expected lines like: worker-1 slots=4")
     return [Host(name, tuple(range(slots))) for name, slots in hosts.items()]
 
 
 def _count(digits: str) -> int:
-    """Return the number, or one that is too large for anything; Python refuses to read thousands of digits."""
+    """Return the number, or 10**9 for more than 9 digits, which every check refuses; Python cannot convert thousands of digits."""
     return int(digits) if len(digits) <= 9 else 10**9
 
 
@@ -66,10 +66,10 @@ def _cut(text: str) -> str:
 
 
 def include(hosts: list[Host], text: str) -> list[Host]:
-    """Return the hosts and slots of ``text``, such as ``worker-0@worker-1:0,2``, in its order.
+    """Return the hosts and slots that ``text`` selects, such as ``worker-0@worker-1:0,2``, in the order of ``text``.
 
     Raises:
-        ConfigError: A host or slot that is not there.
+        ConfigError: ``text`` names a host or slot that does not exist.
     """
     known = {host.name: host for host in hosts}
     picked = _parse(text, known, "--include")
@@ -77,10 +77,10 @@ def include(hosts: list[Host], text: str) -> list[Host]:
 
 
 def exclude(hosts: list[Host], text: str) -> list[Host]:
-    """Return ``hosts`` without the hosts and slots of ``text``; a host without slots is left out as a whole; the result may be empty.
+    """Return ``hosts`` without the hosts and slots that ``text`` names; a host without remaining slots is removed. The result may be empty.
 
     Raises:
-        ConfigError: A host or slot that is not there.
+        ConfigError: ``text`` names a host or slot that does not exist.
     """
     dropped = _parse(text, {host.name: host for host in hosts}, "--exclude")
     left = []
@@ -93,8 +93,8 @@ def exclude(hosts: list[Host], text: str) -> list[Host]:
 
 
 def both_filters() -> ConfigError:
-    """Return the error for two filters at once."""
-    return ConfigError("--include and --exclude exclude each other; give one of them")
+    """Return the error for --include and --exclude in one command."""
+    return ConfigError("--include and --exclude cannot be combined; use one of them")
 
 
 def _parse(text: str, known: dict[str, Host], flag: str) -> dict[str, tuple[int, ...] | None]:
@@ -104,7 +104,7 @@ def _parse(text: str, known: dict[str, Host], flag: str) -> dict[str, tuple[int,
         if name not in known:
             raise ConfigError(f"{flag} {text}: host {name!r} is unknown; known: {', '.join(known)}")
         if name in picked:
-            raise ConfigError(f"{flag} {text}: host {name} is there twice; join its slots with commas")
+            raise ConfigError(f"{flag} {text}: host {name} is listed twice; join its slots with commas")
         picked[name] = _slots(numbers, known[name], f"{flag} {text}") if colon else None
     return picked
 
@@ -119,15 +119,15 @@ def _slots(numbers: str, host: Host, what: str) -> tuple[int, ...]:
 
 
 def limit(hosts: list[Host], nodes: int, slots: int) -> list[Host]:
-    """Return the first ``nodes`` hosts with their first ``slots`` slots; 0 is no limit.
+    """Return the first ``nodes`` hosts with their first ``slots`` slots; 0 means no limit.
 
     Raises:
-        ConfigError: There are not as many.
+        ConfigError: There are fewer hosts or slots.
     """
     if nodes > len(hosts):
-        raise ConfigError(f"--num_nodes is {nodes}, but there are {len(hosts)} hosts")
+        raise ConfigError(f"--num_nodes is {nodes}, but there are only {len(hosts)} hosts")
     chosen = hosts[:nodes] if nodes else hosts
     for host in chosen:
         if slots > len(host.slots):
-            raise ConfigError(f"--num_gpus is {slots}, but {host.name} has {len(host.slots)} slots")
+            raise ConfigError(f"--num_gpus is {slots}, but {host.name} has only {len(host.slots)} slots")
     return [Host(host.name, host.slots[:slots], host.chosen) for host in chosen] if slots else chosen

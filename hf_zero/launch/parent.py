@@ -1,4 +1,4 @@
-"""End of a rank whose launcher is killed."""
+"""End a rank when its launcher is killed."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ import signal
 from hf_zero.errors import ConfigError
 from hf_zero.system.c_library import linux_function
 
-VARIABLE = "HF_ZERO_LAUNCHER"  # the number of the process that starts the ranks of this machine
+VARIABLE = "HF_ZERO_LAUNCHER"  # process ID of the launcher that starts the ranks of this machine
 _PR_SET_PDEATHSIG = 1
 
 
 def end_with_launcher() -> None:
-    """Has the kernel end this process when `hf-zero launch`, which started it, is gone.
+    """Ask the kernel to kill this process when its parent, `hf-zero launch`, ends. Linux only.
 
-    A launcher that is ended by a signal it can hear ends its ranks itself; after ``kill -9`` they would wait for each other until their
-    time is out, and hold their devices. Linux alone has this. Processes that a rank starts (workers of a loader) are not meant: they have
-    the variable, and another parent.
+    A launcher that receives a signal it can handle ends its ranks itself. After ``kill -9`` the ranks would wait for each other until
+    their timeout, and occupy their devices. Child processes of a rank (workers of a loader) are not affected: they inherit the variable but
+    have another parent.
 
     Raises:
-        ConfigError: The launcher is gone already.
+        ConfigError: The launcher has already ended.
     """
     number = os.environ.get(VARIABLE, "")
     if number != str(os.getppid()):
@@ -30,5 +30,5 @@ def end_with_launcher() -> None:
     if function is None:
         return
     function(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
-    if os.getppid() != int(number):  # it went between the two
-        raise ConfigError(f"the launcher, process {number}, has been killed: this rank ends as well")
+    if os.getppid() != int(number):  # the launcher ended between the two calls
+        raise ConfigError(f"the launcher (process {number}) was killed, so this rank ends too")

@@ -1,6 +1,6 @@
-"""Rank of a process that mpirun or srun started, from the variables they set, without an MPI library.
+"""Find the rank of a process that mpirun or srun started from their environment variables, without an MPI library.
 
-Read by ``init_distributed``, and where a library makes the state that looks at RANK.
+``init_distributed`` uses this module, and so do the integrations of libraries that read RANK.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from hf_zero.errors import ConfigError
 
 DEFAULT_PORT = 29500
-# Ports of jobs with a known number: from the default on, below what systems give out by themselves.
+# Number of ports for jobs with a known ID, from the default port on; below the ephemeral ports of operating systems.
 _PORTS = 2000
-# Programs that start ranks and are none themselves: srun may start one of them per node.
+# Programs that start ranks and are not ranks themselves; srun may start one of them per node.
 _LAUNCHERS = frozenset({"accelerate", "accelerate-launch", "deepspeed", "torchrun", "hf-zero"})
 _LAUNCHER_MODULES = ("accelerate.commands", "torch.distributed.run", "torch.distributed.launch", "hf_zero.cli")
 
@@ -27,13 +27,13 @@ class Placement:
     """One process among those that a launcher started.
 
     Attributes:
-        launcher: Who started it, for messages.
-        rank: Its rank among all.
-        world: Number of all.
-        local_rank: Its rank on this host.
+        launcher: Name of the launcher, for messages.
+        rank: Rank of the process among all processes.
+        world: Number of all processes.
+        local_rank: Rank of the process on this host.
         local_world: Number of processes on this host.
-        address: Host of rank 0; "" when the launcher does not tell.
-        job: Something that all processes of the job share and other jobs do not; "" when the launcher has no such thing.
+        address: Host of rank 0; "" if the launcher does not give it.
+        job: ID of the job, which all its processes share and no other job has; "" if the launcher has none.
     """
 
     launcher: str
@@ -46,16 +46,16 @@ class Placement:
 
     @property
     def port(self) -> int:
-        """Return the port of rank 0: two jobs on one host get different ports if their numbers are known."""
+        """Return the port of rank 0, computed from the job ID so that two jobs on one host get different ports; else the default port."""
         return DEFAULT_PORT + (zlib.crc32(self.job.encode()) % _PORTS if self.job else 0)
 
 
 def find_placement(environ: Mapping[str, str]) -> Placement | None:
-    """Return the placement that Open MPI, MVAPICH2, MPICH (hydra, Intel MPI) or Slurm give this process; None when none of them started
-    several.
+    """Return the placement that Open MPI, MVAPICH2, MPICH (hydra, Intel MPI) or Slurm give this process; None if none of them started
+    several processes.
 
     Raises:
-        ConfigError: A variable holds no number, or one is missing.
+        ConfigError: A variable is missing, or is not a number.
     """
     for size, read in _READERS.items():
         if size in environ:
@@ -84,7 +84,7 @@ def _open_mpi(environ: Mapping[str, str]) -> Placement:
 
 
 def _mpirun_host(environ: Mapping[str, str]) -> str:
-    """Return the address of the host mpirun runs on, which is rank 0's unless the hosts were named otherwise; rank 0 checks it."""
+    """Return the address of the host that mpirun runs on; usually also rank 0's host, which rank 0 checks. "" if it is unknown."""
     found = re.search(r";tcp://([0-9.]+)", environ.get("OMPI_MCA_orte_hnp_uri", ""))
     return found.group(1) if found else ""
 
@@ -106,7 +106,7 @@ def _hydra(environ: Mapping[str, str]) -> Placement | None:
 
 
 def _slurm(environ: Mapping[str, str]) -> Placement:
-    """Return the placement of one task of a job step; the batch script itself and an interactive shell have none."""
+    """Return the placement of one task of a Slurm job step; the batch script and an interactive shell are no tasks."""
     rank, world, local_rank = (_number(environ, f"SLURM_{name}", "srun") for name in ("PROCID", "STEP_NUM_TASKS", "LOCALID"))
     node = _number(environ, "SLURM_NODEID", "srun") if "SLURM_NODEID" in environ else 0
     local_world = _tasks_of_node(environ.get("SLURM_STEP_TASKS_PER_NODE", ""), node) or world
@@ -123,7 +123,7 @@ _READERS = {
 
 
 def _tasks_of_node(text: str, node: int) -> int:
-    """Return the number of tasks on node number ``node`` from Slurm's ``4(x2),3``; 0 when it is not given."""
+    """Return the number of tasks on node number ``node`` from Slurm's notation ``4(x2),3``; 0 if ``text`` does not cover the node."""
     for count, repeat in re.findall(r"([0-9]{1,9})(?:\(x([0-9]{1,9})\))?", text):
         node -= int(repeat or 1)
         if node < 0:
@@ -132,7 +132,7 @@ def _tasks_of_node(text: str, node: int) -> int:
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a Slurm list: ``gpu[03-05,9],login`` is ``gpu03``; "" of nothing."""
+    """Return the first host of a Slurm host list: ``gpu03`` for ``gpu[03-05,9],login``; "" for an empty list."""
     head = re.match(r"([^\[,]*)(?:\[([^\]]*)\])?([^,\[]*)", nodes)
     if head is None:
         return ""
@@ -143,17 +143,17 @@ def first_host(nodes: str) -> str:
 def export_placement(environ: MutableMapping[str, str] | None = None, port: int = DEFAULT_PORT) -> Placement | None:
     """Set RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT from the variables of mpirun or srun.
 
-    A process that has a RANK, or that starts others, is left alone; so is every variable that is set already.
+    Nothing changes if RANK is set, or if this process is a launcher. Variables that are already set keep their values.
 
     Args:
-        environ: The environment to read and to change, by default that of the process.
-        port: Port of rank 0; the default lets the job's number choose.
+        environ: The environment to read and to change; None is that of the process.
+        port: Port of rank 0; the default value computes the port from the job ID.
 
     Returns:
-        What was found, or None.
+        The placement, or None if nothing was changed.
 
     Raises:
-        ConfigError: Variables of the launcher are broken, or the address it gives is not one of rank 0's host.
+        ConfigError: Variables of the launcher are wrong, or its address does not belong to the host of rank 0.
     """
     environ = os.environ if environ is None else environ
     if "RANK" in environ or _is_launcher(sys.orig_argv):
@@ -164,7 +164,9 @@ def export_placement(environ: MutableMapping[str, str] | None = None, port: int 
     address = environ.get("MASTER_ADDR") or ("127.0.0.1" if found.local_world == found.world else found.address)
     if found.rank == 0 and address and address == found.address and "MASTER_ADDR" not in environ and not _is_here(address):
         here = os.uname().nodename
-        raise ConfigError(f"{found.launcher} runs on {address}, but rank 0 on {here}: {_NAME_IT[found.launcher].format(here)}")
+        raise ConfigError(
+            f"{found.launcher} runs on {address}, but rank 0 runs on {here}: {_HOW_TO_SET_ADDRESS[found.launcher].format(here)}"
+        )
     values = {
         "RANK": found.rank,
         "WORLD_SIZE": found.world,
@@ -179,7 +181,7 @@ def export_placement(environ: MutableMapping[str, str] | None = None, port: int 
     return found
 
 
-_NAME_IT = {
+_HOW_TO_SET_ADDRESS = {
     "Open MPI": "pass mpirun -x MASTER_ADDR={}",
     "MPICH's mpirun": "pass mpirun -genv MASTER_ADDR {}",
     "MVAPICH2": "pass mpirun -env MASTER_ADDR={}",
@@ -188,14 +190,14 @@ _NAME_IT = {
 
 
 def require_address(environ: Mapping[str, str]) -> None:
-    """Refuses to meet at this host's own address when the ranks are on several hosts.
+    """Raise if the ranks are on several hosts and MASTER_ADDR is not set, because each host would wait at its own address.
 
     Raises:
-        ConfigError: mpirun started ranks on several hosts and nobody said where rank 0 is.
+        ConfigError: mpirun or srun started ranks on several hosts, and the address of rank 0 is unknown.
     """
     found = find_placement(environ)
     if found is not None and found.local_world != found.world and "MASTER_ADDR" not in environ:
-        how = _NAME_IT[found.launcher].format("HOST_OF_RANK_0")
+        how = _HOW_TO_SET_ADDRESS[found.launcher].format("HOST_OF_RANK_0")
         raise ConfigError(
             f"{found.launcher} started {found.world} ranks on several hosts, but does not give the address of rank 0: {how}, "
             "or start with hf-zero launch --hostfile"
@@ -203,7 +205,7 @@ def require_address(environ: Mapping[str, str]) -> None:
 
 
 def _is_launcher(words: list[str]) -> bool:
-    """Return whether the process with this command line only starts others: it needs no rank, and must not hand one down."""
+    """Return whether the process with this command line is a launcher, which needs no rank and must not pass one to its children."""
     for number, word in enumerate(words[1:], start=1):
         if word == "-m":
             return words[number + 1 : number + 2] != [] and words[number + 1].startswith(_LAUNCHER_MODULES)
@@ -213,8 +215,8 @@ def _is_launcher(words: list[str]) -> bool:
 
 
 def _is_here(address: str) -> bool:
-    """Return whether ``address`` is one of this host's."""
-    import socket  # only here: nearly no program needs it
+    """Return whether ``address`` belongs to this host."""
+    import socket  # imported here: few programs need it
 
     try:
         with socket.socket() as probe:

@@ -87,8 +87,7 @@ def _lines(path: Path) -> list[str]:
 
 
 def require_host_memory(need: Mapping[str, int], gather: Callable[[Any], list[Any]], remedy: str) -> None:
-    """Raise, the same on every rank, if an allocation does not fit beside the memory that the ranks of each machine hold already;
-    collective.
+    """Raise on every rank if the allocations of the ranks of a machine do not fit into its free memory; collective.
 
     Args:
         need: Bytes that this rank is about to allocate in host memory, by purpose.

@@ -1,6 +1,4 @@
-"""Allocate host memory that devices copy from and to, page-locked at its exact size, and memory that is updated beside
-it, on huge pages.
-"""
+"""Allocate host memory: page-locked buffers of exact size, which devices copy from and to, and ordinary memory on huge pages."""
 
 from __future__ import annotations
 
@@ -23,11 +21,11 @@ ALIGNMENT = 4096
 
 
 class HostMemory:
-    """Allocates host buffers of one device; each is returned to the kernel with its last tensor.
+    """Allocator of the host buffers of one device; each buffer is returned to the kernel with its last tensor.
 
-    torch's own page-locked allocator rounds each size up to a power of two, half of it wasted at worst, and keeps what is freed; here pages
-    are taken from the kernel and registered with the driver as they are. When registering fails (a limit on locked memory) the
-    memory stays ordinary and copies are slower.
+    torch's page-locked allocator rounds each size up to a power of two, which wastes up to half of it, and keeps freed memory. This class
+    takes pages from the kernel and registers them with the driver. If registering fails (a limit on locked memory), the memory stays
+    ordinary and copies are slower.
 
     To free a buffer that a device may still be copying, a caller waits for all work of the device: use this class for lasting buffers, and
     ``HostPool`` for temporary ones.
@@ -40,7 +38,7 @@ class HostMemory:
 
     Args:
         device: The training device; only one that copies from host memory needs it locked.
-        pin: Lock pages.
+        pin: Whether to lock pages.
     """
 
     def __init__(self, device: torch.device, pin: bool = True) -> None:
@@ -103,7 +101,7 @@ class HostPool:
         return self.memory.empty(max(nbytes, 1), torch.uint8, pinned=True)
 
     def give(self, block: torch.Tensor) -> None:
-        """Take a block back; from any thread, and from a finalizer."""
+        """Return ``block`` to the pool; may be called from any thread and from a finalizer."""
         self._given.append(block)
 
 
@@ -174,7 +172,7 @@ class _Locks:
         self._failed = False
 
     def lock(self, address: int, nbytes: int) -> bool:
-        """Lock pages; return False, with a warning, if the driver refuses, and then always."""
+        """Lock the ``nbytes`` of pages at ``address``; after the driver has refused once, with a warning, always return False."""
         if self._failed:
             return False
         with self._module.device(self._device):  # the driver initialises the current device

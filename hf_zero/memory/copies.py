@@ -1,4 +1,4 @@
-"""Copy between host and device beside the computation: on a separate stream, with marks that show its progress."""
+"""Copy between host and device on a separate stream, in parallel with the computation, with marks that show the progress."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-_LEAVING = 2  # device tensors that a lane keeps alive: one that is copied, one that waits
+_LEAVING = 2  # number of device tensors that a lane keeps alive: one that is copied, one that waits
 
 
 class Mark:
@@ -47,12 +47,12 @@ class Mark:
 class CopyLane:
     """One direction of copies of one engine. If training runs in host memory, copies are plain copies and every mark is reached at once.
 
-    [Note: device memory in a lane] Memory that a lane copies belongs to the stream it was allocated on, the one that computes. torch's
-    ``record_stream`` would keep it from being given away too early, but hands it out again only when the host has seen the lane pass: a
-    host that runs ahead of its device gets block after block of fresh memory. Here the computing stream waits for the lane before
-    the memory is let go, and everything is reused in the order of that stream: a gather waits in ``ShardStorage.arrive``, what
-    a lane fills or empties besides is kept by its ``Mark``. A lane keeps two; for a third the computing stream waits until the
-    first has been copied, so a slow bus holds it up and never fills the device.
+    [Note: device memory in a lane] Memory that a lane copies belongs to the stream on which it was allocated, the computing stream. torch's
+    ``record_stream`` would prevent an early reuse, but it reuses memory only after the host has seen the lane pass: a host that runs ahead
+    of its device would allocate more and more fresh memory. Here the computing stream waits for the lane before the memory is freed, so
+    memory is reused in the order of this stream: a gather waits in ``ShardStorage.arrive``; a ``Mark`` keeps other memory that the lane
+    copies. A lane keeps two tensors alive. For a third one the computing stream waits until the first has been copied, so a slow bus
+    delays the computation but never fills the device.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -76,9 +76,9 @@ class CopyLane:
             yield
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> Mark:
-        """Copy ``source`` to ``target``, of the same number of elements; host memory must not be touched before the mark.
+        """Copy ``source`` to ``target``, of the same number of elements; callers must not access the host memory before the mark.
 
-        Device memory must live until the current stream is ordered behind it.
+        Device memory must stay allocated until the current stream is ordered after the mark.
         """
         with self.entered():
             target.copy_(source, non_blocking=True)

@@ -1,13 +1,13 @@
 """Control how much memory the C library's heap keeps while a sharded model is built, and while it is trained on a host.
 
-[Note: what stays between what goes] While a sharded model is built and loaded, unsharded tensors are allocated and freed between shards
-that stay. After the first few, the C library takes them from one heap, and cannot return memory below a block that stays: a rank that
-should have held half of a model of 260 MiB held 290 MiB. Blocks of their own are returned at once; they cost page faults, so the library's
-usual limits are restored when an engine exists. Limits that the user has set in the environment are not changed.
+[Note: permanent blocks in the heap] While a sharded model is built and loaded, unsharded tensors are allocated and freed between permanent
+shards. After the first few, the C library takes them all from one heap, and cannot return memory below a permanent block: a rank that
+should have held half of a model of 260 MiB held 290 MiB. Separately mapped blocks are returned at once, but cost page faults, so the
+library's usual limits are restored once an engine exists. Limits that the user has set in the environment are not changed.
 
-[Note: what a step frees] On a host every step frees the same temporary tensors and allocates them again. With the usual limit the heap
-returns its end to the system in between: 10,000 page faults and 30 ms of processor time in a step of 1 s, for a GPT-2 of 24 M parameters.
-So the heap is allowed to keep more.
+[Note: memory that a step frees] On a host, every step frees the same temporary tensors and allocates them again. With the usual limit, the
+heap returns its end to the system in between: 10,000 page faults and 30 ms of processor time in a step of 1 s, for a GPT-2 of 24 M
+parameters. So the heap is allowed to keep more.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Allocate host memory: large buffers on huge pages, freed blocks, and pages mapped from files."""
+"""Allocate large host buffers on huge pages, and list the memory that is mapped from files."""
 
 from __future__ import annotations
 
@@ -22,11 +22,10 @@ def empty(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
 
 
 def passing(numel: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return an uninitialised tensor like ``empty``, for use during a part of a step: a view that begins at a huge page of slightly larger
-    memory.
+    """Return an uninitialised (numel,) tensor for use during a part of a step; if it is large and on a host, it begins at a huge page.
 
-    Elements outside complete huge pages are on small ones, 2 MiB of a buffer on average. Memory that stays is not worth the room. No code
-    writes to what is left of the room, so it takes no memory, and a plan leaves it out.
+    Such a tensor is a view of slightly larger memory. Unaligned, on average 2 MiB of a buffer would be on small pages. Permanent memory
+    does not justify the extra address space. No code writes to the rest, so it takes no memory, and a plan leaves it out.
     """
     nbytes = numel * dtype.itemsize
     if device.type != "cpu" or nbytes < 2 * _HUGE_PAGE or planning() or _advise() is None:
@@ -53,10 +52,10 @@ def cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
     """Ask the kernel to back ``tensor``, not yet written to, with huge pages, and return it.
 
-    [Note: huge pages] A flat buffer is written and read from end to end once a step. Fresh memory costs a fault per page, and
-    walking the page table costs again on every pass, most of all in a virtual machine. Filling 24 MiB of fresh memory took 10.5 ms
-    on pages of 4 KiB and 2.1 ms on pages of 2 MiB where this was written (24 MiB in use already: 4.8 ms). It is advice: where the
-    kernel does not take it nothing changes.
+    [Note: huge pages] A flat buffer is written and read completely once per step. Fresh memory costs a page fault per page, and every pass
+    costs look-ups in the page table, most of all in a virtual machine. In one measurement, filling 24 MiB of fresh memory took 10.5 ms on
+    pages of 4 KiB and 2.1 ms on pages of 2 MiB (4.8 ms for 24 MiB that were in use before). A kernel that ignores the advice changes
+    nothing.
     """
     size = tensor.nbytes
     advise = _advise() if size >= _HUGE_PAGE else None

@@ -1,7 +1,7 @@
-"""Mark device memory that stays where it is, whoever wants to move what functions have saved of it.
+"""Mark device memory that offloading of activations must not move to the host.
 
-Functions save their weights, and views of them, beside activations. A unit's whole buffer is freed and gathered by its engine: a copy of a
-weight on the host would be a second copy of the model for each forward, and would save nothing on the device.
+Autograd functions save weights, and views of them, together with activations. The engine frees and gathers a unit's whole buffer itself: a
+copy of a weight on the host would be a second copy of the model in each forward, and would free no memory on the device.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _MARK = "_hf_zero_stays"  # attribute of a storage; torch keeps the storage's ob
 
 
 def mark_resident(tensor: torch.Tensor) -> None:
-    """Mark the memory of ``tensor``, now and after it was freed and allocated again."""
+    """Mark the memory of ``tensor``; the mark stays when its storage is freed and allocated again."""
     setattr(tensor.untyped_storage(), _MARK, True)
 
 
 def mark_residents(tensors: Iterable[torch.Tensor]) -> None:
-    """Mark the memory of ``tensors``; one without a storage of its own (sparse, or of a subclass) is passed over."""
+    """Mark the memory of ``tensors``; skip those without their own storage (sparse tensors, subclasses)."""
     for tensor in tensors:
         with suppress(RuntimeError, NotImplementedError):
             mark_resident(tensor)

@@ -1,4 +1,4 @@
-"""What a search may choose: how ranks are divided, the stage, what is offloaded, recomputation, samples of a micro-step."""
+"""Enumerate the search space of ``plan --fit``: layouts, ZeRO stages, offload, recomputation and micro-batch sizes."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from hf_zero.config.mesh import requested_experts, requested_slices, requested_s
 from hf_zero.errors import ConfigError
 
 STAGES = (2, 1, 0, 3)
-"""As they are looked at: what does not fit with stage 2 does not with 1 and 0."""
+"""ZeRO stages in search order: a candidate that does not fit with stage 2 does not fit with 1 and 0."""
 AXES = ("replicas", "tensor", "sequence", "experts", "pipeline")
 
 
 @dataclass(frozen=True)
 class Layout:
-    """How the ranks are divided.
+    """One division of the ranks over the parallel axes.
 
     Attributes:
-        tensor: Ranks that hold one model together.
-        sequence: Ranks that share sequences.
-        experts: Ranks that hold all experts between them.
-        pipeline: Ranks that hold the layers between them.
-        shard_group: Ranks that hold everything once between them; 0 for all data-parallel ranks.
+        tensor: Tensor-parallel size: ranks over which layers are split.
+        sequence: Sequence-parallel size: ranks over which each sequence is split.
+        experts: Expert-parallel size: ranks over which experts are divided.
+        pipeline: Number of pipeline stages.
+        shard_group: Ranks over which ZeRO shards states; 0 for all data-parallel ranks.
     """
 
     tensor: int = 1
@@ -35,7 +35,7 @@ class Layout:
 
     @property
     def sharing(self) -> int:
-        """Ranks that train on the same samples."""
+        """Return the number of ranks that train on the same samples."""
         return self.tensor * self.sequence * self.pipeline
 
     def __str__(self) -> str:
@@ -51,18 +51,18 @@ class Layout:
 
 @dataclass(frozen=True)
 class Tier:
-    """Where the optimizer's states and the parameters rest.
+    """One choice of offload: the tiers of optimizer states and parameters.
 
     Attributes:
-        optimizer: device, cpu or nvme.
-        parameters: The same.
+        optimizer: Tier of the optimizer states: device, cpu or nvme.
+        parameters: Tier of the parameters: device, cpu or nvme.
     """
 
     optimizer: str = "device"
     parameters: str = "device"
 
     def within(self, other: Tier) -> bool:
-        """Return whether nothing rests farther away than with ``other``."""
+        """Return whether neither tier is farther from the device than with ``other``."""
         far = ("device", "cpu", "nvme").index
         return far(self.optimizer) <= far(other.optimizer) and far(self.parameters) <= far(other.parameters)
 
@@ -73,18 +73,18 @@ class Tier:
 
 
 TIERS = (Tier(), Tier("cpu"), Tier("cpu", "cpu"), Tier("nvme"), Tier("nvme", "nvme"))
-"""From what is nearest to what is farthest."""
+"""All choices of offload, from the device to files."""
 
 
 @dataclass(frozen=True)
 class Family:
-    """All but the samples of a micro-step.
+    """Candidates that differ only in their micro-batch size.
 
     Attributes:
-        layout: How the ranks are divided.
-        stage: Of ZeRO.
-        tier: What is offloaded.
-        recomputes: Activations are recomputed in backward.
+        layout: Division of the ranks.
+        stage: ZeRO stage.
+        tier: Choice of offload.
+        recomputes: Whether activations are recomputed in backward.
     """
 
     layout: Layout
@@ -99,12 +99,12 @@ class Family:
 
 @dataclass(frozen=True)
 class Candidate:
-    """One configuration.
+    """One candidate configuration of the search space.
 
     Attributes:
-        family: All but the samples of a micro-step.
-        micro_batch: Those.
-        accumulation: Micro-steps of an optimizer step.
+        family: All choices but the micro-batch size.
+        micro_batch: Samples per rank and micro-step.
+        accumulation: Micro-steps per optimizer step.
     """
 
     family: Family
@@ -117,16 +117,16 @@ class Candidate:
 
 @dataclass(frozen=True)
 class Space:
-    """What a search looks through.
+    """The search space.
 
     Attributes:
-        base: The configuration that holds what is not searched.
-        ranks: Of all nodes.
-        global_batch: Samples of an optimizer step.
-        layouts: How the ranks may be divided, the plain way first.
-        tiers: What may be offloaded.
-        micro_batch: The only size allowed; None for all that divide.
-        nvme_path: Folder of what goes to disk.
+        base: The DeepSpeed configuration that all candidates share.
+        ranks: Number of ranks over all nodes.
+        global_batch: Samples per optimizer step over all ranks.
+        layouts: Allowed layouts, pure data parallelism first.
+        tiers: Allowed choices of offload.
+        micro_batch: The only allowed micro-batch size; None allows every size that divides.
+        nvme_path: Folder for offload to files.
     """
 
     base: Mapping[str, Any]
@@ -138,7 +138,7 @@ class Space:
     nvme_path: str = ""
 
     def micro_batches(self, layout: Layout) -> list[int]:
-        """Sizes of a micro-step that make the global batch, from the smallest; none where it does not divide."""
+        """Return the micro-batch sizes that divide the global batch, ascending; empty if the data-parallel ranks do not divide it."""
         copies = self.ranks // layout.sharing
         if self.global_batch % copies:
             return []
@@ -146,7 +146,7 @@ class Space:
         return [size for size in range(1, each + 1) if each % size == 0 and self.micro_batch in (None, size)]
 
     def candidate(self, family: Family, micro_batch: int) -> Candidate:
-        """``family`` with so many samples at a time."""
+        """Return the candidate of ``family`` with ``micro_batch`` samples per micro-step."""
         copies = self.ranks // family.layout.sharing
         return Candidate(family, micro_batch, self.global_batch // copies // micro_batch)
 
@@ -179,13 +179,13 @@ class Space:
 
 
 def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: Collection[str]) -> list[Layout]:
-    """Ways to divide the ranks: the plain one, then one axis at a time; only what ``base`` says where it says something.
+    """Return the layouts to search: pure data parallelism, then each axis alone; if ``base`` sets a layout, only this one.
 
     Args:
-        base: The configuration.
-        ranks: Of all nodes.
-        ranks_per_node: Of one; tensor-parallel, sequence-parallel and expert-parallel ranks stay in it, stages need not.
-        axes: Of ``AXES``, which to try.
+        base: The DeepSpeed configuration that all candidates share.
+        ranks: Number of ranks over all nodes.
+        ranks_per_node: Ranks of one node. Tensor-, sequence- and expert-parallel groups stay inside a node; pipeline stages need not.
+        axes: The axes to try, from ``AXES``.
     """
     zero, split = base.get("zero_optimization", {}), base.get("tensor_parallel", {})
     given = Layout(
@@ -205,38 +205,38 @@ def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: C
 
 
 def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
-    """What may be offloaded: where ranks compute on the host nothing goes there, and to disk only where a folder is named."""
+    """Return the choices of offload to search: to the host only if ranks compute on devices, to files only if ``nvme_path`` is set."""
     places = ["device", *([] if on_host else ["cpu"]), *(["nvme"] if nvme_path else [])]
     return [tier for tier in TIERS if {tier.optimizer, tier.parameters} <= set(places)]
 
 
 def families_of(space: Space, layout: Layout) -> list[Family]:
-    """Return all of one layout, from the fastest sort to the smallest: what is offloaded goes first, then recomputation, then the stage."""
+    """Return all families of ``layout`` in search order: by stage, then recomputation, then offload."""
     return [
         Family(layout, stage, tier, recomputes)
         for stage in STAGES
         for recomputes in (False, True)
         for tier in space.tiers
-        if _serves(stage, tier) and (stage or not layout.shard_group)
+        if _shards_offloaded(stage, tier) and (stage or not layout.shard_group)
     ]
 
 
-def _serves(stage: int, tier: Tier) -> bool:
-    """Parameters are offloaded where they are sharded, and the optimizer where its states are."""
+def _shards_offloaded(stage: int, tier: Tier) -> bool:
+    """Return whether ``stage`` shards what ``tier`` offloads: parameters from stage 3 on, optimizer states from stage 1 on."""
     return stage >= (3 if tier.parameters != "device" else 1 if tier.optimizer != "device" else 0)
 
 
 def require_batch(space: Space) -> None:
-    """Refuses a global batch that no layout can make.
+    """Raise unless some layout can divide the global batch.
 
     Raises:
-        ConfigError: There is no micro batch for it.
+        ConfigError: No layout has a micro-batch size that divides the global batch.
     """
     if any(space.micro_batches(layout) for layout in space.layouts):
         return
     copies = sorted({space.ranks // layout.sharing for layout in space.layouts})
     wanted = f" in micro batches of {space.micro_batch}" if space.micro_batch else ""
     raise ConfigError(
-        f"--global-batch {space.global_batch} cannot be made{wanted} by {' or '.join(map(str, copies))} data-parallel ranks: "
-        "a multiple of one of these numbers (times --micro-batch where it is given) is allowed"
+        f"--global-batch {space.global_batch} cannot be divided{wanted} over {' or '.join(map(str, copies))} data-parallel ranks: "
+        "a multiple of one of these numbers (times --micro-batch if it is given) is allowed"
     )

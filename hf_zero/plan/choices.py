@@ -1,9 +1,9 @@
-"""Which experts the tokens of a plan choose, where a layer calls its experts one by one.
+"""Fix which experts the tokens of a plan choose, in layers that call their experts one by one.
 
-[Note: known choices] A layer with a list of experts looks up which tokens have chosen an expert, so shapes depend on values, and a plan has
-none. Inside such a layer the choices are known: where the k best of as many scores as there are experts are taken, neighbours take
-turns, so that tokens spread evenly; and all that is computed of known whole numbers and truth values alone is computed, beside the tensors
-without values that stand for them. So masks, counts and places of tokens have the shapes that a run would give them.
+[Note: known choices] A layer with a list of experts looks up the tokens that chose each expert, so shapes depend on values, which fake
+tensors do not have. Inside such a layer the choices get values: an operation that selects the k best of as many scores as there are experts
+assigns the experts in turn, so that tokens are spread evenly. Operations whose inputs are all integers or booleans with known values are
+also computed with these values. So masks, counts and positions of tokens have the same shapes as in a run.
 """
 
 from __future__ import annotations
@@ -32,25 +32,28 @@ _BY_MASK = (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 
 
 class Choices(TorchDispatchMode):
-    """While it is entered, whole numbers and truth values that come of choices of experts have values; see [Note: known choices].
+    """Dispatch mode that keeps the values of integers and booleans derived from choices of experts; see [Note: known choices].
 
-    Backward needs them too, where it undoes what a mask has chosen.
+    It must also be entered during backward, which reverses the selection by masks.
+
+    Attributes:
+        any: Whether ``model`` has layers that call experts one by one.
 
     Args:
-        model: Its layers that call experts one by one are to know which tokens chose which.
+        model: The model; the mode replaces the forwards of its layers that call experts one by one.
     """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self._values: Any = WeakTensorKeyDictionary()
-        self._count = 0  # experts of the layer that is running
+        self._count = 0  # number of experts of the running layer; 0 outside of such layers
         layers = {id(layer.module): layer for layer in listed_experts(model)}
         for layer in layers.values():
             layer.module.forward = partial(self._run, layer.module.forward, layer.count)  # type: ignore[method-assign]
         self.any = bool(layers)
 
     def _run(self, forward: Callable[..., Any], count: int, *args: Any, **kwargs: Any) -> Any:
-        """The forward of a layer with ``count`` experts."""
+        """Run the forward of a layer with ``count`` experts."""
         before, self._count = self._count, count
         try:
             return forward(*args, **kwargs)
@@ -58,7 +61,7 @@ class Choices(TorchDispatchMode):
             self._count = before
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation, and with values where all that it is given has some."""
+        """Run one operation on fake tensors, and also on values if all its inputs have known values."""
         kwargs = kwargs or {}
         given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if self._count and func._overloadpacket in _FILLED:
@@ -75,7 +78,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def _computed(self, func: Any, args: Any, kwargs: Any, device: torch.device) -> Any:
-        """What ``func`` makes of what has values."""
+        """Return the result of ``func``, and store its values; all tensor arguments have known values."""
         with _disable_current_modes():
             values = func(*tree_map_only(torch.Tensor, self._values.__getitem__, args), **_on_host(kwargs))
         if func is _NUMBER_OF:
@@ -90,7 +93,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def _filled(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What has values whatever it is given."""
+        """Run an operation that creates a tensor (``zeros``, ``arange``, ...); store its values if they are integers or booleans."""
         result = func(*args, **kwargs)
         if isinstance(result, torch.Tensor) and not result.is_floating_point():
             with _disable_current_modes():
@@ -99,7 +102,7 @@ class Choices(TorchDispatchMode):
         return result
 
     def _choose(self, scores: torch.Tensor, indices: torch.Tensor) -> None:
-        """Of as many scores as there are experts the next row takes the next ones."""
+        """Assign experts to ``indices`` in turn, one row after the other, if ``scores`` has one score per expert."""
         if not scores.is_floating_point() or scores.shape[-1:] != (self._count,):
             return
         width = indices.shape[-1] if indices.dim() == scores.dim() else 1
@@ -108,14 +111,14 @@ class Choices(TorchDispatchMode):
             self._values[indices] = ((rows + torch.arange(width, device="cpu")) % self._count).view(indices.shape)
 
     def _forget(self, tensor: torch.Tensor) -> None:
-        """``tensor`` was given what has no values."""
+        """Drop the values of ``tensor`` and of tensors that share its memory, after a write of unknown values."""
         if tensor in self._values:
             memory = self._values[tensor].untyped_storage()._cdata
             for other in [other for other, value in self._values.items() if value.untyped_storage()._cdata == memory]:
                 del self._values[other]
 
     def _places(self, index: torch.Tensor | None) -> list[torch.Tensor | None]:
-        """``index`` of an operation, or in place of a mask that is known the places where it is true."""
+        """Return ``index`` itself; for a boolean mask with known values, index tensors with the number of true elements."""
         if index is None or index.dtype != torch.bool or index not in self._values:
             return [index]
         with _disable_current_modes():

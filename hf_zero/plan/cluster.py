@@ -1,4 +1,4 @@
-"""The ranks of a plan, what they train on, and what hardware there is."""
+"""Inputs of a plan besides model and configuration: ranks, batch shape and hardware."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Cluster:
-    """The ranks.
+    """Number and place of the ranks.
 
     Attributes:
-        ranks: Of all nodes.
-        ranks_per_node: Of one node.
-        on_host: Ranks compute on CPUs.
+        ranks: Number of ranks over all nodes.
+        ranks_per_node: Ranks of one node.
+        on_host: Whether ranks compute on CPUs.
     """
 
     ranks: int
@@ -21,17 +21,17 @@ class Cluster:
 
     @property
     def near(self) -> int:
-        """Ranks of one node that are there."""
+        """Return the number of ranks on one node; all ranks if they do not fill a node."""
         return min(self.ranks, self.ranks_per_node)
 
 
 @dataclass(frozen=True)
 class Load:
-    """What a rank trains on.
+    """Shape of the batch of one rank.
 
     Attributes:
-        micro_batch: Samples of a micro-step.
-        sequence: Tokens of a sample.
+        micro_batch: Samples per micro-step.
+        sequence: Tokens per sample.
     """
 
     micro_batch: int
@@ -40,14 +40,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Hardware:
-    """What there is; None is not said.
+    """Limits and rates of the hardware that the user gave; None if not given.
 
     Attributes:
-        memory: Bytes of one device.
-        host_memory: Bytes of one node, for all its ranks.
-        flops: Operations per second of one rank.
+        memory: Bytes of memory of one device.
+        host_memory: Bytes of host memory of one node, shared by its ranks.
+        flops: Floating-point operations per second of one rank.
         link: Bytes per second that a rank sends to other nodes.
-        node_link: Bytes per second that it sends inside its node.
+        node_link: Bytes per second that a rank sends inside its node.
     """
 
     memory: int | None = None

@@ -1,4 +1,4 @@
-"""``hf-zero plan``: its flags, and what they come to."""
+"""Define the flags of ``hf-zero plan``, and run the command."""
 
 from __future__ import annotations
 
@@ -19,45 +19,49 @@ from hf_zero.plan import fit
 if TYPE_CHECKING:
     from hf_zero.plan.prediction import Prediction
 
-_WHERE = "The model's code raised it, or ours: HF_ZERO_LOG_LEVEL=DEBUG shows where"
+_WHERE = "The model's code or hf_zero raised this error: set HF_ZERO_LOG_LEVEL=DEBUG for the traceback"
 _MICRO = "train_micro_batch_size_per_gpu"
 _MODEL = "folder or file with a config.json, an ID on the Hub, a model_type of transformers, or python:FILE.py:FUNCTION"
-_FROM = "settings of FSDP (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equal configuration"
+_FROM = "FSDP settings (accelerate's YAML, Trainer's arguments, transformers' DistributedConfig): print the equivalent configuration"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Add the flags of ``hf-zero plan`` to ``parser``."""
     parser.add_argument("model", nargs="?", help=_MODEL)
     parser.add_argument("--config", help="DeepSpeed configuration: JSON file, JSON text or base64 text")
     parser.add_argument("--from", dest="source", metavar="FILE", help=_FROM)
-    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="a value of the model's configuration")
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="ranks of all nodes (default 1)")
+    parser.add_argument("--set", action="append", default=[], metavar="NAME=VALUE", help="replace a value of the model's configuration")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="number of ranks over all nodes (default 1)")
     parser.add_argument("--ranks-per-node", type=int, metavar="N", help="ranks of one node (default: all)")
     parser.add_argument("--memory", metavar="SIZE", help="memory of one device, such as 80GiB")
-    parser.add_argument("--host-memory", metavar="SIZE", help="memory of one node, for all its ranks, such as 1TiB")
-    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples of a micro-step (default: the configuration's)")
-    parser.add_argument("--sequence", type=int, metavar="N", help="tokens of a sample (default 1024, or what the model has positions for)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="memory of one node, shared by its ranks, such as 1TiB")
+    parser.add_argument("--micro-batch", type=int, metavar="N", help="samples per rank and micro-step (default: the configuration's)")
+    parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default 1024, or the model's positions if fewer)")
     parser.add_argument("--trainable", default="all", metavar="WHAT", help="all, lora:r=16, or match:REGEX of parameter names")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute activations in backward")
-    parser.add_argument("--offload-activations", action="store_true", help="activations (or layers' inputs) wait on the host for backward")
-    parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="kernel of attention (default sdpa)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="where ranks compute (default cuda)")
-    parser.add_argument("--link", metavar="RATE", help="what a rank sends to other nodes, such as 400Gbit")
-    parser.add_argument("--node-link", metavar="RATE", help="what a rank sends inside its node, such as 3200Gbit")
-    parser.add_argument("--tflops", type=float, metavar="N", help="10^12 operations per second that a rank reaches")
+    parser.add_argument("--offload-activations", action="store_true", help="keep activations (or layer inputs) on the host until backward")
+    parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="attention kernel (default sdpa)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device on which ranks compute (default cuda)")
+    parser.add_argument("--link", metavar="RATE", help="bandwidth of a rank to other nodes, such as 400Gbit")
+    parser.add_argument("--node-link", metavar="RATE", help="bandwidth of a rank inside its node, such as 3200Gbit")
+    parser.add_argument("--tflops", type=float, metavar="N", help="10^12 floating-point operations per second that a rank reaches")
     parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="write a picture of memory over one step: .png, .svg, .pdf, or .html to point at"
+        "--plot", type=Path, metavar="FILE", help="write a picture of memory over one step: .png, .svg, .pdf, or .html with tooltips"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     fit.add_arguments(parser)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Plans, searches for a plan, or answers a file of FSDP's; returns 0 where it fits (or is answered), 1 where not, 2 for wrong input."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # a world without peers has warnings of its own
+    """Plan one configuration, search for one (``--fit``), or translate FSDP settings (``--from``), and print the result.
+
+    Returns:
+        The exit status: 0 if the configuration fits (or FSDP settings were translated), 1 if it does not, 2 for wrong input.
+    """
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch warns about a world without peers
     try:
         if options.source is not None:
-            return _answer_fsdp(options)
+            return _translate_fsdp(options)
         if options.model is None:
             raise ConfigError("usage: give MODEL with --config FILE, MODEL with --fit, or --from FILE")
         wish = _wish(options)
@@ -71,10 +75,10 @@ def run(options: argparse.Namespace) -> int:
     except HfZeroError as error:
         print(f"hf-zero plan: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
-    except Exception as error:  # of the user's model, or ours; a status of 1 would say that it does not fit
+    except Exception as error:  # of the user's model or of hf_zero; exit status 1 would mean "it does not fit"
         logging.getLogger("hf_zero").debug("planning ended with an error", exc_info=True)
-        told = " ".join(str(error).split())[:300]
-        print(printable(f"hf-zero plan: the step cannot be planned: {type(error).__name__}: {told}. {_WHERE}"), file=sys.stderr)
+        text = " ".join(str(error).split())[:300]
+        print(printable(f"hf-zero plan: the step cannot be planned: {type(error).__name__}: {text}. {_WHERE}"), file=sys.stderr)
         return 2
     from hf_zero.plan.report import text_of
 
@@ -94,19 +98,19 @@ def _draw(prediction: Prediction, options: argparse.Namespace) -> None:
         draw(prediction, options.plot, title)
 
 
-def _answer_fsdp(options: argparse.Namespace) -> int:
+def _translate_fsdp(options: argparse.Namespace) -> int:
     from hf_zero.plan import from_fsdp
 
     if options.model is not None or options.config is not None or options.fit:
         raise ConfigError(
-            "--from answers a file of FSDP's: leave MODEL, --config and --fit out; --write DIR gives the ds.json to plan with"
+            "--from translates FSDP settings: leave MODEL, --config and --fit out; --write DIR writes a ds.json to plan with --config"
         )
     from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
     return 0
 
 
 def _wish(options: argparse.Namespace) -> fit.Wish:
-    """What the flags say of the model and the machine."""
+    """Return the inputs of a plan that the flags describe: model, ranks and hardware."""
     from hf_zero.plan.cluster import Cluster, Hardware
     from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.quantities import bytes_per_second_of
@@ -118,7 +122,7 @@ def _wish(options: argparse.Namespace) -> fit.Wish:
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}; a number above 0 is allowed")
     near = options.ranks_per_node or options.ranks
     if options.ranks % near and options.ranks > near:
-        raise ConfigError(f"--ranks {options.ranks} is no multiple of --ranks-per-node {near}: nodes are alike")
+        raise ConfigError(f"--ranks {options.ranks} is not a multiple of --ranks-per-node {near}; all nodes need equally many ranks")
     hardware = Hardware(
         memory=bytes_of(options.memory, "--memory") if options.memory else None,
         host_memory=bytes_of(options.host_memory, "--host-memory") if options.host_memory else None,
@@ -137,11 +141,11 @@ def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
     from hf_zero.system.pictures import is_page, require_folder, require_place
 
     if options.config is None:
-        raise ConfigError("--config is missing: the configuration to plan, or --fit to search for one")
+        raise ConfigError("--config is missing: give the configuration to plan, or --fit to search for one")
     config = settled(options.config, options.micro_batch)
     if options.plot is not None:
         (require_folder if is_page(options.plot) else require_place)(options.plot, "--plot")
-    # Here, and not before: what follows imports torch and transformers, for which a wrong flag need not wait.
+    # These imports load torch and transformers; they come last, so that messages about wrong flags appear at once.
     import torch
 
     from hf_zero.core.holdings import taken
@@ -168,15 +172,15 @@ def _setting(text: str) -> tuple[str, Any]:
 
 
 def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> dict[str, Any]:
-    """Return the configuration with "auto" taken for what training arguments have by default, and the samples of a micro-step.
+    """Return the configuration to plan: without "auto" values, monitors and schedulers, and with a micro-batch size and an optimizer.
 
     Args:
-        source: As ``initialize`` takes it.
-        micro_batch: Wins over the configuration's. Beside a ``train_batch_size`` alone it gives the accumulation; one that the accumulation
-            goes with gives way.
+        source: The configuration, in each form that ``initialize`` accepts.
+        micro_batch: Micro-batch size that replaces the configuration's. If ``gradient_accumulation_steps`` is set, ``train_batch_size`` is
+            removed; otherwise the engine derives the accumulation from ``train_batch_size``.
 
     Raises:
-        ConfigError: It cannot be read, or says nothing of the samples of a micro-step but a ``train_batch_size``.
+        ConfigError: The configuration cannot be read, or it has a ``train_batch_size`` and no micro-batch size is known.
     """
     from hf_zero.config.read import read_config
 
@@ -186,7 +190,7 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
             config.pop("train_batch_size", None)
         config[_MICRO] = micro_batch
     if _MICRO not in config and "train_batch_size" in config:
-        raise ConfigError(f"--micro-batch is missing: the configuration has a train_batch_size and no {_MICRO}")
+        raise ConfigError(f"--micro-batch is missing: the configuration sets train_batch_size, but not {_MICRO}")
     config[_MICRO] = _samples(config.get(_MICRO, 1))
     for name in (
         "wall_clock_breakdown",
@@ -198,8 +202,8 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
         "comet",
         "csv_monitor",
     ):
-        config.pop(name, None)  # they watch a run
-    config.pop("scheduler", None)  # it takes no memory, and may want the steps of a run
+        config.pop(name, None)  # they observe a run and do not change it
+    config.pop("scheduler", None)  # it needs no memory, but may need the number of steps of a run
     config.setdefault("optimizer", {"type": "AdamW", "params": {"lr": 1e-3}})
     own = config.get("hf_zero")
     config["hf_zero"] = {**(own if isinstance(own, dict) else {}), "offload_overlap": "none"}
@@ -207,18 +211,26 @@ def settled(source: Mapping[str, Any] | str, micro_batch: int | None = None) -> 
 
 
 def _samples(value: Any) -> int:
-    """Samples of a micro-step, in each spelling that a configuration may have."""
+    """Return the micro-batch size from a value of the configuration: a number or a text.
+
+    Raises:
+        ConfigError: ``value`` is not a whole number of at least 1.
+    """
     try:
         number = float(value)
     except (TypeError, ValueError):
         number = 0.0
     if isinstance(value, bool) or number < 1 or not number.is_integer():
-        raise ConfigError(f"`{_MICRO}` is {show(value)}; a whole number from 1 on is allowed")
+        raise ConfigError(f"`{_MICRO}` is {show(value)}; a whole number of at least 1 is allowed")
     return int(number)
 
 
 def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
-    """What is "auto" goes: a default, or what the engine works out, holds in its place. Precision stays: nobody else says it."""
+    """Return ``block`` without keys that are "auto", at all levels: the engine uses defaults or derives the values.
+
+    Raises:
+        ConfigError: ``enabled`` of a precision is "auto", which cannot be derived.
+    """
     kept: dict[str, Any] = {}
     for key, value in block.items():
         if isinstance(value, dict):
@@ -227,6 +239,6 @@ def _without_auto(block: dict[str, Any]) -> dict[str, Any]:
             kept[key] = value
         elif key == "enabled":
             raise ConfigError(
-                '"enabled": "auto" in the configuration (bf16 or fp16): write true or false, a plan has no training arguments'
+                'the configuration has "enabled": "auto" (bf16 or fp16), but a plan has no training arguments: write true or false'
             )
     return kept

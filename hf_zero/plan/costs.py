@@ -1,4 +1,4 @@
-"""What a plan comes to in numbers that grow in a line with the number of blocks."""
+"""Costs of a planned step as numbers that grow linearly with the number of blocks."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ _OWNED = ("masters", "moments")
 
 @dataclass(frozen=True)
 class Part:
-    """What a rank does in one part of an optimizer step.
+    """Work of a rank in one part of an optimizer step.
 
     Attributes:
-        flops: Operations of matrix products, convolutions and attention.
+        flops: Floating-point operations of matrix products, convolutions and attention.
         read: Bytes that other operations read and wrote.
-        moved: Bytes between device and host.
-        operations: How many operations.
+        moved: Bytes copied between device and host.
+        operations: Number of operations.
         node: Bytes sent inside the node.
-        network: Bytes sent to others.
-        calls: Collectives.
-        node_alone: Of ``node`` what nothing is computed beside.
-        network_alone: The same of ``network``.
-        calls_alone: The same of ``calls``.
+        network: Bytes sent to other nodes.
+        calls: Number of collectives.
+        node_alone: Bytes of ``node`` whose collectives overlap with no computation.
+        network_alone: Bytes of ``network`` whose collectives overlap with no computation.
+        calls_alone: Number of collectives that overlap with no computation.
     """
 
     flops: float
@@ -44,22 +44,22 @@ class Part:
 
 @dataclass(frozen=True)
 class Costs:
-    """What a rank holds and does.
+    """Memory and work of a rank in one optimizer step.
 
     Attributes:
-        device: Bytes at the peak of the device.
-        host: Of the host.
-        disk: Of its files.
-        micro: All micro-steps of an optimizer step.
-        update: What is behind them.
-        on_host: Bytes of masters and moments that rest on the host, away from the device.
-        on_disk: Those that rest in files.
-        file_parameters: Bytes of parameters in files.
-        bubble: How long a rank waits for other stages of a pipeline, as a share of its micro-steps.
-        owned: Bytes of masters and moments, wherever they rest.
-        parameters: Bytes of the parameters that stay, wherever they rest.
-        elements: Parameters of the whole model.
-        trained: Those that are trained.
+        device: Peak bytes on the device.
+        host: Peak bytes on the host.
+        disk: Peak bytes in files.
+        micro: Work of all micro-steps of an optimizer step.
+        update: Work of the update after them.
+        on_host: Bytes of masters and moments that are offloaded to the host.
+        on_disk: Bytes of masters and moments that are offloaded to files.
+        file_parameters: Bytes of parameters that are offloaded to files.
+        bubble: Time that a rank waits for other pipeline stages, as a share of the time of its micro-steps.
+        owned: Bytes of masters and moments on all tiers.
+        parameters: Bytes of permanent parameters on all tiers.
+        elements: Number of parameters of the whole model.
+        trained: Number of parameters that are trained.
     """
 
     device: float
@@ -78,7 +78,7 @@ class Costs:
 
 
 def costs_of(prediction: Prediction) -> Costs:
-    """Return the numbers of a plan; of a pipeline each of the stage that has most of it."""
+    """Return the costs of a prediction; for a pipeline, each number from the stage where it is largest."""
     stages, peaks = prediction.stages, prediction.peaks
     host, disk = peaks["host"].alive, peaks["disk"].alive
     away = 0 if prediction.cluster.on_host else sum(host["host", kind] for kind in _OWNED)
@@ -97,15 +97,20 @@ def _part(steps: Iterable[MicroStep]) -> Part:
 
 
 def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:
-    """What follows for ``blocks`` more blocks than in the last of three plans (or two) whose sizes differ by one block each.
+    """Return the costs of a larger model by linear extrapolation from plans of smaller ones.
 
-    [Note: few blocks] Blocks that are alike take alike bytes and operations, so what a moment of a step holds is a line over the number of
-    blocks, and what is sent and computed is one too. A peak is the largest of such lines: convex. Where three sizes in a row lie
-    on a line, the peak of a larger model is on that line or above it. So what is said not to fit does not; what is said to fit is
-    planned whole before it is shown. Where three have lain on a line for some samples, two say it for others.
+    [Note: few blocks] Equal blocks take equal bytes and operations, so the memory at each moment of a step is linear in the number of
+    blocks, and so are the bytes sent and the operations. A peak is the maximum of such lines, a convex function. If the peaks of three
+    consecutive sizes are on a line, the peak of a larger model is on this line or above it. So a model that does not fit by extrapolation
+    does not fit; one that fits is planned with all blocks before it is shown. If three sizes were on a line for one micro-batch size, two
+    suffice for the others.
+
+    Args:
+        costs: Costs of two or three models; each has one block more than the one before.
+        blocks: Number of blocks to add to the last of them.
 
     Returns:
-        None where the three do not lie on a line.
+        The costs; None if three models are not on a line.
     """
     found = []
     for *before, b, c in zip(*map(_flat, costs), strict=True):

@@ -1,4 +1,4 @@
-"""Whether a model with few blocks stands for one with many, and how few may be."""
+"""Decide whether plans of models with few blocks predict a model with many, and how many blocks the small models need."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.models import build_model
 
-_LEAST = 4  # below, the first and the last block are neighbours of too few
-_WORTH = 2.5  # times the larger of two small models, which are mostly planned in place of a whole one
+_LEAST = 4  # blocks of the smallest model; with fewer, too few are between the first and the last
+_WORTH = 2.5  # minimum ratio of all blocks to the larger of two small models, which usually replace the whole one
 _SETTING = "num_hidden_layers"
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # as transformers' configurations name them
-# Limits of a configuration that count elements, and the values they have where nothing is said.
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # names in transformers' configurations
+# Limits of a configuration that count elements, with their defaults.
 _GATHERED = {
     "stage3_max_reuse_distance": 1e9,
     "stage3_max_live_parameters": 1e9,
@@ -32,14 +32,14 @@ class Blocks:
     """The repeated blocks of a model.
 
     Attributes:
-        wish: The model.
-        count: How many there are.
-        numel: Elements of one.
-        total: Elements of the model.
-        alike: Every one is like the next.
-        kind: What the configuration calls each of them, if it does.
-        experts: The model has some.
-        positions: Tokens of the longest sequence; 0 where the configuration speaks of none.
+        wish: Description of the model.
+        count: Number of blocks.
+        numel: Number of elements of one block.
+        total: Number of elements of the model.
+        alike: Whether all blocks compute the same and have parameters.
+        kind: The configuration's name of each block in ``layer_types``; "" without one.
+        experts: Whether the configuration names experts.
+        positions: Length of the longest sequence in tokens; 0 if the configuration has no limit.
     """
 
     wish: ModelWish
@@ -52,38 +52,38 @@ class Blocks:
     positions: int = 0
 
     def few(self, count: int) -> ModelWish:
-        """Return the model with ``count`` blocks."""
+        """Return the description of the same model with ``count`` blocks."""
         kinds = {"layer_types": [self.kind] * count} if self.kind else {}
         return replace(self.wish, settings={**self.wish.settings, _SETTING: count, **kinds})
 
     def counts(self, config: Mapping[str, Any], tensor: int, shards: int) -> tuple[int, int, int] | None:
-        """Three sizes in a row that [Note: few blocks] holds for; None where the whole model has to be planned.
+        """Return three consecutive numbers of blocks to plan ([Note: few blocks]); None if the whole model must be planned.
 
-        Every limit of the configuration that counts elements must be out of reach of the whole model, or be passed by the smallest of
-        the three.
+        For each limit of the configuration that counts elements, either the whole model stays below it, or the smallest of the three
+        models exceeds it.
 
         Args:
             config: The DeepSpeed configuration.
-            tensor: Ranks that hold one model together.
-            shards: Ranks that share what each of them holds.
+            tensor: Tensor-parallel size.
+            shards: Number of ranks over which ZeRO shards states.
         """
         if not self.alike:
             return None
         zero, least = config.get("zero_optimization", {}), _LEAST
         offloads = any(name in zero for name in ("offload_optimizer", "offload_param"))
         gathered = _GATHERED if zero.get("stage") == 3 else {}
-        # a gathered block is passed in forward and in backward
+        # a gathered block counts once in forward and once in backward
         for table, times, share in ((gathered, 2, tensor), (_OWNED if offloads else {}, 1, tensor * shards)):
             for name, default in table.items():
-                said = zero.get(name)
-                limit = share * (said if isinstance(said, (int, float)) else default)
+                value = zero.get(name)
+                limit = share * (value if isinstance(value, (int, float)) else default)
                 if times * self.total > limit:
                     least = max(least, math.ceil(limit / (times * self.numel)) + 1)
         return (least, least + 1, least + 2) if _WORTH * (least + 1) < self.count else None
 
 
 def blocks_of(wish: ModelWish) -> Blocks:
-    """Return the repeated blocks of a model that a configuration of transformers describes; none are alike in others."""
+    """Return the repeated blocks of a model of transformers; for other models, ``Blocks`` with ``alike=False``."""
     planned = build_model(wish)
     module, positions = planned.module, planned.positions
     config = getattr(module, "config", None)
@@ -95,19 +95,19 @@ def blocks_of(wish: ModelWish) -> Blocks:
     kinds = getattr(config, "layer_types", None) or []
     if len(lists) != 1 or len(set(kinds)) > 1:
         return Blocks(wish, count, experts=experts, positions=positions)
-    signs = {sign_of(block, index) for index, block in enumerate(lists[0])}
+    fingerprints = {fingerprint_of(block, index) for index, block in enumerate(lists[0])}
     numel = sum(param.numel() for param in lists[0][0].parameters())
     total = sum(param.numel() for param in module.parameters())
-    found = Blocks(wish, count, numel, total, len(signs) == 1 and numel > 0, kinds[0] if kinds else "", experts, positions)
+    found = Blocks(wish, count, numel, total, len(fingerprints) == 1 and numel > 0, kinds[0] if kinds else "", experts, positions)
     try:
         build_model(found.few(_LEAST))
-    except ConfigError:  # other values of the configuration count blocks as well
+    except ConfigError:  # another key of the configuration depends on the number of blocks
         return replace(found, alike=False)
     return found
 
 
-def sign_of(block: nn.Module, index: int) -> str:
-    """Return all that says what a block computes, but its number."""
+def fingerprint_of(block: nn.Module, index: int) -> str:
+    """Return a text that is equal for blocks that compute the same; ``index`` is the block's number, which it leaves out."""
     params = [(name, tuple(param.shape), param.requires_grad) for name, param in block.named_parameters()]
     parts = []
     for name, part in block.named_modules():

@@ -1,7 +1,7 @@
-"""FSDP's settings beside ours: what each value of each key becomes here, or why nothing does.
+"""Map each value of each FSDP key to DeepSpeed settings, or to the reason why it has none.
 
-The table is all there is: ``hf-zero plan --from`` reads it, and the page of docs/coming-from-fsdp.md is written from it by
-``python -m hf_zero.plan.fsdp_keys --write docs/coming-from-fsdp.md``; a test fails when that is not current.
+``hf-zero plan --from`` reads these tables. ``python -m hf_zero.plan.fsdp_keys --write docs/coming-from-fsdp.md`` writes them into the
+page; a test fails if the page is outdated.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ FATES: Mapping[Fate, str] = {"set": "", "nothing": "nothing to set", "script": "
 ZERO = "zero_optimization."
 STAGE = f"{ZERO}stage"
 STAGES = "pipeline.stages"
-HERE = "<value>"  # in a setting: the value of the key itself
-GROUP = "<ranks of a shard group>"
+HERE = "<value>"  # in a setting: stands for the value of the FSDP key
+GROUP = "<ranks of a shard group>"  # in a setting: stands for the size of a shard group
 _ALL = (0, 1, 2, 3)
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A key of our configuration.
+    """One key of a DeepSpeed configuration with its value.
 
     Attributes:
-        path: Dotted.
-        value: What it is set to; ``HERE`` and ``GROUP`` stand for what the file says.
-        stages: At which it means something.
+        path: Dotted name of the key.
+        value: Value of the key; ``HERE`` and ``GROUP`` are placeholders for values from the file.
+        stages: ZeRO stages at which the setting takes effect.
     """
 
     path: str
@@ -42,18 +42,18 @@ class Setting:
     stages: tuple[int, ...] = _ALL
 
     def text(self) -> str:
-        """As a person writes it."""
+        """Return the setting as text, ``path: value``."""
         return f"{self.path}: {self.value if self.value in (HERE, GROUP) else show(self.value)}"
 
 
 @dataclass(frozen=True)
 class Case:
-    """What a value becomes.
+    """Translation of one value of an FSDP key.
 
     Attributes:
-        fate: The key of ``FATES``: our configuration says it, nothing has to, the script does, or nothing can.
-        why: In a few words.
-        settings: What is set.
+        fate: A key of ``FATES``: translated to settings, needs no setting, is done by the script, or has no counterpart.
+        why: Reason in a few words.
+        settings: The settings that replace the key.
     """
 
     fate: Fate
@@ -63,13 +63,13 @@ class Case:
 
 @dataclass(frozen=True)
 class FsdpKey:
-    """A key of FSDP.
+    """One key of FSDP with its translations.
 
     Attributes:
-        names: Its spellings, without ``fsdp_``; the first is shown.
-        read: The value in one spelling; raises ValueError with what is allowed.
-        cases: By value; ``None`` is any other.
-        versions: Of FSDP, that read it.
+        names: Spellings of the key, without ``fsdp_``; the page shows the first.
+        read: Function that normalises a value; raises ValueError with the allowed values.
+        cases: Translations by normalised value; ``None`` is for all other values.
+        versions: Versions of FSDP that read the key.
     """
 
     names: tuple[str, ...]
@@ -78,7 +78,7 @@ class FsdpKey:
     versions: tuple[int, ...] = (1, 2)
 
     def case_of(self, value: Any) -> Case:
-        """What ``value``, as ``read`` gave it, becomes."""
+        """Return the translation of ``value``, which ``read`` has normalised."""
         hashable = None if isinstance(value, (dict, list)) else value
         return self.cases[hashable] if hashable in self.cases else self.cases[None]
 
@@ -87,7 +87,7 @@ class FsdpKey:
 
 
 def boolean(value: Any) -> bool:
-    """True or false, in YAML's and in environment variables' spelling."""
+    """Return a truth value from a spelling of YAML or of environment variables; raise ValueError for others."""
     found = truth(value)
     if found is None:
         raise ValueError("true or false")
@@ -95,7 +95,7 @@ def boolean(value: Any) -> bool:
 
 
 def whole(value: Any) -> int:
-    """A whole number from 0 on."""
+    """Return a whole number of at least 0; raise ValueError for others."""
     text = str(value).strip()
     if isinstance(value, bool) or not text.isdigit():
         raise ValueError("a whole number from 0 on")
@@ -103,7 +103,7 @@ def whole(value: Any) -> int:
 
 
 def size(value: Any) -> int:
-    """A number of ranks; null, which is "not given", is 1."""
+    """Return a number of ranks; 1 for None, which means "not given"."""
     number = 1 if value is None else whole(value)
     if number < 1:
         raise ValueError("a number of ranks, from 1 on")
@@ -111,7 +111,7 @@ def size(value: Any) -> int:
 
 
 def one_of(*names: str, numbered: bool = False) -> Callable[[Any], str]:
-    """A reader of names in any letter case; where ``numbered``, of their positions from 1 on too."""
+    """Return a function that reads one of ``names`` in any letter case; with ``numbered`` also its position, counted from 1."""
 
     def read(value: Any) -> str:
         text = str(value).strip()
@@ -126,16 +126,16 @@ def one_of(*names: str, numbered: bool = False) -> Callable[[Any], str]:
 
 
 def anything(value: Any) -> Any:
-    """Whatever there is."""
+    """Return ``value`` unchanged."""
     return value
 
 
 def off_or_on(value: Any) -> bool:
-    """Return whether anything is asked for."""
+    """Return whether ``value`` enables a feature: neither empty, false nor "none"."""
     return bool(value) and truth(value) is not False and value != "none"
 
 
-# -- FSDP itself: accelerate's fsdp_config, and Trainer's -------------------------------------------------------------
+# -- fsdp_config of accelerate and of Trainer -------------------------------------------------------------------------
 
 STRATEGIES = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 _ONCE = Setting(f"{ZERO}stage3_max_reuse_distance", 0, (3,))
@@ -146,27 +146,27 @@ _FULL = Case(
 )
 _GRADIENTS = Case(
     "set",
-    "gradients and optimizer states sharded; parameters whole in forward and backward, as there, and between steps too",
+    "gradients and optimizer states sharded; parameters unsharded in forward and backward, as in FSDP, and between steps",
     (Setting(STAGE, 2),),
 )
 _IN_NODE = Setting(f"{ZERO}mics_shard_size", GROUP)
 _SHARDING = {
     "FULL_SHARD": _FULL,
     "SHARD_GRAD_OP": _GRADIENTS,
-    "NO_SHARD": Case("set", "nothing sharded, gradients reduced once per step", (Setting(STAGE, 0),)),
-    "HYBRID_SHARD": Case("set", "as FULL_SHARD inside each node, with a replica in every node", (Setting(STAGE, 3), _ONCE, _IN_NODE)),
-    "HYBRID_SHARD_ZERO2": Case("set", "as SHARD_GRAD_OP inside each node, with a replica in every node", (Setting(STAGE, 2), _IN_NODE)),
+    "NO_SHARD": Case("set", "nothing sharded; gradients reduced once per step", (Setting(STAGE, 0),)),
+    "HYBRID_SHARD": Case("set", "like FULL_SHARD inside each node, with a replica in every node", (Setting(STAGE, 3), _ONCE, _IN_NODE)),
+    "HYBRID_SHARD_ZERO2": Case("set", "like SHARD_GRAD_OP inside each node, with a replica in every node", (Setting(STAGE, 2), _IN_NODE)),
 }
 _OFFLOAD = (
     Setting(f"{ZERO}offload_optimizer.device", "cpu"),
     Setting(f"{ZERO}offload_param.device", "cpu", (3,)),
 )
-_BLOCKS = "repeated blocks, large embeddings and heads are found and gathered one by one"
-_AHEAD = "the next block is always gathered ahead; stage3_prefetch_bucket_size says how many elements more"
-_RANK_0 = "stage 3: from_pretrained reads each rank's share (zero3_init_flag); below, rank 0's values count"
-_ELASTIC = "a checkpoint is sharded and loads on any number of ranks"
-_OFF = Case("nothing", "off there and here")
-_XLA = "XLA is not provided: ranks are processes of PyTorch on CUDA or CPU"
+_BLOCKS = "the engine finds repeated blocks, large embeddings and heads, and gathers them one by one"
+_AHEAD = "the next block is always gathered ahead; stage3_prefetch_bucket_size sets how many more elements"
+_RANK_0 = "stage 3: from_pretrained reads only each rank's shard (zero3_init_flag); stages 0 to 2: all ranks take rank 0's values"
+_ELASTIC = "checkpoints are sharded and load on any number of ranks"
+_OFF = Case("nothing", "off in both")
+_XLA = "XLA is not supported: ranks are PyTorch processes on CUDA or CPU"
 
 
 def _strategy_or_boolean(value: Any) -> bool | str:
@@ -181,14 +181,14 @@ def _strategy_or_boolean(value: Any) -> bool | str:
 
 SHARDING = FsdpKey(("reshard_after_forward",), _strategy_or_boolean, {True: _FULL, False: _GRADIENTS, **_SHARDING})
 FSDP_KEYS: tuple[FsdpKey, ...] = (
-    FsdpKey(("version",), one_of("1", "2"), {None: Case("nothing", "settings of both versions are answered")}),
+    FsdpKey(("version",), one_of("1", "2"), {None: Case("nothing", "settings of both versions are translated")}),
     SHARDING,
     FsdpKey(("sharding_strategy",), one_of(*STRATEGIES, numbered=True), _SHARDING, (1,)),
     FsdpKey(
         ("offload_params", "cpu_offload"),
         boolean,
         {
-            True: Case("set", "shards rest on the host and are updated there; each of the two alone too, or nvme", _OFFLOAD),
+            True: Case("set", "shards are kept and updated on the host; each of both settings works alone, and with nvme", _OFFLOAD),
             False: _OFF,
         },
     ),
@@ -205,14 +205,14 @@ FSDP_KEYS: tuple[FsdpKey, ...] = (
         {
             "FULL_STATE_DICT": Case(
                 "set",
-                f"whole weights when a model is saved; {_ELASTIC}",
+                f"unsharded weights when a model is saved; {_ELASTIC}",
                 (Setting(f"{ZERO}stage3_gather_16bit_weights_on_model_save", True, (3,)),),
             ),
             None: Case("nothing", _ELASTIC),
         },
     ),
     FsdpKey(("cpu_ram_efficient_loading",), boolean, {None: Case("nothing", _RANK_0)}),
-    FsdpKey(("sync_module_states",), boolean, {None: Case("nothing", "rank 0's values count on all ranks")}, (1,)),
+    FsdpKey(("sync_module_states",), boolean, {None: Case("nothing", "all ranks take rank 0's values")}, (1,)),
     FsdpKey(
         ("activation_checkpointing",),
         boolean,
@@ -227,7 +227,7 @@ FSDP_KEYS: tuple[FsdpKey, ...] = (
         {
             True: Case(
                 "script",
-                "and model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint) in the script",
+                "also call model._set_gradient_checkpointing(True, deepspeed.checkpointing.checkpoint) in the script",
                 (Setting("activation_checkpointing.cpu_checkpointing", True),),
             ),
             False: _OFF,
@@ -237,7 +237,7 @@ FSDP_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(
         ("ignored_modules",),
         off_or_on,
-        {True: Case("none", "every parameter that the model has is the engine's: keep such a module outside the model"), False: _OFF},
+        {True: Case("none", "the engine manages every parameter of the model: keep this module outside the model"), False: _OFF},
     ),
     FsdpKey(
         ("backward_prefetch", "backward_prefetch_policy"),
@@ -249,13 +249,13 @@ FSDP_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(
         ("use_orig_params",),
         boolean,
-        {None: Case("nothing", "the optimizer has the script's own parameters and groups, frozen ones beside trained ones")},
+        {None: Case("nothing", "the optimizer keeps the script's parameters and groups; frozen and trained parameters may be mixed")},
         (1,),
     ),
     FsdpKey(
         ("limit_all_gathers",),
         boolean,
-        {None: Case("nothing", "gathers have one fixed order, and stage3_max_live_parameters bounds what is whole")},
+        {None: Case("nothing", "gathers have a fixed order, and stage3_max_live_parameters limits the gathered elements")},
     ),
     FsdpKey(("xla",), boolean, {True: Case("none", _XLA), False: _OFF}),
     FsdpKey(("xla_fsdp_v2",), boolean, {True: Case("none", _XLA), False: _OFF}),
@@ -263,16 +263,16 @@ FSDP_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("xla_fsdp_settings",), off_or_on, {True: Case("none", _XLA), False: _OFF}),
 )
 
-# -- what stands beside it --------------------------------------------------------------------------------------------
+# -- keys beside fsdp_config ------------------------------------------------------------------------------------------
 
-_HALF = "16-bit parameters and messages, fp32 masters and moments in the optimizer's shards"
+_HALF = "16-bit parameters and communication; fp32 masters and moments in the optimizer's shards"
 _BF16, _FP16 = Setting("bf16.enabled", True), Setting("fp16.enabled", True)
 _SCRIPT = (Setting("bf16.enabled", "auto"), Setting("fp16.enabled", "auto"))
 _PRECISION = {
     "bf16": Case("set", _HALF, (_BF16,)),
     "fp16": Case("set", f"{_HALF}; the engine scales the loss", (_FP16,)),
-    "fp8": Case("none", "products in 8 bit are not provided: bf16 takes their place", (_BF16,)),
-    "no": Case("set", "fp32, or what the script or the training arguments ask for", _SCRIPT),
+    "fp8": Case("none", "8-bit matrix products are not supported; bf16 is used instead", (_BF16,)),
+    "no": Case("set", "fp32, or the precision of the script or the training arguments", _SCRIPT),
 }
 ACCELERATE_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("mixed_precision",), lambda value: one_of(*_PRECISION)("no" if value in (None, False) else value), _PRECISION),
@@ -283,11 +283,11 @@ TRAINER_KEYS: tuple[FsdpKey, ...] = (
 )
 
 _ONE = Case("nothing", "one rank")
-_TENSOR = Case("set", "layers are split over so many ranks", (Setting("tensor_parallel.autotp_size", HERE),))
-_HYBRID = Case("set", "shard groups of so many ranks, each of which holds everything", (_IN_NODE,))
+_TENSOR = Case("set", "layers are split over this number of ranks", (Setting("tensor_parallel.autotp_size", HERE),))
+_HYBRID = Case("set", "shard groups of this size; each group holds all states", (_IN_NODE,))
 MESH_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("dp_replicate_size",), size, {1: _ONE, None: _HYBRID}),
-    FsdpKey(("dp_shard_size",), size, {None: Case("nothing", "all ranks shard; with dp_replicate_size, so many of them")}),
+    FsdpKey(("dp_shard_size",), size, {None: Case("nothing", "all ranks shard; with dp_replicate_size, groups of this number of ranks")}),
     FsdpKey(("tp_size",), size, {1: _ONE, None: _TENSOR}),
     FsdpKey(
         ("cp_size",),
@@ -295,16 +295,16 @@ MESH_KEYS: tuple[FsdpKey, ...] = (
         {
             1: _ONE,
             None: Case(
-                "set", "keys and values are gathered per layer, or passed around", (Setting("hf_zero.context_parallel_size", HERE),)
+                "set", "keys and values are gathered per layer, or sent around the ranks", (Setting("hf_zero.context_parallel_size", HERE),)
             ),
         },
     ),
     FsdpKey(("sp_size",), size, {1: _ONE, None: Case("set", "Ulysses", (Setting("sequence_parallel_size", HERE),))}),
 )
 _RULES = "{...}"
-NO_RULES = "{}"  # a tp_plan that splits nothing
+NO_RULES = "{}"  # a tp_plan that splits no layer
 _EP_WAYS = ("auto", "all_to_all", "all_reduce", "deepgemm_megamoe")
-_FOUND = Case("nothing", "experts are found from the model's structure")
+_FOUND = Case("nothing", "the engine finds experts from the structure of the model")
 DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(("fsdp_size",), size, {1: _ONE, None: _FULL}),
     FsdpKey(("dp_replicate_size",), size, {1: _ONE, None: _HYBRID}),
@@ -312,14 +312,14 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
     FsdpKey(
         ("fsdp_cpu_offload",),
         boolean,
-        {True: Case("set", "shards rest on the host and are updated there", _OFFLOAD), False: _OFF},
+        {True: Case("set", "shards are kept and updated on the host", _OFFLOAD), False: _OFF},
     ),
     FsdpKey(
         ("fsdp_mixed_precision",),
         boolean,
         {
             True: Case("set", "bf16 parameters, gradients reduced in fp32", (_BF16, Setting("communication_data_type", "fp32"))),
-            False: Case("set", "fp32, or what the training arguments ask for", _SCRIPT),
+            False: Case("set", "fp32, or the precision of the training arguments", _SCRIPT),
         },
     ),
     FsdpKey(("tp_size",), size, {1: _ONE, None: _TENSOR}),
@@ -327,8 +327,8 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
         ("tp_plan",),
         lambda value: "auto" if not isinstance(value, dict) else _RULES if value else NO_RULES,
         {
-            _RULES: Case("none", "layers are split as the model's data flow allows; rules of yours go to tensor_parallel.partition_config"),
-            None: Case("nothing", "layers are split as the model's data flow allows"),
+            _RULES: Case("none", "layers are split by the model's data flow; put own rules into tensor_parallel.partition_config"),
+            None: Case("nothing", "layers are split by the model's data flow"),
         },
     ),
     FsdpKey(
@@ -338,7 +338,7 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
             1: _ONE,
             None: Case(
                 "set",
-                "so many ranks hold all experts between them",
+                "the experts are divided over this number of ranks",
                 (Setting("expert_parallel.enabled", True), Setting("expert_parallel.autoep_size", HERE)),
             ),
         },
@@ -348,26 +348,26 @@ DISTRIBUTED_KEYS: tuple[FsdpKey, ...] = (
         ("ep_implementation",),
         one_of(*_EP_WAYS),
         {
-            "all_reduce": Case("none", "tokens travel to their experts by all-to-all; ranks train on samples of their own"),
-            "deepgemm_megamoe": Case("none", "tokens travel to their experts by all-to-all"),
-            None: Case("nothing", "tokens travel to their experts by all-to-all"),
+            "all_reduce": Case("none", "tokens are sent to their experts by all-to-all; all ranks train on different samples"),
+            "deepgemm_megamoe": Case("none", "tokens are sent to their experts by all-to-all"),
+            None: Case("nothing", "tokens are sent to their experts by all-to-all"),
         },
     ),
-    FsdpKey(("enable_expert_parallel",), boolean, {None: Case("nothing", "an old form of ep_size = tp_size, and read as that")}),
-    FsdpKey(("enable_sequence_parallel",), boolean, {None: Case("nothing", "transformers does nothing with it either")}),
+    FsdpKey(("enable_expert_parallel",), boolean, {None: Case("nothing", "an old spelling of ep_size = tp_size; translated like it")}),
+    FsdpKey(("enable_sequence_parallel",), boolean, {None: Case("nothing", "transformers ignores it, too")}),
     FsdpKey(
         ("pp_size",),
         size,
         {
             1: _ONE,
-            None: Case("set", "layers are divided over so many stages, which ZeRO's stages 0 to 2 go with", (Setting(STAGES, HERE),)),
+            None: Case("set", "layers are divided over this number of pipeline stages; ZeRO stages 0 to 2 only", (Setting(STAGES, HERE),)),
         },
     ),
 )
 TABLES: Mapping[str, tuple[str, tuple[FsdpKey, ...]]] = {
     "fsdp": ("`fsdp_config` of accelerate and of Trainer (each name with or without `fsdp_`)", FSDP_KEYS),
-    "accelerate": ("beside it in accelerate's YAML", ACCELERATE_KEYS),
-    "trainer": ("beside it in Trainer's arguments", TRAINER_KEYS),
+    "accelerate": ("other keys of accelerate's YAML", ACCELERATE_KEYS),
+    "trainer": ("other arguments of Trainer", TRAINER_KEYS),
     "mesh": ("`parallelism_config` (each name with or without `parallelism_config_`)", MESH_KEYS),
     "distributed": ("transformers' `DistributedConfig`", DISTRIBUTED_KEYS),
 }
@@ -378,10 +378,10 @@ _BEGIN, _END = "<!-- keys: written by python -m hf_zero.plan.fsdp_keys -->", "<!
 
 
 def page(text: str) -> str:
-    """Return the page ``text`` with the tables between its two marks as they are now.
+    """Return the page ``text`` with the current tables between its two marks.
 
     Raises:
-        ValueError: It has no marks.
+        ValueError: ``text`` does not contain both marks.
     """
     before, found, rest = text.partition(_BEGIN)
     _, ended, after = rest.partition(_END)
@@ -403,7 +403,7 @@ def _tables() -> str:
 
 
 def _label(key: FsdpKey, value: Any) -> str:
-    """A key with one of its values, as the page has it."""
+    """Return the text for a key with one of its values in the page."""
     if value is None or key.read is off_or_on:
         others = value is None and any(case not in (_OFF, _ONE) for other, case in key.cases.items() if other is not None)
         return ", ".join(f"`{name}`" for name in key.names) + (" otherwise" if others else "")
@@ -420,12 +420,12 @@ def _written(case: Case) -> str:
 
 
 def _at(setting: Setting, case: Case) -> str:
-    """At which stages a setting is written, where the case does not say it."""
+    """Return " (stage 3)" for a setting that takes effect only there, unless the case sets the stage."""
     return " (stage 3)" if setting.stages == (3,) and all(other.path != STAGE for other in case.settings) else ""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Write the tables into the page."""
+    """Write the current tables into the page that ``--write`` names."""
     parser = argparse.ArgumentParser(prog="python -m hf_zero.plan.fsdp_keys", description="Tables of docs/coming-from-fsdp.md.")
     parser.add_argument("--write", metavar="FILE", type=Path, required=True, help="the page")
     target: Path = parser.parse_args(arguments).write

@@ -1,4 +1,4 @@
-"""A file with settings of FSDP, as accelerate, Trainer and transformers have it: what kind it is, and what it says key by key."""
+"""Read a file with FSDP settings of accelerate, Trainer or transformers: find its kind, and check and normalise each key."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ KINDS: Mapping[Kind, str] = {
     "distributed": "a DistributedConfig of transformers",
 }
 _WANTED = (
-    "wanted is accelerate's YAML with distributed_type FSDP, Trainer's arguments with fsdp and fsdp_config, an fsdp_config alone, or the "
-    "fields of transformers' DistributedConfig; JSON or YAML"
+    "give accelerate's YAML with distributed_type FSDP, Trainer's arguments with fsdp and fsdp_config, an fsdp_config alone, or the "
+    "fields of transformers' DistributedConfig, as JSON or YAML"
 )
 _PREFIXES = {"fsdp": "fsdp_", "mesh": "parallelism_config_"}
 _ONLY_DISTRIBUTED = ("fsdp_size", "tp_size", "tp_plan", "dp_replicate_size", "fsdp_plan", "pp_size", "ep_size", "ep_plan")
@@ -38,15 +38,15 @@ _NOT_SIZES = (
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a file says of one key.
+class Entry:
+    """One known key of a file, with its value.
 
     Attributes:
-        name: Where it stands, as a person finds it.
-        table: Of ``fsdp_keys.TABLES``.
-        key: The key.
-        written: The value, as it stands there.
-        value: The value in the one spelling of ``key.read``.
+        name: Name of the key in the file, with its block.
+        table: Name of the key's table in ``fsdp_keys.TABLES``.
+        key: The key's row of this table.
+        written: The value in the file.
+        value: The value as ``key.read`` normalised it.
     """
 
     name: str
@@ -58,40 +58,40 @@ class Said:
 
 @dataclass
 class FsdpSource:
-    """A file with settings of FSDP.
+    """Content of a file with FSDP settings.
 
     Attributes:
-        kind: Which of ``KINDS``.
-        said: What it says, in its order.
-        launcher: The rest of accelerate's YAML: processes, machines, ports, ...
-        others: Names of arguments that are not about sharding.
+        kind: One of ``KINDS``.
+        entries: The known keys, in the order of the file.
+        launcher: The other keys of accelerate's YAML: processes, machines, ports, ...
+        others: Names of Trainer's arguments that do not concern sharding.
     """
 
     kind: Kind
-    said: list[Said]
+    entries: list[Entry]
     launcher: dict[str, Any] = field(default_factory=dict)
     others: list[str] = field(default_factory=list)
 
     def value(self, table: str, name: str, otherwise: Any = None) -> Any:
-        """Return the value of a key, by its first name."""
-        return next((one.value for one in self.said if one.table == table and one.key.names[0] == name), otherwise)
+        """Return the value of the key whose first spelling is ``name``; ``otherwise`` if the file does not contain it."""
+        return next((one.value for one in self.entries if one.table == table and one.key.names[0] == name), otherwise)
 
 
 def read_source(path: str) -> FsdpSource:
-    """Reads a file.
+    """Return the content of a file with FSDP settings.
 
     Args:
-        path: JSON or YAML.
+        path: Path of a JSON or YAML file.
 
     Raises:
-        ConfigError: It cannot be read, is something else, or has unknown keys or wrong values; all of these are named together.
+        ConfigError: The file cannot be read, has no FSDP settings, or has unknown keys or wrong values; the message names all of them.
     """
     content = _load(path)
     where = f"{path!r}"
     if "distributed_type" in content or "compute_environment" in content:
         return _accelerate(content, where)
     if "zero_optimization" in content or "train_micro_batch_size_per_gpu" in content:
-        raise ConfigError(f"{where} is a DeepSpeed configuration already: give it to --config")
+        raise ConfigError(f"{where} is a DeepSpeed configuration already: pass it with --config")
     if "fsdp" in content or "fsdp_config" in content:
         return _trainer(content, where, Path(path).parent)
     inner = content.get("distributed_config")
@@ -101,8 +101,8 @@ def read_source(path: str) -> FsdpSource:
         return _distributed(content, where)
     names = {name for key in TABLES["fsdp"][1] for name in key.names}
     if not any(isinstance(name, str) and (name.removeprefix("fsdp_") in names) for name in content):
-        raise ConfigError(f"{where} has no settings of FSDP (its keys: {_some(content)}); {_WANTED}")
-    return _alone(content, where)
+        raise ConfigError(f"{where} has no settings of FSDP (its keys: {_first_names(content)}); {_WANTED}")
+    return _fsdp_config(content, where)
 
 
 def _load(path: str, pipe: bool = True) -> dict[str, Any]:
@@ -123,7 +123,7 @@ def _load(path: str, pipe: bool = True) -> dict[str, Any]:
     return content
 
 
-# -- the four kinds ---------------------------------------------------------------------------------------------------
+# -- kinds of files ---------------------------------------------------------------------------------------------------
 
 
 def _accelerate(content: dict[str, Any], where: str) -> FsdpSource:
@@ -133,34 +133,34 @@ def _accelerate(content: dict[str, Any], where: str) -> FsdpSource:
     if content.get("compute_environment", "LOCAL_MACHINE") != "LOCAL_MACHINE":
         raise ConfigError(f"{where}: compute_environment is {show(content['compute_environment'])}; LOCAL_MACHINE is allowed")
     if found != "FSDP":
-        instead = "its deepspeed_config_file is what --config takes" if found == "DEEPSPEED" else _WANTED
-        raise ConfigError(f"{where}: distributed_type is {show(found)}, and FSDP is wanted; {instead}")
+        instead = "pass its deepspeed_config_file with --config" if found == "DEEPSPEED" else _WANTED
+        raise ConfigError(f"{where}: distributed_type is {show(found)}; FSDP is allowed. {instead}")
     faults: list[str] = []
-    said = [
+    entries = [
         *_read({"mixed_precision": content.get("mixed_precision")}, "accelerate", "", faults),
         *_read(_block(content, "fsdp_config", faults), "fsdp", "fsdp_config.", faults),
         *_mesh(content, faults),
     ]
-    _check_ranks(content, said, faults)
+    _check_ranks(content, entries, faults)
     known = ClusterConfig.__dataclass_fields__
     faults += [_unknown(name, known) for name in content if name not in known]
-    _stop(faults, where)
+    _raise_faults(faults, where)
     dropped = ("fsdp_config", "mixed_precision", "distributed_type", "fp8_config", "deepspeed_config", "megatron_lm_config")
-    return FsdpSource("accelerate", said, {name: value for name, value in content.items() if name not in dropped})
+    return FsdpSource("accelerate", entries, {name: value for name, value in content.items() if name not in dropped})
 
 
-def _check_ranks(content: Mapping[str, Any], said: Iterable[Said], faults: list[str]) -> None:
-    """Ranks and nodes are numbers, and the sizes of a mesh make all ranks, as accelerate insists."""
+def _check_ranks(content: Mapping[str, Any], entries: Iterable[Entry], faults: list[str]) -> None:
+    """Append to ``faults`` unless ranks and nodes are positive and the mesh has exactly all ranks, as accelerate requires."""
     for name in ("num_processes", "num_machines"):
         found = content.get(name, 1)
         if not isinstance(found, int) or isinstance(found, bool) or found < 1:
             faults.append(f"{name} is {show(found)}; a whole number from 1 on is allowed")
             return
-    sizes = {one.key.names[0]: one.value for one in said if one.table == "mesh"}
+    sizes = {one.key.names[0]: one.value for one in entries if one.table == "mesh"}
     made, ranks = prod(sizes.values()), content.get("num_processes")
     if made > 1 and ranks is not None and made != ranks:
         parts = " x ".join(f"{name} {size}" for name, size in sizes.items())
-        faults.append(f"parallelism_config: {parts} makes {made} ranks, and num_processes is {ranks}; make them the same")
+        faults.append(f"parallelism_config: {parts} makes {made} ranks, but num_processes is {ranks}; make both equal")
 
 
 def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
@@ -168,15 +168,15 @@ def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
     config = content.get("fsdp_config")
     if isinstance(config, str):
         file = next((found for found in (Path(config), folder / config) if os.path.lexists(found)), folder / config)
-        config = _load(str(file), pipe=False)  # the file names it, not the user
+        config = _load(str(file), pipe=False)  # a path inside a file must not name a pipe
     elif config is not None and not isinstance(config, dict):
         faults.append(f"fsdp_config is {show(config)}; a block, or the path of a JSON file, is allowed")
         config = {}
-    words = _words(content.get("fsdp", True), faults)
+    words = _flag_words(content.get("fsdp", True), faults)
     if words is None:
-        raise ConfigError(f"{where}: fsdp is {show(content['fsdp'])}, so these arguments do not use FSDP: there is nothing to answer")
-    said = [
-        *_read(words, "fsdp", "fsdp: ", faults),  # what fsdp_config says of the same wins
+        raise ConfigError(f"{where}: fsdp is {show(content['fsdp'])}, so these arguments do not use FSDP: there is nothing to translate")
+    entries = [
+        *_read(words, "fsdp", "fsdp: ", faults),  # fsdp_config overrides the same keys
         *_read(config or {}, "fsdp", "fsdp_config.", faults),
         *_read({name: content[name] for name in ("bf16", "fp16") if content.get(name) is not None}, "trainer", "", faults),
         *_mesh(content, faults),
@@ -184,13 +184,13 @@ def _trainer(content: dict[str, Any], where: str, folder: Path) -> FsdpSource:
     read = {"fsdp", "fsdp_config", "bf16", "fp16", "parallelism_config"}
     faults += [_unknown(name, read) for name in content if name not in read and str(name).startswith("fsdp")]
     if content.get("deepspeed"):
-        faults.append(f"deepspeed is {show(content['deepspeed'])} beside fsdp; the two exclude each other")
-    _stop(faults, where)
-    return FsdpSource("trainer", said, others=[str(name) for name in content if name not in read])
+        faults.append(f"deepspeed is {show(content['deepspeed'])} beside fsdp; remove one of them")
+    _raise_faults(faults, where)
+    return FsdpSource("trainer", entries, others=[str(name) for name in content if name not in read])
 
 
-def _words(given: Any, faults: list[str]) -> dict[str, Any] | None:
-    """Trainer's ``fsdp`` as keys: true, or words such as ``full_shard auto_wrap``; None where it is off."""
+def _flag_words(given: Any, faults: list[str]) -> dict[str, Any] | None:
+    """Return Trainer's ``fsdp`` (true, or words such as ``full_shard auto_wrap``) as keys of ``fsdp_config``; None if FSDP is off."""
     off = given is None or given in (False, "", []) or (isinstance(given, str) and given.strip().lower() == "false")
     if off:
         return None
@@ -214,18 +214,18 @@ def _words(given: Any, faults: list[str]) -> dict[str, Any] | None:
     return found
 
 
-def _alone(content: dict[str, Any], where: str) -> FsdpSource:
+def _fsdp_config(content: dict[str, Any], where: str) -> FsdpSource:
     faults: list[str] = []
-    said = list(_read(content, "fsdp", "", faults))
-    _stop(faults, where)
-    return FsdpSource("fsdp_config", said)
+    entries = list(_read(content, "fsdp", "", faults))
+    _raise_faults(faults, where)
+    return FsdpSource("fsdp_config", entries)
 
 
 def _distributed(content: dict[str, Any], where: str) -> FsdpSource:
     faults: list[str] = []
-    said = list(_read(content, "distributed", "", faults))
-    _stop(faults, where)
-    return FsdpSource("distributed", said)
+    entries = list(_read(content, "distributed", "", faults))
+    _raise_faults(faults, where)
+    return FsdpSource("distributed", entries)
 
 
 # -- keys -------------------------------------------------------------------------------------------------------------
@@ -239,13 +239,13 @@ def _block(content: Mapping[str, Any], name: str, faults: list[str]) -> dict[str
     return block
 
 
-def _mesh(content: Mapping[str, Any], faults: list[str]) -> Iterator[Said]:
+def _mesh(content: Mapping[str, Any], faults: list[str]) -> Iterator[Entry]:
     block = _block(content, "parallelism_config", faults)
     sizes = {name: value for name, value in block.items() if str(name).removeprefix(_PREFIXES["mesh"]) not in _NOT_SIZES}
     yield from _read(sizes, "mesh", "parallelism_config.", faults)
 
 
-def _read(block: Mapping[str, Any], table: str, place: str, faults: list[str]) -> Iterator[Said]:
+def _read(block: Mapping[str, Any], table: str, place: str, faults: list[str]) -> Iterator[Entry]:
     known = {name: key for key in TABLES[table][1] for name in key.names}
     seen: dict[str, str] = {}
     for written, value in block.items():
@@ -262,7 +262,7 @@ def _read(block: Mapping[str, Any], table: str, place: str, faults: list[str]) -
             continue
         seen[first] = str(written)
         try:
-            yield Said(f"{place}{written}", table, key, value, key.read(value))
+            yield Entry(f"{place}{written}", table, key, value, key.read(value))
         except ValueError as error:
             faults.append(f"{place}{written} is {show(value)}; {error} is allowed")
 
@@ -273,14 +273,14 @@ def _unknown(name: Any, known: Iterable[str], place: str = "", prefix: str = "")
     if guess is not None and prefix and written.startswith(prefix):
         guess = f"{prefix}{guess}"
     guess = guess or nearest(written, [f"{prefix}{other}" for other in names])
-    return f"{place}{written} is unknown; " + (f"did you mean {guess}?" if guess else f"known are {', '.join(names)}")
+    return f"{place}{written} is unknown; " + (f"did you mean {guess}?" if guess else f"known keys: {', '.join(names)}")
 
 
-def _stop(faults: list[str], where: str) -> None:
+def _raise_faults(faults: list[str], where: str) -> None:
     if faults:
         raise ConfigError(where + ": " + "; ".join(faults))
 
 
-def _some(content: Mapping[Any, Any]) -> str:
+def _first_names(content: Mapping[Any, Any]) -> str:
     names = [str(name) for name in content]
     return ", ".join(names[:6]) + (", ..." if len(names) > 6 else "")

@@ -1,4 +1,4 @@
-"""Times what a roofline needs on the machine at hand: matrix products, memory, operations, collectives, copies to a device."""
+"""Measure this machine's rates for the roofline: matrix products, memory, operations, collectives and copies to a device."""
 
 from __future__ import annotations
 
@@ -17,27 +17,28 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hf_zero import observe
 from hf_zero.errors import ConfigError, StateError
 
-_SECONDS = 0.2  # that one thing is repeated for, at least
-_TIMES = 3
+_SECONDS = 0.2  # minimum duration of one measurement
+_TIMES = 3  # repetitions, of which the fastest counts
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, float]:
-    """Rates of this machine, by the names of ``rates.WHAT``; of several ranks the slowest one's, all at work at once.
+    """Return measured rates of this machine by the names of ``rates.WHAT``; starts ranks that measure at the same time.
 
-    Of each thing the fastest of several times counts, so that other work of the machine does not.
+    Each rank reports the fastest of several measurements, so that other load on the machine has less influence. The result has the value
+    of the slowest rank.
 
     Args:
-        config: The DeepSpeed configuration, for the type of matrix products.
-        ranks: Of one node; as many as this machine has devices (or cores) for are started.
-        on_host: Ranks compute on CPUs.
+        config: The DeepSpeed configuration, for the dtype of matrix products.
+        ranks: Ranks of one node; at most as many are started as this machine has devices (or cores).
+        on_host: Whether ranks compute on CPUs.
 
     Raises:
-        ConfigError: Without ``on_host`` and without a device.
+        ConfigError: ``on_host`` is False and this machine has no CUDA device.
         StateError: A rank failed.
     """
     if not on_host and not torch.cuda.is_available():
-        raise ConfigError("--measure times the machine at hand, and it has no CUDA device: measure on one that has, or give --device cpu")
+        raise ConfigError("--measure needs a CUDA device, and this machine has none: run it on a machine with one, or give --device cpu")
     count = max(1, min(ranks, (os.cpu_count() or 1) if on_host else torch.cuda.device_count()))
     dtype = next((name for name in _DTYPES if config.get(name, {}).get("enabled") is True), "")
     settings = LaunchConfig(
@@ -54,28 +55,28 @@ def measure(config: Mapping[str, Any], ranks: int, on_host: bool) -> dict[str, f
     try:
         found = list(elastic_launch(settings, _rank)(dtype, on_host).values())
     except ChildFailedError as error:
-        raise StateError(f"--measure: a rank of {count} failed; what it printed is above") from error
+        raise StateError(f"--measure: one of {count} ranks failed; its output is above") from error
     worst: dict[str, Callable[..., float]] = {"latency": max, "operation": max}
     return {name: worst.get(name, min)(one[name] for one in found) for name in found[0]}
 
 
 def _rank(dtype: str, on_host: bool) -> dict[str, float]:
-    """What one rank measured."""
+    """Return the rates that one rank measured, without its log lines."""
     with observe.hushed():
-        return _measured(dtype, on_host)
+        return _rates_of_rank(dtype, on_host)
 
 
-def _measured(dtype: str, on_host: bool) -> dict[str, float]:
+def _rates_of_rank(dtype: str, on_host: bool) -> dict[str, float]:
     count, place = int(os.environ["WORLD_SIZE"]), int(os.environ["LOCAL_RANK"])
     if on_host:
         os.environ["ACCELERATE_USE_CPU"] = "true"
         torch.set_num_threads(max(1, (os.cpu_count() or 1) // count))
     device = torch.device("cpu") if on_host else torch.device("cuda", place)
-    found = _alone(device, _DTYPES.get(dtype, torch.float32))
-    return found | (_together(count, device) if count > 1 else {})
+    found = _local_rates(device, _DTYPES.get(dtype, torch.float32))
+    return found | (_collective_rates(count, device) if count > 1 else {})
 
 
-def _alone(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
+def _local_rates(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
     on_host = device.type == "cpu"
     side, numel = (768, 1 << 24) if on_host else (8192, 1 << 27)
     left, right = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
@@ -92,7 +93,7 @@ def _alone(device: torch.device, dtype: torch.dtype) -> dict[str, float]:
 
 
 class _Counting(TorchDispatchMode):
-    """Counts operations as the books of a plan do."""
+    """Dispatch mode that counts operations like ``StorageRecorder``."""
 
     count = 0
 
@@ -102,7 +103,7 @@ class _Counting(TorchDispatchMode):
 
 
 def _operation(device: torch.device) -> float:
-    """Return seconds of an operation on next to nothing in a forward and its backward, modules and autograd included."""
+    """Return the seconds per operation on tiny tensors in forward and backward, with the overhead of modules and autograd."""
     chain = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(16))).to(device)
     inputs = torch.ones(4, 4, device=device)
     with _Counting() as counting:
@@ -110,8 +111,8 @@ def _operation(device: torch.device) -> float:
     return _time(lambda: chain(inputs).sum().backward(), device) / counting.count
 
 
-def _together(count: int, device: torch.device) -> dict[str, float]:
-    """Return bytes per second that the engine's own collectives send, and how long a small one takes."""
+def _collective_rates(count: int, device: torch.device) -> dict[str, float]:
+    """Return the bytes per second that the engine's collectives send, and the seconds of a small collective; collective."""
     from hf_zero.comm.back_end import build_collectives
     from hf_zero.comm.topology import build_topology
 
@@ -135,7 +136,7 @@ def _together(count: int, device: torch.device) -> dict[str, float]:
 
 
 def _time(call: Callable[[], object], device: torch.device) -> float:
-    """Return seconds of one call, the fastest of several series."""
+    """Return the seconds per call of the fastest of several series of calls."""
     call()
     count, taken = 1, 0.0
     while (taken := _repeat(call, count, device) * count) < _SECONDS / 4:

@@ -1,4 +1,4 @@
-"""What a user says of the model of a plan; imports little, because flags are checked before torch is there."""
+"""Hold the user's choices for the model of a plan; without imports of torch, because flags are checked before torch is imported."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ModelWish:
-    """What a user says of the model.
+    """The user's choices for the model.
 
     Attributes:
         name: A folder or file with a config.json, an ID on the Hub, a ``model_type``, or ``python:FILE.py:FUNCTION``.
-        settings: Values of its configuration that win over its own.
+        settings: Values that replace keys of the model's configuration.
         attention: sdpa, flash or eager.
-        trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of names.
-        checkpointing: Recompute activations in backward.
-        moves: Activations, or where they are recomputed the inputs of layers, wait on the host for backward.
+        trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of parameter names.
+        checkpointing: Whether activations are recomputed in backward.
+        moves: Whether activations are offloaded to the host between forward and backward; with ``checkpointing``, the inputs of layers.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The model of a plan: built without memory from a folder, a configuration, a model type or Python code."""
+"""Build the model of a plan on the meta device, from a folder, a configuration, a model type or Python code."""
 
 from __future__ import annotations
 
@@ -31,24 +31,24 @@ from hf_zero.tensor_parallel.skeleton import argument_names
 
 Batch = Mapping[str, Any]
 _PYTHON = "python:"
-_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")  # names of models on the Hub
+_HUB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")  # IDs of models on the Hub
 _COUNTS = re.compile(r"(^|_)(layers?|experts|blocks|depths?)($|_(?!size|dim|id))")
-_SEQUENCE = 1024  # where nothing is said
-_MOST = 4096  # layers, or experts of a layer
+_SEQUENCE = 1024  # default of --sequence
+_MOST = 4096  # largest number of layers, or of experts of a layer
 _MOST_MODULES = 250_000
-_WHOLE_LABELS = ("SequenceClassification", "ImageClassification")
+_PER_SAMPLE_LABELS = ("SequenceClassification", "ImageClassification")
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model and how it is called.
+    """A model to plan, with a function that makes its batches.
 
     Attributes:
-        module: On the meta device.
-        batch: Keyword arguments of its forward, of (samples, length); tensors are made where torch makes them.
-        vocabulary: Size of the last dimension of its logits; 0 where it has none.
-        positions: Tokens of the longest sequence that its configuration speaks of; 0 where it speaks of none.
-        moves: What its functions save waits on the host for backward.
+        module: The model, on the meta device.
+        batch: Function of (samples, length) that returns keyword arguments of forward, with tensors on torch's default device.
+        vocabulary: Size of the last dimension of the logits; 0 if the model has none.
+        positions: Length in tokens of the longest sequence that the configuration allows; 0 if it has no limit.
+        moves: Whether activations are offloaded to the host between forward and backward.
     """
 
     module: nn.Module
@@ -59,10 +59,10 @@ class PlannedModel:
 
 
 def build_model(wish: ModelWish) -> PlannedModel:
-    """Builds what ``wish`` says, on the meta device.
+    """Return the model that ``wish`` describes, on the meta device.
 
     Raises:
-        ConfigError: It names nothing that can be built.
+        ConfigError: The model does not exist or cannot be built.
     """
     planned = _from_python(wish) if wish.name.startswith(_PYTHON) else _from_config(wish)
     module = planned.module
@@ -72,26 +72,26 @@ def build_model(wish: ModelWish) -> PlannedModel:
 
 
 def sequence_of(asked: int | None, positions: int) -> int:
-    """Tokens of a sample.
+    """Return the number of tokens per sample.
 
     Args:
-        asked: What a user has asked for; None for the usual, or as many as the model has positions for.
-        positions: Of the model; 0 where it speaks of none.
+        asked: Value of ``--sequence``; None for 1024, or ``positions`` if that is smaller.
+        positions: Longest sequence of the model; 0 if it has no limit.
 
     Raises:
-        ConfigError: The model has positions for fewer.
+        ConfigError: ``asked`` exceeds ``positions``.
     """
     if asked is None:
         return min(_SEQUENCE, positions or _SEQUENCE)
     if positions and asked > positions:
         raise ConfigError(
-            f"--sequence is {asked}, and the model has {positions} positions (max_position_embeddings): give at most that, or plan a "
-            f"model that has more with --set max_position_embeddings={asked}"
+            f"--sequence is {asked}, but the model has {positions} positions (max_position_embeddings): give at most {positions}, or plan "
+            f"a model with more positions: --set max_position_embeddings={asked}"
         )
     return asked
 
 
-# -- where it comes from --------------------------------------------------------------------------------------------------
+# -- sources -------------------------------------------------------------------------------------------------------------
 
 
 def _from_config(wish: ModelWish) -> PlannedModel:
@@ -102,18 +102,18 @@ def _from_config(wish: ModelWish) -> PlannedModel:
         config,
         *(getattr(config, name) for name in getattr(config, "sub_configs", {}) if getattr(config, name, None) is not None),
     ]:
-        part.use_cache = False  # as Trainer trains
+        part.use_cache = False  # like Trainer in training
         if getattr(part, "is_encoder_decoder", False) and getattr(part, "decoder_start_token_id", None) is None:
-            part.decoder_start_token_id = 0  # which one changes nothing
+            part.decoder_start_token_id = 0  # the id does not influence the plan
     with torch.device("meta"):
         try:
-            with _few_modules():
+            with _bounded_modules():
                 module = kind._from_config(config, attn_implementation=attention)
         except ConfigError:
             raise
-        except Exception as error:  # a configuration may say anything
-            raise ConfigError(f"{kind.__name__} cannot be built of this configuration: {_named(error)}") from error
-    # A run reads its weights: from_pretrained has these in fp32 whatever the type of the others.
+        except Exception as error:  # a configuration may contain any value
+            raise ConfigError(f"{kind.__name__} cannot be built from this configuration: {_error_text(error)}") from error
+    # A run loads weights: from_pretrained keeps these in fp32, whatever the dtype of the others.
     for tensor in named_for_fp32(module, module.dtype):
         tensor.data = tensor.data.float()
     module.train()
@@ -124,17 +124,17 @@ def _from_config(wish: ModelWish) -> PlannedModel:
 
 
 def _configuration(name: str, settings: dict[str, Any]) -> Any:
-    """Return the transformers configuration that ``name`` stands for, with ``settings`` in place of its own values."""
+    """Return the transformers configuration of the model ``name``, with ``settings`` in place of its values."""
     import transformers
 
     found = read_model_config(name, pipe=True)
     if found is not None:
         if "model_type" not in found:
-            raise ConfigError(f"the model {name!r}: it has no model_type, so it is no configuration of a transformers model")
+            raise ConfigError(f"the model {name!r}: its configuration has no model_type, so it does not describe a transformers model")
         content = {**found, **settings}
         kind = content.pop("model_type")
         if not isinstance(kind, str):
-            raise ConfigError(f"the model {name!r}: its model_type is {shown(kind)}; the name of a model of transformers is allowed")
+            raise ConfigError(f"the model {name!r}: its model_type is {shown(kind)}; the name of a transformers model type is allowed")
     elif "/" not in name:
         kind, content = name, settings
     else:
@@ -142,23 +142,23 @@ def _configuration(name: str, settings: dict[str, Any]) -> Any:
         kind, content = found.pop("model_type"), {**found, **settings}
     _check_counts(content, f"the configuration of {kind}")
     if kind in transformers.CONFIG_MAPPING:
-        _require_known(kind, transformers.CONFIG_MAPPING[kind], settings)
+        _require_known_names(kind, transformers.CONFIG_MAPPING[kind], settings)
     try:
         return transformers.AutoConfig.for_model(kind, **content)
     except ValueError as error:
         if kind not in transformers.CONFIG_MAPPING:
             raise ConfigError(_unknown(kind, list(transformers.CONFIG_MAPPING))) from None
-        raise ConfigError(f"the configuration of {kind}: {_line(error)}") from error
-    except Exception as error:  # transformers checks types with a library of its own
-        raise ConfigError(f"the configuration of {kind}: {_named(error)}") from error
+        raise ConfigError(f"the configuration of {kind}: {_first_lines(error)}") from error
+    except Exception as error:  # transformers checks types with its own library, which has other exceptions
+        raise ConfigError(f"the configuration of {kind}: {_error_text(error)}") from error
 
 
 @functools.cache
 def _from_hub(name: str) -> dict[str, Any]:
-    """Return the configuration of a model on the Hub, or in the cache of what has been loaded from it.
+    """Return the configuration of a model on the Hub, or in the local cache of the Hub.
 
     Raises:
-        ConfigError: There is none, or the Hub is not reached.
+        ConfigError: The model does not exist, or the Hub cannot be reached.
     """
     import transformers
 
@@ -169,16 +169,22 @@ def _from_hub(name: str) -> dict[str, Any]:
         )
     try:
         content: dict[str, Any] = transformers.AutoConfig.from_pretrained(name).to_dict()
-    except Exception as error:  # of the network, the Hub, or a configuration that needs code of its own
-        raise ConfigError(f"the model {name!r} is no folder or file here, and cannot be loaded from the Hub: {_named(error)}") from error
+    except Exception as error:  # of the network, of the Hub, or of a configuration that needs remote code
+        reason = _error_text(error)
+        raise ConfigError(f"the model {name!r} is not a local file or folder, and cannot be loaded from the Hub: {reason}") from error
     return content
 
 
 def _check_counts(content: Any, where: str, levels: int = 8) -> None:
-    """Refuses what would be built for hours, or be a model without a part: numbers of layers and experts, at every depth.
+    """Raise if a number of layers or experts, in any nested block, is negative or would take hours to build.
+
+    Args:
+        content: The configuration.
+        where: Description of the configuration for the message.
+        levels: Number of levels of nested blocks to check.
 
     Raises:
-        ConfigError: Names the key, the value and what is allowed.
+        ConfigError: A number is outside of 0 to 4,096.
     """
     if not isinstance(content, dict) or levels <= 0:
         return
@@ -192,11 +198,11 @@ def _check_counts(content: Any, where: str, levels: int = 8) -> None:
 
 
 @contextmanager
-def _few_modules() -> Iterator[None]:
-    """Stops building a model of more modules than any has.
+def _bounded_modules() -> Iterator[None]:
+    """Stop the building of a model inside the ``with`` that has too many modules.
 
     Raises:
-        ConfigError: There are more.
+        ConfigError: The model has more than 250,000 modules.
     """
     made = 0
 
@@ -204,7 +210,7 @@ def _few_modules() -> Iterator[None]:
         nonlocal made
         made += 1
         if made > _MOST_MODULES:
-            raise ConfigError(f"this configuration asks for more than {_MOST_MODULES:,} modules, which no model has")
+            raise ConfigError(f"this configuration describes a model of more than {_MOST_MODULES:,} modules; fewer are allowed")
 
     handle = register_module_module_registration_hook(count)
     try:
@@ -213,12 +219,12 @@ def _few_modules() -> Iterator[None]:
         handle.remove()
 
 
-def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
-    """Configurations of transformers keep any name: one that they do not have would change nothing."""
+def _require_known_names(kind: str, config_class: Any, settings: Mapping[str, Any]) -> None:
+    """Raise if ``settings`` has a key that the configuration does not know; transformers would keep it without effect."""
     try:
         config = config_class()
         known = {*dir(config), *getattr(config_class, "attribute_map", {}), "experts_implementation"}
-    except Exception:  # one that cannot be without its parts; what is wrong with them is said when it is built
+    except Exception:  # a configuration that cannot be built without its parts, which are checked when it is built
         return
     for name in settings:
         if name not in known and f'"{name}"' not in _code_of(config):
@@ -228,7 +234,7 @@ def _require_known(kind: str, config_class: Any, settings: Mapping[str, Any]) ->
 
 
 def _code_of(config: Any) -> str:
-    """Return the module of a configuration's model: some read what the class does not list, ``getattr(config, "head_dim", ...)``."""
+    """Return the source code of the model of ``config``, because models may read keys that the configuration class does not list."""
     try:
         return inspect.getsource(sys.modules[class_of(config).__module__])
     except (ConfigError, OSError):
@@ -239,22 +245,22 @@ def _unknown(kind: str, known: Sequence[str]) -> str:
     from difflib import get_close_matches
 
     near = get_close_matches(kind, known, n=3)
-    hint = f"; near it are {', '.join(near)}" if near else ""
-    return f"the model {kind!r} is no file, and transformers knows no model_type of that name{hint}"
+    hint = f"; similar names: {', '.join(near)}" if near else ""
+    return f"the model {kind!r} is not a file, and transformers has no model_type of this name{hint}"
 
 
-def _named(error: Exception) -> str:
-    """What an error says, with its class where the text alone says nothing: ``KeyError: 'gelo'``."""
-    return _line(error) if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: {_line(error)}"
+def _error_text(error: Exception) -> str:
+    """Return the message of an error; with its class, ``KeyError: 'gelo'``, unless it is a ValueError or ImportError."""
+    return _first_lines(error) if isinstance(error, (ValueError, ImportError)) else f"{type(error).__name__}: {_first_lines(error)}"
 
 
-def _line(error: BaseException) -> str:
+def _first_lines(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines[:2])[:300] if lines else type(error).__name__
 
 
-def _place(error: BaseException, file: str) -> str:
-    """Return where in ``file`` an error came from, in words."""
+def _line_text(error: BaseException, file: str) -> str:
+    """Return the text " in line N" for the line of ``file`` that raised ``error``; "" if another file did."""
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename) == Path(file)]
     return f" in line {lines[-1]}" if lines else ""
 
@@ -272,16 +278,18 @@ def _from_python(wish: ModelWish) -> PlannedModel:
             spec.loader.exec_module(loaded)
             maker = getattr(loaded, function, None)
             made = maker(**wish.settings) if callable(maker) else None
-        except Exception as error:  # whatever the user's code raises; a crash would be exit status 1, "it does not fit"
-            raise ConfigError(f"the model {wish.name!r}: {type(error).__name__}{_place(error, file)}: {_line(error)}") from error
+        except Exception as error:  # any error of the user's code; an uncaught one would exit with 1, "it does not fit"
+            raise ConfigError(f"the model {wish.name!r}: {type(error).__name__}{_line_text(error, file)}: {_first_lines(error)}") from error
     if not callable(maker):
         raise ConfigError(f"the model {wish.name!r}: {file} has no function {function}")
     module, batch = made if isinstance(made, tuple) else (made, None)
     if not isinstance(module, nn.Module):
-        raise ConfigError(f"the model {wish.name!r}: {function} returned a {type(module).__name__}; a module, or a module and its batch")
+        returned = type(module).__name__
+        raise ConfigError(f"the model {wish.name!r}: {function} returned a {returned}; a module, or (module, batch), is allowed")
     if batch is not None and not callable(batch):
         raise ConfigError(
-            f"the model {wish.name!r}: beside the module {function} returns a function of (samples, length) that makes its arguments"
+            f"the model {wish.name!r}: {function} returned a {type(batch).__name__} beside the module; a function of (samples, length) "
+            "that returns the keyword arguments of forward is allowed"
         )
     return PlannedModel(module, batch or _batch_maker(module), int(getattr(getattr(module, "config", None), "vocab_size", 0) or 0))
 
@@ -293,18 +301,18 @@ def _checkpoint(module: nn.Module) -> None:
     enable()
 
 
-# -- how it is called -----------------------------------------------------------------------------------------------------
+# -- batches -------------------------------------------------------------------------------------------------------------
 
 
 def _batch_maker(module: nn.Module) -> Callable[[int, int], Batch]:
-    """Inputs and labels as Trainer's collators make them, for what the module's ``forward`` takes.
+    """Return a function of (samples, length) that makes inputs and labels for ``module``, like Trainer's collators.
 
     Raises:
-        ConfigError: Its inputs are not known.
+        ConfigError: ``forward`` takes neither ``input_ids`` nor ``pixel_values``.
     """
     names, config, kind = argument_names(module), getattr(module, "config", None), type(module).__name__
     labelled = "labels" in names
-    per_sample = any(name in kind for name in _WHOLE_LABELS)
+    per_sample = any(name in kind for name in _PER_SAMPLE_LABELS)
     image = getattr(config, "image_size", None)
     if "input_ids" not in names and not ("pixel_values" in names and image):
         raise ConfigError(
@@ -326,10 +334,10 @@ def _batch_maker(module: nn.Module) -> Callable[[int, int], Batch]:
 
 
 def loss_of(outputs: Any) -> torch.Tensor:
-    """Return the loss in what a forward returned; where there is none the mean of the first floating tensor.
+    """Return the loss from the result of a forward; without one, the mean of the first floating-point tensor.
 
     Raises:
-        ConfigError: There is none.
+        ConfigError: The result has neither.
     """
     loss = outputs.get("loss") if isinstance(outputs, Mapping) else getattr(outputs, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -341,7 +349,7 @@ def loss_of(outputs: Any) -> torch.Tensor:
         (value for value in tree_leaves(list(values) if not isinstance(values, torch.Tensor) else values) if _differentiable(value)), None
     )
     if found is None:
-        raise ConfigError("the model's forward returned neither a loss nor a tensor that one could be made of")
+        raise ConfigError("the model's forward returned neither a loss nor a floating-point tensor to compute one from")
     return found if found.ndim == 0 else found.float().mean()
 
 
@@ -350,7 +358,7 @@ def _differentiable(value: Any) -> bool:
 
 
 def give_memory(module: nn.Module, device: torch.device) -> None:
-    """Puts tensors of ``device`` in place of those on the meta device; tied ones stay tied."""
+    """Replace the meta tensors of ``module`` by empty tensors on ``device``; tied parameters stay tied."""
     made: dict[int, torch.Tensor] = {}
 
     def here(tensor: torch.Tensor) -> torch.Tensor:

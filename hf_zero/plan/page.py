@@ -1,4 +1,4 @@
-"""The memory of one step as a page to open in a browser and to point at: one file with a picture in it, and nothing to load."""
+"""Write the memory of one step as an HTML page with tooltips: one file without external resources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from hf_zero.plan.prediction import Prediction, host_limit, levels
 from hf_zero.system import own_files
 from hf_zero.system.sizes import size_text
 
-_STRIPS = 400  # moments that can be pointed at
+_STRIPS = 400  # maximum number of moments with a tooltip
 _WIDTH, _HEIGHT = 1000.0, 420.0
 _COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#b79a20", "#e45756", "#72b7b2", "#ff9da6", "#9d755d", "#8c8c8c")
 _STYLE = (
@@ -24,12 +24,12 @@ _STYLE = (
 
 
 def write_page(prediction: Prediction, path: Path, title: str) -> None:
-    """Writes memory over one step, stacked by kind, with the limit as a line; each moment says what is alive when it is pointed at.
+    """Write a page with memory over one step, stacked by kind, with the limit as a line and tooltips of the live memory at each moment.
 
     Args:
-        prediction: What to draw.
-        path: Where to.
-        title: Above it.
+        prediction: The prediction to draw.
+        path: Path of the page.
+        title: Title of the page.
 
     Raises:
         ConfigError: ``path`` cannot be written.
@@ -57,7 +57,7 @@ def _page(prediction: Prediction, title: str) -> str:
     parts = [
         f'<!DOCTYPE html><html lang="en"><head><meta charset="utf-8"><title>{name}</title><style>{_STYLE}</style></head>',
         f"<body><h1>{name}</h1>{verdict}",
-        f"<p>A rank's {tier} memory over one optimizer step, in the order of allocations; point at a moment to see it. {keys}</p>",
+        f"<p>A rank's {tier} memory over one optimizer step, in the order of allocations; point at a moment to see its values. {keys}</p>",
         _picture(rows, shown, top, limit),
         f"<table><tr><th>at the peak</th><th>{size_text(round(sum(peak)))}</th></tr>{table}</table></body></html>",
     ]
@@ -65,7 +65,7 @@ def _page(prediction: Prediction, title: str) -> str:
 
 
 def _moments(prediction: Prediction, tier: str) -> list[tuple[str, list[float]]]:
-    """What the engine was doing and bytes by kind, of each stretch of the step at its highest moment."""
+    """Return the engine's last note and the bytes by kind for the highest moment of each section of the step; at most ``_STRIPS``."""
     found, label = [], "before the step"
     for _, change, alive in levels(prediction.observation, prediction.cluster.on_host):
         label = change.label.removeprefix("hf_zero::") or label if change is not None else label
@@ -75,7 +75,7 @@ def _moments(prediction: Prediction, tier: str) -> list[tuple[str, list[float]]]
 
 
 def _picture(rows: list[tuple[str, list[float]]], shown: list[int], top: float, limit: float | None) -> str:
-    """Return the picture, 0 at the bottom and ``top`` bytes above."""
+    """Return the picture as SVG text; the vertical axis goes from 0 to ``top`` bytes."""
     step, parts = _WIDTH / len(rows), [f'<svg viewBox="-70 -10 {_WIDTH + 80:g} {_HEIGHT + 20:g}" role="img">']
 
     def height(nbytes: float) -> float:

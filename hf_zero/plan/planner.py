@@ -1,4 +1,4 @@
-"""Plans candidates, each once."""
+"""Plan candidates, each at most once, with all blocks of the model or with a few."""
 
 from __future__ import annotations
 
@@ -18,18 +18,19 @@ from hf_zero.system.sizes import size_text
 
 @dataclass
 class Planner:
-    """Plans candidates, each once.
+    """Source of the costs of candidates; it keeps the result of each plan.
 
     Attributes:
-        space: What they are.
-        blocks: The model's.
-        cluster: The ranks.
-        hardware: What there is.
-        sequence: Tokens of a sample.
+        space: The search space.
+        blocks: Repeated blocks of the model.
+        cluster: Number and place of the ranks.
+        hardware: Limits and rates of the hardware.
+        sequence: Tokens per sample.
         attention: sdpa, flash or eager.
-        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
-        told: Hears what is being planned, how much of the search is over, from 0 to 1, and how much will be when that is.
-        workers: Run the engine.
+        settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
+        told: Function that receives the progress: the name of the part that begins, and the share of the search (0 to 1) that is done at
+            its begin and at its end.
+        workers: Processes that run the engine.
     """
 
     space: Space
@@ -42,19 +43,19 @@ class Planner:
     told: Callable[[str, float, float], None] = lambda text, done, after: None
     workers: Workers = field(default_factory=Workers)
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
-    _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # by the number of blocks
+    _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # key: candidate, number of blocks
     _least: dict[Candidate, Costs | HfZeroError] = field(default_factory=dict)
     _on_a_line: set[tuple[int, Tier]] = field(default_factory=set)
 
     def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
-        """What a candidate takes, and whether the whole model was planned for it.
+        """Return the costs of ``candidate``, and whether they come from a plan with all blocks; plans it if necessary.
 
         Args:
-            candidate: Which.
-            whole: Plan all blocks, whatever a few of them say.
+            candidate: The candidate.
+            whole: Whether to plan with all blocks instead of extrapolating.
 
         Raises:
-            HfZeroError: The engine refuses it.
+            HfZeroError: The engine refuses the configuration.
         """
         for known in (True, *(() if whole else (False,))):
             if (candidate, known) in self._costs:
@@ -71,15 +72,15 @@ class Planner:
         if found is None:
             return self.costs(candidate, whole=True)
         if not known:
-            self._on_a_line.add(_sort(candidate))
+            self._on_a_line.add(_line_key(candidate))
         self._costs[candidate, known] = found
         return found, known
 
     def least(self, candidate: Candidate) -> Costs:
-        """What a candidate takes at least: of a pipeline its last stage, of others all of it.
+        """Return a lower bound of the costs of ``candidate``: for a pipeline, those of its last stage; otherwise ``costs``.
 
         Raises:
-            HfZeroError: The engine refuses it.
+            HfZeroError: The engine refuses the configuration.
         """
         if candidate.family.layout.pipeline == 1 or self._is_known(candidate, whole=True):
             return self.costs(candidate)[0]
@@ -91,11 +92,11 @@ class Planner:
         return found
 
     def prepare(self, candidates: Sequence[Candidate], whole: bool = False) -> None:
-        """Plans all that is not known of ``candidates``, side by side; what the engine refuses is told by ``costs``.
+        """Plan the unknown ones of ``candidates`` in parallel; ``costs`` raises later for those that the engine refuses.
 
         Args:
-            candidates: Which.
-            whole: As in ``costs``.
+            candidates: The candidates.
+            whole: Whether to plan with all blocks.
         """
         wanted = [(one, count) for one in candidates if not self._is_known(one, whole) for count in self._sizes(one, whole)]
         wanted = sorted((plan for plan in dict.fromkeys(wanted) if plan not in self._plans), key=lambda plan: plan[1])
@@ -103,21 +104,21 @@ class Planner:
             self._plans.update(zip(wanted, self.workers.costs([self._task(*plan) for plan in wanted]), strict=True))
 
     def known(self) -> Iterator[tuple[Candidate, Costs]]:
-        """What has been planned."""
+        """Yield the planned candidates with their costs."""
         return ((candidate, costs) for (candidate, _), costs in self._costs.items())
 
     def _is_known(self, candidate: Candidate, whole: bool) -> bool:
         return (candidate, True) in self._costs or (not whole and (candidate, False) in self._costs)
 
     def _sizes(self, candidate: Candidate, whole: bool) -> tuple[int, ...]:
-        """Return numbers of blocks of the models that are planned for ``candidate``."""
+        """Return the numbers of blocks of the models to plan for ``candidate``."""
         layout, counts = candidate.family.layout, None
-        if not whole and layout.pipeline == 1:  # else stages have unequal numbers of blocks
+        if not whole and layout.pipeline == 1:  # stages of a pipeline may have unequal numbers of blocks
             shards = layout.shard_group or self.cluster.ranks // layout.tensor
             counts = self.blocks.counts(self._config(candidate), layout.tensor, shards)
         if counts is None:
             return (self.blocks.count,)
-        return counts[:2] if _sort(candidate) in self._on_a_line else counts
+        return counts[:2] if _line_key(candidate) in self._on_a_line else counts
 
     def _config(self, candidate: Candidate) -> dict[str, Any]:
         return self.settle(self.space.config(candidate), candidate.micro_batch)
@@ -129,25 +130,25 @@ class Planner:
 
     @property
     def main_tier(self) -> str:
-        """Return where ranks compute."""
+        """Return the tier where ranks compute: host or device."""
         return "host" if self.cluster.on_host else "device"
 
     def excess(self, costs: Costs) -> float:
-        """Return how many times what there is ``costs`` take of the memory where ranks compute."""
+        """Return the peak of ``costs`` over the memory of the tier where ranks compute; 0 without a limit."""
         on_host = self.cluster.on_host
         limit = host_limit(self.cluster, self.hardware) if on_host else self.hardware.memory
         return (costs.host if on_host else costs.device) / limit if limit is not None else 0.0
 
-    def fault(self, costs: Costs) -> tuple[str, str]:
-        """Return the tier that is too small for ``costs``, and in words by how much; empty where all fits."""
+    def shortage(self, costs: Costs) -> tuple[str, str]:
+        """Return the tier whose memory ``costs`` exceed, and a text with both numbers; empty texts if all fits."""
         near, device, host = self.cluster.near, self.hardware.memory, host_limit(self.cluster, self.hardware)
         if device is not None and not self.cluster.on_host and costs.device > device:
-            return "device", f"{size_text(costs.device)} of device memory at the peak, {size_text(device)} are there"
+            return "device", f"{size_text(costs.device)} of device memory at the peak, a device has {size_text(device)}"
         if host is not None and costs.host > host:
             return "host", f"{near} x {size_text(costs.host)} of host memory at the peak, a node has {size_text(near * host)}"
         return "", ""
 
 
-def _sort(candidate: Candidate) -> tuple[int, Tier]:
-    """What a candidate has in common with others whose plans lie on a line where its own do."""
+def _line_key(candidate: Candidate) -> tuple[int, Tier]:
+    """Return the key of candidates whose costs are all linear in the number of blocks, or all not."""
     return candidate.family.stage, candidate.family.tier

@@ -1,4 +1,4 @@
-"""What the books of one step say: the peak of each tier, what is alive then, what is sent, how long it takes, and whether it fits."""
+"""Evaluate the recording of one step: the peak of each tier, live memory at the peak, bytes sent, time, and whether it fits."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hf_zero.core.holdings import KINDS, TIERS
-from hf_zero.plan.books import Change, Storage
 from hf_zero.plan.cluster import Cluster, Hardware
+from hf_zero.plan.recorder import Change, Storage
 from hf_zero.plan.run import Observation
 from hf_zero.system.sizes import size_text
 
-_SMALL = 1 << 20  # bytes of a host that nobody asks about
+_NEGLIGIBLE = 1 << 20  # bytes of host memory that reports leave out
 COMPUTE, BUBBLE = "compute", "waiting for other stages"
-# What a process on a CPU had resident, over what its tensors took: the least and the most that was seen (docs/plan.md).
-_HOLES = (1.15, 1.9)
-_SHOWN = 3  # largest things alive at the peak
+# Resident memory of a process on a CPU over the bytes of its tensors: smallest and largest measured ratio (docs/plan.md).
+_HEAP_FACTORS = (1.15, 1.9)
+_SHOWN = 3  # number of largest storages at the peak in a report
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most that one tier holds during a step.
+    """Peak memory of one tier during a step.
 
     Attributes:
-        nbytes: How much.
-        index: The change that brought it; -1 where it was so before the step.
-        label: What the engine was doing.
-        alive: Bytes by tier and kind at that moment.
-        largest: The largest storages of the tier then.
+        nbytes: Bytes at the peak.
+        index: Index of the change that reached the peak; -1 if it was reached before the step.
+        label: The engine's last note before the peak.
+        alive: Bytes by tier and kind at the peak.
+        largest: Descriptions of the largest storages of the tier at the peak.
     """
 
     nbytes: int
@@ -40,19 +40,19 @@ class Peak:
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a configuration will take.
+    """Predicted memory, traffic and time of one configuration.
 
     Attributes:
-        stages: What the engine did, on each stage of a pipeline; one where ranks are alike.
-        stage: Which of them holds most where ranks compute.
-        cluster: The ranks.
-        hardware: What there is.
-        peaks: By tier, of the stage with the most there.
-        seconds: Of compute, waiting for other stages, sending inside the node and over the network, of what the hardware is said of.
-        reasons: Why it does not fit, or what the answer rests on.
-        fits: Whether it fits into what is said of the hardware.
-        tokens: Of an optimizer step, of all ranks; 0 where nobody has said.
-        imports: Bytes that a process has resident before there is a model; 0 where nobody has said.
+        stages: Recordings of a rank of each pipeline stage; one if all ranks are alike.
+        stage: Index of the stage with the highest peak on the tier where ranks compute.
+        cluster: Number and place of the ranks.
+        hardware: Limits and rates of the hardware.
+        peaks: Peak by tier, each of the stage with the highest.
+        seconds: Seconds by activity (compute, waiting for other stages, sending inside the node and over the network) with a known rate.
+        reasons: Reasons why the configuration does not fit, or assumptions of the prediction.
+        fits: Whether all peaks are within the given limits.
+        tokens: Tokens per optimizer step over all ranks; 0 if unknown.
+        imports: Resident bytes of a process before it builds the model; 0 if unknown.
     """
 
     stages: tuple[Observation, ...]
@@ -68,54 +68,54 @@ class Prediction:
 
     @property
     def observation(self) -> Observation:
-        """Of the stage that holds most."""
+        """Return the recording of the stage with the highest peak."""
         return self.stages[self.stage]
 
     @property
     def checkpoint_bytes(self) -> int:
-        """Of all ranks together."""
+        """Return the bytes of a checkpoint, from all ranks and stages."""
         return sum(one.checkpoint_bytes for one in self.stages)
 
     @property
     def main(self) -> Peak:
-        """The peak of where ranks compute."""
+        """Return the peak of the tier where ranks compute."""
         return self.peaks["host" if self.cluster.on_host else "device"]
 
     def by_kind(self) -> dict[str, int]:
-        """Return bytes of a rank by kind, over all tiers, at the moment of the main peak."""
+        """Return bytes of a rank by kind, summed over all tiers, at the peak of the tier where ranks compute."""
         return {kind: sum(self.main.alive[tier, kind] for tier in TIERS) for kind in KINDS}
 
     def seconds_per_step(self) -> float | None:
-        """Return seconds of a step if all overlaps but waiting for other stages; None without operations per second."""
+        """Return a lower bound of the seconds per step: compute and communication overlap; None if the compute rate is unknown."""
         if COMPUTE not in self.seconds:
             return None
         return max(self.seconds[COMPUTE] + self.seconds.get(BUBBLE, 0.0), *(self.seconds.get(name, 0.0) for name in ("node", "network")))
 
     def tokens_per_second(self) -> float | None:
-        """Tokens per second of all ranks if a step takes ``seconds_per_step``; None where that is not known."""
+        """Return the tokens per second of all ranks for ``seconds_per_step``; None if one of both is unknown."""
         seconds = self.seconds_per_step()
         return self.tokens / seconds if seconds and self.tokens else None
 
     def process_bytes(self) -> tuple[int, int] | None:
-        """The least and the most that the process of a rank on a CPU is likely to have resident; None on a device.
+        """Return the likely range of resident bytes of a rank's process on a CPU; None if ranks compute on devices.
 
-        The C library's heap keeps holes in which no tensor finds room: another number in each run, so it is a range, and in no verdict.
+        Fragmentation of the C library's heap differs from run to run. So the result is a range, and ``fits`` does not depend on it.
         """
         if not self.cluster.on_host:
             return None
-        least, most = (round(self.main.nbytes * factor) + self.imports for factor in _HOLES)
+        least, most = (round(self.main.nbytes * factor) + self.imports for factor in _HEAP_FACTORS)
         return least, most
 
     def limits(self) -> list[tuple[str, int, float | None]]:
-        """Tiers that hold anything, with their peaks, and what a rank may take of each; None where nobody has said."""
+        """Return (tier, peak bytes, limit of a rank in bytes) of each used tier; the limit is None if it was not given."""
         host = host_limit(self.cluster, self.hardware)
         device = None if self.cluster.on_host else self.hardware.memory
         found = [("device", device), ("host", host), ("disk", None)]
         main = "host" if self.cluster.on_host else "device"
-        return [(tier, self.peaks[tier].nbytes, limit) for tier, limit in found if self.peaks[tier].nbytes >= _SMALL or tier == main]
+        return [(tier, self.peaks[tier].nbytes, limit) for tier, limit in found if self.peaks[tier].nbytes >= _NEGLIGIBLE or tier == main]
 
     def to_dict(self) -> dict[str, object]:
-        """What ``--json`` prints."""
+        """Return the object that ``--json`` prints."""
         sent = self.observation.per_step().sent
         return {
             "fits": self.fits,
@@ -131,12 +131,12 @@ class Prediction:
 
 
 def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware) -> Prediction:
-    """Reads the books.
+    """Return the prediction from the recordings of a step.
 
     Args:
-        stages: What the engine did, on each stage of a pipeline; one where ranks are alike.
-        cluster: The ranks.
-        hardware: What there is.
+        stages: Recordings of a rank of each pipeline stage; one if all ranks are alike.
+        cluster: Number and place of the ranks.
+        hardware: Limits and rates of the hardware.
     """
     found = {tier: [_peak(observation, tier, cluster.on_host) for observation in stages] for tier in TIERS}
     mains = [peak.nbytes for peak in found["host" if cluster.on_host else "device"]]
@@ -147,19 +147,23 @@ def predict(stages: Sequence[Observation], cluster: Cluster, hardware: Hardware)
     if len(stages) > 1:
         others = ", ".join(f"stage {index} {size_text(nbytes)}" for index, nbytes in enumerate(mains) if index != stage)
         reasons.append(
-            f"the stage shown is {stage} of {len(stages)} (from 0), whose ranks hold the most memory, {size_text(mains[stage])}; {others}"
+            f"memory is shown for pipeline stage {stage} of {len(stages)} (from 0), which has the highest peak: {size_text(mains[stage])}; "
+            f"{others}"
         )
     reasons += dict.fromkeys(text for one in stages for text in one.assumptions)
     return Prediction(tuple(stages), stage, cluster, hardware, peaks, _seconds(stages, hardware), tuple(reasons), not faults)
 
 
 def tier_of(storage: Storage, on_host: bool) -> str:
-    """Return where a storage lies; the device of a rank on a CPU is the host."""
+    """Return the tier of a storage; if ranks compute on CPUs, the device counts as the host."""
     return "host" if on_host and storage.tier == "device" else storage.tier
 
 
 def levels(observation: Observation, on_host: bool) -> Iterator[tuple[int, Change | None, Counter[tuple[str, str]]]]:
-    """Bytes by tier and kind before the measured step, index -1, and after each of its changes; one counter, changed in place."""
+    """Yield (index, change, bytes by tier and kind) before the measured step (index -1) and after each of its changes.
+
+    The counter is one object that is updated in place.
+    """
     alive: Counter[tuple[str, str]] = Counter()
     for index, change in enumerate(observation.changes):
         if index == observation.measured:
@@ -183,16 +187,16 @@ def _peak(observation: Observation, tier: str, on_host: bool) -> Peak:
 
 
 def _largest(observation: Observation, tier: str, index: int, on_host: bool) -> tuple[str, ...]:
-    """Return the largest storages of ``tier`` that are alive after change ``index``, in words."""
+    """Return descriptions of the largest storages of ``tier`` after the change ``index``."""
     sizes: Counter[Storage] = Counter()
     last = index if index >= 0 else observation.measured - 1
     for change in observation.changes[: last + 1]:
         if tier_of(change.storage, on_host) == tier:
             sizes[change.storage] += change.nbytes
-    return tuple(_words(storage, nbytes) for storage, nbytes in sizes.most_common(_SHOWN) if nbytes)
+    return tuple(_describe(storage, nbytes) for storage, nbytes in sizes.most_common(_SHOWN) if nbytes)
 
 
-def _words(storage: Storage, nbytes: int) -> str:
+def _describe(storage: Storage, nbytes: int) -> str:
     shape = "x".join(map(str, storage.shape))
     where = f", made in {storage.label.removeprefix('hf_zero::')}" if storage.label else ""
     return f"{size_text(nbytes)} of {storage.kind}: {shape} {str(storage.dtype).removeprefix('torch.')}{where}"
@@ -212,7 +216,7 @@ def _faults(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware) -> lis
 
 
 def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
-    """Bytes of host memory that a rank may take: its share of the node's (``memory`` where ranks compute there); None is not said."""
+    """Return the bytes of host memory per rank: the node's host memory (or ``memory`` on CPUs) over its ranks; None if not given."""
     of_node = hardware.host_memory if hardware.host_memory is not None or not cluster.on_host else hardware.memory
     return None if of_node is None else of_node / cluster.near
 
@@ -220,26 +224,24 @@ def host_limit(cluster: Cluster, hardware: Hardware) -> float | None:
 def _notes(peaks: dict[str, Peak], cluster: Cluster, hardware: Hardware, observation: Observation) -> list[str]:
     notes = []
     if cluster.on_host:
-        notes.append(
-            "a process takes more than its tensors: imports, and holes in the C library's heap, which differ from run to run (docs/plan.md)"
-        )
+        notes.append("not counted: imports, and fragmentation of the C library's heap, which differs from run to run (docs/plan.md)")
     else:
-        notes.append("not counted on a device: its driver's context, libraries' work space, and fragments of the allocator")
+        notes.append("not counted: the driver's context, work space of libraries, and fragmentation of the device's allocator")
         if hardware.memory is None:
-            notes.append("no --memory was given, so nothing was compared with it")
-    if peaks["host"].nbytes > _SMALL and host_limit(cluster, hardware) is None:
-        notes.append("no --host-memory was given, so nothing was compared with it")
+            notes.append("no --memory was given, so device memory was not compared with a limit")
+    if peaks["host"].nbytes > _NEGLIGIBLE and host_limit(cluster, hardware) is None:
+        notes.append("no --host-memory was given, so host memory was not compared with a limit")
     if hardware.flops is not None:
-        notes.append("seconds_per_step is a lower bound: all operations at the rate of --tflops, all sending beside them")
+        notes.append("seconds_per_step is a lower bound: all operations run at --tflops, and all communication overlaps with them")
         sent = observation.per_step().sent
         missing = [flag for nbytes, rate, flag in ((sent.network, hardware.link, "--link"), (sent.node, hardware.node_link, "--node-link"))
                    if nbytes and rate is None]  # fmt: skip
-        notes += [f"{flag} was not given: sending over it is taken to cost nothing" for flag in missing]
+        notes += [f"{flag} was not given: traffic over this link is assumed to take no time" for flag in missing]
     return notes
 
 
 def _seconds(stages: Sequence[Observation], hardware: Hardware) -> dict[str, float]:
-    """Of the stage with the most of each: all wait for the slowest."""
+    """Return seconds by activity, each of the slowest stage, because all stages wait for it."""
     steps = [one.per_step() for one in stages]
     most = max(step.work.flops for step in steps)
     rates: Sequence[tuple[str, float, float | None]] = (

@@ -1,4 +1,4 @@
-"""The machine of a plan: an accelerator and peers that are not there."""
+"""Simulate the hardware of a plan: an accelerator and other ranks that do not exist."""
 
 from __future__ import annotations
 
@@ -16,36 +16,36 @@ from hf_zero.plan.cluster import Cluster
 from hf_zero.system.planning import DEVICE, Told, only_planning
 
 
-class _Ordered:
-    """A stream or an event: on a device that does nothing all is over at once."""
+class _NullStream:
+    """A stream or event of the simulated device, which finishes all work at once."""
 
     def __init__(self, *_args: Any, **_kwargs: Any) -> None: ...
 
     def wait(self, *_args: Any) -> None:
-        """Nothing is under way."""
+        """Return at once: no work is pending."""
 
     wait_stream = wait_event = synchronize = record = wait
 
     def query(self) -> bool:
-        """Return whether all is over."""
+        """Return True: all work has finished."""
         return True
 
 
 class Accelerator:
-    """``torch.planned``: what libraries ask of a device's module.
+    """Module ``torch.planned`` of the simulated device, with the functions that libraries call.
 
-    Args:
-        nbytes: Memory of the device, for who asks how much there is.
+    Attributes:
+        nbytes: Bytes of memory that ``mem_get_info`` reports: more than any plan needs.
     """
 
-    Stream = Event = _Ordered
-    _stream = _Ordered()
+    Stream = Event = _NullStream
+    _stream = _NullStream()
 
     def __init__(self) -> None:
         self.nbytes = 1 << 60
 
     def is_available(self) -> bool:
-        """There is one."""
+        """Return True: the device exists and is initialised."""
         return True
 
     is_initialized = is_bf16_supported = is_available
@@ -54,44 +54,44 @@ class Accelerator:
         return False
 
     def device_count(self) -> int:
-        """One: this rank's."""
+        """Return 1, the number of devices of this rank."""
         return 1
 
     def current_device(self) -> int:
-        """Its index."""
+        """Return 0, the index of the only device."""
         return 0
 
     def set_device(self, *_args: Any) -> None:
-        """There is but one."""
+        """Do nothing: there is only one device."""
 
     manual_seed = manual_seed_all = synchronize = empty_cache = set_rng_state = reset_peak_memory_stats = set_device
 
     def get_rng_state(self, *_args: Any) -> torch.Tensor:
-        """Return bytes that nobody reads."""
+        """Return a placeholder for the state of the random number generator."""
         return torch.zeros(16, dtype=torch.uint8, device="cpu")
 
     def device(self, *_args: Any) -> Any:
-        """Changes nothing."""
+        """Return a context manager that does nothing."""
         return nullcontext()
 
     stream = device
 
-    def current_stream(self, *_args: Any) -> _Ordered:
-        """Return the only one."""
+    def current_stream(self, *_args: Any) -> _NullStream:
+        """Return the only stream."""
         return self._stream
 
     default_stream = current_stream
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
-        """Types of autocast."""
+        """Return the dtypes that autocast may use."""
         return [torch.bfloat16, torch.float16]
 
     def mem_get_info(self, *_args: Any) -> tuple[int, int]:
-        """Free and all bytes."""
+        """Return (free, total) bytes of the device; nothing is ever used."""
         return self.nbytes, self.nbytes
 
     def memory_allocated(self, *_args: Any) -> int:
-        """Return the plan's books count."""
+        """Return 0: the plan's recorder counts memory instead."""
         return 0
 
     memory_reserved = max_memory_allocated = max_memory_reserved = memory_allocated
@@ -101,10 +101,10 @@ _accelerator: Accelerator | None = None
 
 
 def accelerator() -> torch.device:
-    """Return the pretended accelerator, made known to torch for the rest of this process.
+    """Return the simulated accelerator; the first call registers it with torch until the process ends.
 
     Raises:
-        UnsupportedError: This torch has no devices written in Python, or another device has taken the place.
+        UnsupportedError: torch is too old for devices written in Python, or another device uses torch's private back end.
     """
     global _accelerator
     if _accelerator is None:
@@ -112,12 +112,12 @@ def accelerator() -> torch.device:
             from torch.utils.backend_registration import _setup_privateuseone_for_python_backend as register
         except ImportError:
             raise UnsupportedError(
-                f"torch {torch.__version__} cannot pretend an accelerator: a plan for one needs torch 2.10 or newer; --device cpu works"
+                f"torch {torch.__version__} cannot simulate an accelerator: install torch 2.10 or newer, or plan with --device cpu"
             ) from None
         taken = torch._C._get_privateuse1_backend_name()
         if taken != "privateuseone":
             raise UnsupportedError(
-                f"this process has an accelerator {taken!r}, so none can be pretended beside it: plan in a process of its own"
+                f"this process has registered the accelerator {taken!r}, so a plan cannot register another one: plan in a separate process"
             )
         _accelerator = Accelerator()
         register(rename=DEVICE, backend_module=_accelerator)
@@ -125,19 +125,19 @@ def accelerator() -> torch.device:
 
 
 @contextmanager
-def pretended_world(cluster: Cluster, rank: int = 0, told: Told | None = None) -> Iterator[torch.device]:
-    """This process as one of the ranks, on a device of its own; gives the device.
+def pretended_world(cluster: Cluster, rank: int = 0, messages: Told | None = None) -> Iterator[torch.device]:
+    """Make this process one rank of a simulated world inside the ``with``; gives the rank's device.
 
     Args:
-        cluster: The ranks.
-        rank: Which.
-        told: What the ranks of this world that were planned before have told.
+        cluster: Number and place of the ranks.
+        rank: Number of this rank.
+        messages: Messages that ranks planned before have sent; receives this rank's.
 
     Raises:
-        StateError: The process has a process group already.
+        StateError: This process has a process group already.
     """
     if dist.is_initialized():
-        raise StateError("a plan pretends a world of ranks, and this process has a process group already: plan in a process of its own")
+        raise StateError("a plan simulates a process group, but this process has a process group already: plan in a separate process")
     device = torch.device("cpu") if cluster.on_host else accelerator()
     settings = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": str(cluster.near), "RANK": str(rank), "WORLD_SIZE": str(cluster.ranks)}
     if cluster.on_host:
@@ -145,7 +145,7 @@ def pretended_world(cluster: Cluster, rank: int = 0, told: Told | None = None) -
     before = {name: os.environ.get(name) for name in settings}
     os.environ.update(settings)
     try:
-        with only_planning(told):
+        with only_planning(messages):
             pretend_distributed(rank, cluster.ranks, device)
             try:
                 yield device

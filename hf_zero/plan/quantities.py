@@ -1,4 +1,4 @@
-"""Rates as people write them, such as 400Gbit."""
+"""Parse rates in the form of command-line flags, such as 400Gbit."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ _RATE = re.compile(r"(\d+(?:\.\d+)?)\s*([kMGT]?)bit(?:/s)?")
 
 
 def bytes_per_second_of(text: str, flag: str) -> float:
-    """Return bytes per second of ``400Gbit``.
+    """Return the bytes per second of a rate such as ``400Gbit``.
 
     Args:
-        text: As the user wrote it.
-        flag: Whose value it is, for the message.
+        text: The value of the flag.
+        flag: Name of the flag, for the message.
 
     Raises:
-        ConfigError: It is no such rate.
+        ConfigError: ``text`` is not a positive rate in kbit, Mbit, Gbit or Tbit.
     """
     found = _RATE.fullmatch(text.strip())
     rate = float(found[1]) * 1000 ** _POWERS[found[2]] / 8 if found else 0

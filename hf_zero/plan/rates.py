@@ -1,4 +1,4 @@
-"""How fast the hardware is: what is given, measured, or assumed."""
+"""Estimate the seconds of a step from rates of the hardware that are given, measured or assumed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ GIVEN, MEASURED, ASSUMED = "given", "measured", "assumed"
 
 @dataclass(frozen=True)
 class Rate:
-    """One number.
+    """One rate of the hardware.
 
     Attributes:
-        value: Per second; of latencies, seconds.
+        value: Amount per second; for "latency" and "operation", seconds.
         source: given, measured or assumed.
     """
 
@@ -23,7 +23,7 @@ class Rate:
     source: str = ASSUMED
 
 
-# What is taken where nothing is said: a data-centre device of 2020 on which half of its peak is reached, and one core of a server.
+# Assumed rates: a data-centre device of 2020 at half of its peak, and one core of a server.
 _DEVICE = {
     "tflops": 150.0,
     "memory": 1.5e12,
@@ -53,19 +53,19 @@ WHAT = {
     "host-link": "bytes per second between a device and the host",
     "host-memory": "bytes per second of a node's memory, for all its ranks",
     "disk": "bytes per second of a node's disk, for all its ranks",
-    "latency": "seconds of a collective of next to nothing",
-    "operation": "seconds of an operation on next to nothing",
+    "latency": "seconds of a collective with almost no data",
+    "operation": "seconds of an operation on almost no data",
 }
 
 
 @dataclass(frozen=True)
 class Rates:
-    """The hardware of a roofline.
+    """Rates of the hardware, for a roofline estimate.
 
     Attributes:
-        table: By the names of ``WHAT``.
-        ranks_per_node: Who share the memory and the disk of a node.
-        on_host: Ranks compute on CPUs.
+        table: Rates by the names of ``WHAT``.
+        ranks_per_node: Number of ranks that share the memory and the disk of a node.
+        on_host: Whether ranks compute on CPUs.
     """
 
     table: Mapping[str, Rate]
@@ -73,40 +73,40 @@ class Rates:
     on_host: bool
 
     def __getitem__(self, name: str) -> float:
-        """Return the value of one rate."""
+        """Return the value of the rate ``name``."""
         return self.table[name].value
 
     def seconds(self, costs: Costs) -> float:
-        """Return seconds of an optimizer step.
+        """Return the estimated seconds of an optimizer step with ``costs``.
 
-        [Note: roofline] On a device computing, sending and copying overlap in the micro-steps, so the longest of them counts; in the
-        update too, but not the one with the other. What is waited for before anything else is computed (the sums of tensor parallelism,
-        the exchanges of sequences and experts) overlaps with nothing. On CPUs the same processors do all of it, so everything is added
-        up. What overlaps costs a hundredth on top, which orders what is else alike.
+        [Note: roofline] On a device, computation, communication and copies overlap within the micro-steps, so the longest of them counts;
+        likewise within the update, which does not overlap with the micro-steps. Collectives whose result is needed at once (the sums of
+        tensor parallelism, the exchanges of sequences and experts) overlap with nothing. On CPUs the same processors do all work, so all
+        times are added. A hundredth of the hidden times is added, too, to order candidates that are equal otherwise.
         """
-        micro = tuple(seconds * (1 + costs.bubble) for seconds in self._part(costs.micro))
-        alone = self._alone(costs.micro) * (1 + costs.bubble), self._alone(costs.update)
-        together = micro, self._part(costs.update) + self._away(costs)
+        micro = tuple(seconds * (1 + costs.bubble) for seconds in self._part_seconds(costs.micro))
+        alone = self._exposed_seconds(costs.micro) * (1 + costs.bubble), self._exposed_seconds(costs.update)
+        together = micro, self._part_seconds(costs.update) + self._offload_seconds(costs)
         if self.on_host:
             return sum(map(sum, together))
         return sum(alone) + sum(max(part) + 0.01 * (sum(part) - max(part)) for part in together)
 
-    def _part(self, part: Part) -> tuple[float, ...]:
-        """Return seconds of what overlaps."""
+    def _part_seconds(self, part: Part) -> tuple[float, ...]:
+        """Return the seconds of the activities of ``part`` that overlap with each other; without collectives that overlap with nothing."""
         compute = part.flops / (self["tflops"] * 1e12) + part.read / self["memory"]
         launches, sending = part.operations * self["operation"], self._sending(part.calls, part.node, part.network)
         if self.on_host:
             return compute, launches, sending
-        return max(compute, launches), sending - self._alone(part), part.moved / self["host-link"]
+        return max(compute, launches), sending - self._exposed_seconds(part), part.moved / self["host-link"]
 
-    def _alone(self, part: Part) -> float:
+    def _exposed_seconds(self, part: Part) -> float:
         return self._sending(part.calls_alone, part.node_alone, part.network_alone)
 
     def _sending(self, calls: float, node: float, network: float) -> float:
         return calls * self["latency"] + node / self["node-link"] + network / self["link"]
 
-    def _away(self, costs: Costs) -> tuple[float, ...]:
-        """Return the update of what rests on the host or in files: each byte is read and written once."""
+    def _offload_seconds(self, costs: Costs) -> tuple[float, ...]:
+        """Return the seconds of the update of offloaded states, by memory and by disk: each byte is read and written once."""
         near = self.ranks_per_node
         return (
             2 * (costs.on_host + costs.on_disk * (not self.on_host)) * near / self["host-memory"],
@@ -115,13 +115,13 @@ class Rates:
 
 
 def rates_of(given: Mapping[str, float | None], measured: Mapping[str, float], ranks_per_node: int, on_host: bool) -> Rates:
-    """What is given wins over what is measured, and that over what is assumed.
+    """Return the rates to use: given ones, else measured ones, else assumed ones.
 
     Args:
-        given: By the names of ``WHAT``; None is not said.
-        measured: By the same names.
-        ranks_per_node: Who share the memory and the disk of a node.
-        on_host: Ranks compute on CPUs.
+        given: Rates of the user by the names of ``WHAT``; None if not given.
+        measured: Measured rates by the names of ``WHAT``.
+        ranks_per_node: Number of ranks that share the memory and the disk of a node.
+        on_host: Whether ranks compute on CPUs.
     """
     table = {name: Rate(value) for name, value in (_HOST if on_host else _DEVICE).items()}
     table |= {name: Rate(value, MEASURED) for name, value in measured.items()}

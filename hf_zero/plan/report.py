@@ -1,4 +1,4 @@
-"""A prediction as tables for people, and as a picture."""
+"""Print a prediction as tables, and draw its memory as a picture."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from hf_zero.plan.prediction import Prediction, host_limit, levels
 from hf_zero.system.pictures import canvas, save
 from hf_zero.system.sizes import size_text
 
-_POINTS = 4000  # of the picture
+_POINTS = 4000  # maximum number of points of the picture
 
 
 def text_of(prediction: Prediction) -> str:
-    """Return the tables, in plain text."""
+    """Return the report of ``prediction`` as plain text."""
     from rich.console import Console
     from rich.text import Text
 
@@ -29,7 +29,7 @@ def text_of(prediction: Prediction) -> str:
 
 
 def verdict_of(prediction: Prediction) -> list[str]:
-    """Whether it fits into which limits, how fast it is, and what both rest on."""
+    """Return the first lines of a report: whether it fits, the limits, seconds per step, and the reasons or assumptions."""
     held = [
         f"{size_text(nbytes)} {'of' if limit is None else f'of the {size_text(round(limit))} of'} {tier} memory"
         for tier, nbytes, limit in prediction.limits()
@@ -71,30 +71,30 @@ def _memory_table(prediction: Prediction) -> Any:
 
 
 def lines_of(prediction: Prediction) -> list[str]:
-    """What is printed below the table."""
+    """Return the lines below the table of memory."""
     observation = prediction.observation
     step, (parameters, trained) = observation.per_step(), observation.parameters
-    lines = [f"largest then: {thing}" for thing in prediction.main.largest]
+    lines = [f"largest at the peak: {thing}" for thing in prediction.main.largest]
     lines.append(f"parameters: {parameters:,}, of which {trained:,} are trained")
     lines.append(f"sent by a rank per step: {size_text(step.sent.node)} inside its node, {size_text(step.sent.network)} to other nodes")
     lines.append(f"computed by a rank per step: {step.work.flops / 1e12:.4g} TFLOP")
     lines.append(f"a checkpoint: {size_text(prediction.checkpoint_bytes)} on disk")
     if observation.sharded:
-        lines.append(f"generate() adds: {size_text(observation.whole_bytes)} where it gathers the whole model, and its cache")
-        lines.append(f"saving adds: {size_text(observation.largest_unit_bytes)}, one unit at a time")
+        lines.append(f"generate() adds: {size_text(observation.whole_bytes)} if it gathers the whole model, and its key-value cache")
+        lines.append(f"saving adds: {size_text(observation.largest_unit_bytes)}, because it gathers one unit at a time")
     return lines
 
 
 def draw(prediction: Prediction, path: Path, title: str) -> None:
-    """Writes a picture of memory over one step, stacked by kind, with the limit as a line.
+    """Write a picture of memory over one step, stacked by kind, with the limit as a line.
 
     Args:
-        prediction: What to draw.
-        path: Its ending chooses the format.
-        title: Above it.
+        prediction: The prediction to draw.
+        path: Path of the picture; the ending selects the format.
+        title: Title of the picture.
 
     Raises:
-        UnsupportedError: Without matplotlib.
+        UnsupportedError: matplotlib is not installed.
         ConfigError: ``path`` cannot be written.
     """
     on_host = prediction.cluster.on_host
@@ -116,6 +116,6 @@ def draw(prediction: Prediction, path: Path, title: str) -> None:
 
 
 def _thinned(rows: list[list[float]]) -> list[list[float]]:
-    """At most a few thousand rows, of each stretch the one that holds most."""
+    """Return at most ``_POINTS`` rows: of each group of consecutive rows, the one with the highest sum."""
     width = -(-len(rows) // _POINTS)
     return [max(rows[start : start + width], key=sum) for start in range(0, len(rows), width)]

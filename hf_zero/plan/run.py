@@ -1,4 +1,4 @@
-"""One optimizer step of one rank: the real engine over tensors without values."""
+"""Run one optimizer step of one rank with the real engine on fake tensors, and record its memory, traffic and work."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ from hf_zero.integrations.attach import initialize
 from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention, masks_by_values
-from hf_zero.plan.books import NOWHERE, Books, Change, Work
 from hf_zero.plan.choices import Choices
 from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
+from hf_zero.plan.recorder import NOWHERE, Change, StorageRecorder, Work
 from hf_zero.system.planning import Told, placed
 
 
 def checkpoint_bytes(state: TrainingState) -> int:
-    """Bytes of tensors in the files of all ranks; with a pipeline of those that have this rank's stage. Names and the index come on top.
+    """Return the bytes of tensors in the checkpoint files of all ranks, without names and index; with a pipeline, of this rank's stage.
 
-    What an optimizer keeps of whole parameters is taken to be shared out evenly.
+    Assumes that optimizer states of unsharded parameters are divided evenly over the ranks.
     """
     together, of_experts = state.holders, {unit.name for unit in state.units if unit.collectives.topology.of_experts}
     total = _whole_bytes(state)
     for file, entries in contents_of(state, exclude_frozen=False).files.items():
-        if file.startswith(MODULE):  # shared out by size, so this rank's part says nothing of the others'
+        if file.startswith(MODULE):  # divided by size, so other ranks' parts differ from this rank's
             continue
         for entry in entries:
             experts = entry.name in of_experts
@@ -57,13 +57,13 @@ def checkpoint_bytes(state: TrainingState) -> int:
 
 
 def _parts(state: TrainingState, holders: Holders) -> int:
-    """Ranks that hold one stage's tensors together."""
+    """Return the number of ranks over which the tensors of one pipeline stage are divided by tensor and expert parallelism."""
     pipe = state.collectives.topology.pipe
     return holders.parts // (pipe.world if pipe is not None else 1)
 
 
 def _whole_bytes(state: TrainingState) -> int:
-    """Parameters without unit, and buffers: once, or every part of what is divided."""
+    """Return the bytes of parameters outside of units and of buffers: split parameters on all their ranks, others once."""
     first, total = state.holders.part == 0, 0
     for name, param in state.loose_params():
         if is_packed(param) or is_wrapped(param):
@@ -75,26 +75,29 @@ def _whole_bytes(state: TrainingState) -> int:
     return total + (sum(buffer.nbytes for buffer in state.buffers().values()) if first else 0)
 
 
-_MOST_MICRO_STEPS = 3  # the first, those between, which are alike, and the last
-_MOVING = ("all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of")
-_DIRECT = ("exchange", "exchange_parts")  # go from each rank to each, whatever carries them
-_EVEN = "assumed: tokens spread evenly over experts; a rank whose experts get more holds, sends and computes more"
-_PARTS = (
-    "assumed: the losses of parts of a batch make up that of the batch, so that stages overlap; a line of the log says where they do not"
+_MOST_MICRO_STEPS = 3  # the first, one of the equal ones between, and the last
+_COLLECTIVES = (
+    "all_gather", "reduce_scatter", "all_reduce", "all_reduce_in_order", "exchange", "exchange_parts", "broadcast", "largest_of",
+)  # fmt: skip
+_DIRECT = ("exchange", "exchange_parts")  # each rank sends to each other rank directly, with every back end
+_EVEN = "assumed: tokens are spread evenly over experts; a rank whose experts receive more tokens holds, sends and computes more"
+_MICRO_BATCHES = (
+    "assumed: the loss of a batch can be computed from the losses of its micro-batches, so that pipeline stages overlap; otherwise a line "
+    "of the log says so in training"
 )
 
 
 @dataclass
 class Traffic:
-    """Bytes that a rank sends, by the links they go over.
+    """Bytes that a rank sends, by link.
 
     Attributes:
-        node: To ranks of its node.
-        network: To other nodes.
-        calls: In how many collectives.
-        node_alone: Of ``node`` what is waited for before anything else is computed.
-        network_alone: The same of ``network``.
-        calls_alone: The same of ``calls``.
+        node: Bytes sent to ranks of the same node.
+        network: Bytes sent to other nodes.
+        calls: Number of collectives that send.
+        node_alone: Bytes of ``node`` whose collectives overlap with no computation.
+        network_alone: Bytes of ``network`` whose collectives overlap with no computation.
+        calls_alone: Number of collectives that overlap with no computation.
     """
 
     node: float = 0.0
@@ -105,18 +108,18 @@ class Traffic:
     calls_alone: float = 0.0
 
     def plus(self, other: Traffic, times: float = 1.0) -> Traffic:
-        """Return the sum."""
+        """Return the sum of this traffic and ``times`` times ``other``."""
         mine, theirs = astuple(self), astuple(other)
         return Traffic(*(one + times * two for one, two in zip(mine, theirs, strict=True)))
 
     def add(self, nbytes: float, share: float) -> None:
-        """Books one collective, of whose ``nbytes`` a ``share`` goes to other nodes."""
+        """Add one collective that sends ``nbytes``, the part ``share`` (0 to 1) of them to other nodes."""
         self.node += nbytes * (1 - share)
         self.network += nbytes * share
         self.calls += float(nbytes > 0)
 
-    def stood_alone(self, nbytes: float, share: float) -> None:
-        """Says of a collective that is booked that it was waited for before anything else was computed."""
+    def add_exposed(self, nbytes: float, share: float) -> None:
+        """Mark a collective that was added before as one that overlapped with no computation."""
         self.node_alone += nbytes * (1 - share)
         self.network_alone += nbytes * share
         self.calls_alone += float(nbytes > 0)
@@ -124,10 +127,10 @@ class Traffic:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """What one micro-step, or the update behind the last one, computed and sent.
+    """Traffic and work of one micro-step, or of the update after the last one.
 
     Attributes:
-        sent: Bytes sent.
+        sent: Bytes sent, by link.
         work: Operations, and bytes read and written on the device.
     """
 
@@ -137,22 +140,22 @@ class MicroStep:
 
 @dataclass(frozen=True)
 class Observation:
-    """What the engine did.
+    """Recording of one rank's planned steps.
 
     Attributes:
-        changes: Storages that came and went, from the model's first tensor on.
-        measured: How many changes came before the step that is measured.
-        micro_steps: Forwards with their backwards: the first, one of those between, the last; fewer where there are fewer.
-        update: Bytes and operations of the update.
-        accumulation: Micro-steps of an optimizer step.
-        checkpoint_bytes: Of all ranks together, or of those of one stage of a pipeline.
-        parameters: Elements of the model, and those that are trained.
-        sharded: Parameters are gathered for use (stage 3).
-        whole_bytes: Of parameters that a gather of the whole model would allocate.
-        largest_unit_bytes: Of the largest unit.
-        parts: Into how many a batch is divided on its way through a pipeline.
-        pipeline: How the model is divided over stages; None where it is not.
-        assumptions: What the numbers rest on and no run of this model has shown, in sentences.
+        changes: Allocations and releases of storages, from the first tensor of the model on.
+        measured: Number of changes before the measured step.
+        micro_steps: The first micro-step, one of those between, and the last; fewer if the step has fewer.
+        update: Traffic and work of the update.
+        accumulation: Micro-steps per optimizer step.
+        checkpoint_bytes: Bytes of a checkpoint from all ranks; with a pipeline, from the ranks of this stage.
+        parameters: Number of parameters of the model, and number of trained ones.
+        sharded: Whether parameters are gathered for use (stage 3).
+        whole_bytes: Bytes that a gather of the whole model would allocate.
+        largest_unit_bytes: Bytes of the largest gathered unit.
+        parts: Number of micro-batches into which a pipeline divides a batch.
+        pipeline: Division of the model over pipeline stages; None without a pipeline.
+        assumptions: Assumptions behind the numbers, as sentences.
     """
 
     changes: list[Change]
@@ -171,16 +174,16 @@ class Observation:
 
     @property
     def bubble(self) -> float:
-        """How long a stage waits for others, as a share of its own time: all parts go forward, then all back (arXiv 1811.06965)."""
+        """Return the time that a stage waits for other stages as a share of its work, for the schedule of GPipe (arXiv 1811.06965)."""
         return (len(self.pipeline.ranks) - 1) / self.parts if self.pipeline is not None else 0.0
 
     def per_step(self) -> MicroStep:
-        """Return bytes and operations of one optimizer step."""
+        """Return traffic and work of one optimizer step."""
         together = self.accumulated()
         return MicroStep(together.sent.plus(self.update.sent), together.work.plus(self.update.work))
 
     def accumulated(self) -> MicroStep:
-        """Return bytes and operations of all micro-steps of one optimizer step."""
+        """Return traffic and work of all micro-steps of one optimizer step."""
         sent, work = Traffic(), Work()
         for index, one in enumerate(self.micro_steps):
             times = self.accumulation - 2 if index == 1 and len(self.micro_steps) == _MOST_MICRO_STEPS else 1
@@ -195,65 +198,65 @@ def observe_step(
     load: Load,
     attention: str = "sdpa",
     rank: int = 0,
-    told: Told | None = None,
+    messages: Told | None = None,
 ) -> Observation:
-    """Runs the engine of one rank for two optimizer steps and writes the second one down.
+    """Run the engine of one rank for two optimizer steps, and return the recording of the second one.
 
-    The first makes the moments and learns the order of blocks. Of an accumulation at most three micro-steps run.
+    The first step creates the moments and records the order of blocks. At most three micro-steps of an accumulation run.
 
     Args:
-        model: On the meta device.
+        model: The model, on the meta device; the engine changes it.
         config: The DeepSpeed configuration.
-        cluster: The ranks.
-        load: What they train on.
-        attention: sdpa, flash or eager; "reference" is torch's own choice for a device that it does not know.
-        rank: Which.
-        told: What the ranks of this world that were observed before have told.
+        cluster: Number and place of the ranks.
+        load: Shape of the batch of one rank.
+        attention: sdpa, flash or eager; "reference" is torch's choice for an unknown device.
+        rank: Number of the rank to run.
+        messages: Messages that ranks observed before have sent; receives this rank's.
 
     Raises:
         ConfigError: The engine refuses the configuration.
-        UnsupportedError: The model does what needs values.
+        UnsupportedError: The model's forward depends on values of tensors, or runs an operation that fake tensors do not support.
     """
     _require_plannable(config, cluster, load)
-    with pretended_world(cluster, rank, told) as device:
-        books = Books(device, model.vocabulary)
+    with pretended_world(cluster, rank, messages) as device:
+        recorder = StorageRecorder(device, model.vocabulary)
         kernels = nullcontext() if attention in ("eager", "reference") or cluster.on_host else device_attention(attention == "flash")
-        with books.kept(), masks_by_values(), kernels, observe.hushed(), torch.autograd.set_multithreading_enabled(False):
+        with recorder.active(), masks_by_values(), kernels, observe.hushed(), torch.autograd.set_multithreading_enabled(False):
             try:
-                return _Run(model, dict(config), cluster, load, device, books).observation()
+                return _Run(model, dict(config), cluster, load, device, recorder).observation()
             except HfZeroError:
                 raise
             except NotImplementedError as error:
                 raise UnsupportedError(
-                    f"{type(model.module).__name__} cannot be planned: an operation of it has no fake counterpart: {str(error)[:200]}"
+                    f"{type(model.module).__name__} cannot be planned: fake tensors do not support an operation of it: {str(error)[:200]}"
                 ) from error
             except (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException) as error:
                 raise UnsupportedError(
-                    f"{type(model.module).__name__} cannot be planned: it makes shapes of values, which a plan has none of "
-                    f"({str(error).splitlines()[0]})"
+                    f"{type(model.module).__name__} cannot be planned: shapes in its forward depend on values of tensors, and a plan's "
+                    f"tensors have no values ({str(error).splitlines()[0]})"
                 ) from error
 
 
 def _require_plannable(config: Mapping[str, Any], cluster: Cluster, load: Load) -> None:
-    """Refuses what a plan would get wrong."""
+    """Raise for configurations that a plan would predict wrongly."""
     slices = requested_slices(config)
     if load.sequence % slices:
-        raise ConfigError(f"--sequence {load.sequence} does not divide into the {slices} slices of sequence_parallel_size")
+        raise ConfigError(f"--sequence {load.sequence} is not divisible by the {slices} slices of sequence_parallel_size")
     section = config.get("torch_autocast")
     if isinstance(section, Mapping) and section.get("enabled") and not cluster.on_host:
-        raise UnsupportedError("torch_autocast is planned with --device cpu only: a pretended device has no rules of autocast")
+        raise UnsupportedError("torch_autocast can be planned only with --device cpu: the pretended device has no autocast rules")
 
 
 @dataclass
 class _Run:
-    """An engine under observation."""
+    """One run of an engine whose storages, collectives and operations are recorded."""
 
     model: PlannedModel
     config: dict[str, Any]
     cluster: Cluster
     load: Load
     device: torch.device
-    books: Books
+    recorder: StorageRecorder
     sent: Traffic = field(default_factory=Traffic)
     choices: Choices = field(init=False)
 
@@ -261,28 +264,28 @@ class _Run:
         self.choices = Choices(self.model.module)
 
     def observation(self) -> Observation:
-        """Trains two steps."""
-        counts = [(param.numel(), param.requires_grad) for param in self.model.module.parameters()]  # before ranks divide it
+        """Train two steps, and return the recording."""
+        counts = [(param.numel(), param.requires_grad) for param in self.model.module.parameters()]  # before ranks divide the parameters
         with placed(NOWHERE):
             give_memory(self.model.module, self.device)
         for param in self.model.module.parameters():
             if param.requires_grad:
-                param.register_post_accumulate_grad_hook(lambda param: self.books.mark([param.grad], "gradients"))
-        with mock.patch.object(Collectives, "__init__", lambda network, topology: self.network(network, topology)):
+                param.register_post_accumulate_grad_hook(lambda param: self.recorder.mark([param.grad], "gradients"))
+        with mock.patch.object(Collectives, "__init__", lambda network, topology: self._patch_collectives(network, topology)):
             engine = initialize(model=self.model.module, config=self.config)[0]
-        with mock.patch.object(Link, "send", self._sending(Link.send)):
+        with mock.patch.object(Link, "send", self._counting_send(Link.send)):
             with self.choices if self.choices.any else nullcontext():
-                return self._watched(engine, counts)
+                return self._run_steps(engine, counts)
 
-    def _watched(self, engine: Any, counts: list[tuple[int, bool]]) -> Observation:
+    def _run_steps(self, engine: Any, counts: list[tuple[int, bool]]) -> Observation:
         if engine.stepper is None:
-            raise ConfigError("the configuration has no optimizer, so nothing is trained: give it an optimizer section")
-        self._book(engine)
+            raise ConfigError("the configuration has no optimizer, so nothing is trained: add an optimizer section")
+        self._mark_gradient_pools(engine)
         accumulation = engine.accumulation.steps
         engine.accumulation.steps = 1
         self._train(engine, 1)
         gc.collect()
-        measured = len(self.books.changes)
+        measured = len(self.recorder.changes)
         count = min(accumulation, _MOST_MICRO_STEPS)
         engine.accumulation.steps = count
         *micro_steps, update = self._train(engine, count)
@@ -296,40 +299,40 @@ class _Run:
         found: list[MicroStep] = []
         length = self.load.sequence // requested_slices(self.config)
         for _ in range(count):
-            with self._counted(found):
-                with self.books.of_kind("other"):
+            with self._measured(found):
+                with self.recorder.allocating("other"):
                     batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, length).items()}
                 with torch.autograd.graph.save_on_cpu() if self.model.moves else nullcontext():
                     engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)
-        with self._counted(found):
+        with self._measured(found):
             engine.step()
             self._mark_owned(engine)
         return found
 
     @contextmanager
-    def _counted(self, found: list[MicroStep]) -> Iterator[None]:
-        sent, work = copy.copy(self.sent), copy.copy(self.books.work)
+    def _measured(self, found: list[MicroStep]) -> Iterator[None]:
+        sent, work = copy.copy(self.sent), copy.copy(self.recorder.work)
         yield
-        found.append(MicroStep(self.sent.plus(sent, -1), self.books.work.plus(work, -1)))
+        found.append(MicroStep(self.sent.plus(sent, -1), self.recorder.work.plus(work, -1)))
 
-    # -- what is for what -------------------------------------------------------------------------------------------------
+    # -- purposes of storages, and traffic ---------------------------------------------------------------------------------
 
-    def _book(self, engine: Any) -> None:
-        """Lets the buffers of gradients say what they allocate."""
+    def _mark_gradient_pools(self, engine: Any) -> None:
+        """Give storages that gradient pools allocate the kind "gradients", and mark the states of ``engine``."""
         for pool in {id(entry.collected.pool): entry.collected.pool for entry in engine.stepper.reducer.gradients}.values():
-            setattr(pool, "take", self.books.booked("gradients", pool.take))  # noqa: B010
+            setattr(pool, "take", self.recorder.wrapped("gradients", pool.take))  # noqa: B010
         self._mark_owned(engine)
 
-    def network(self, network: Collectives, topology: Topology) -> None:
-        """In place of ``Collectives.__init__``: lets a new network say what it sends and allocates."""
+    def _patch_collectives(self, network: Collectives, topology: Topology) -> None:
+        """Replace ``Collectives.__init__``: initialise ``network`` so that its collectives record bytes sent and allocations."""
         network.topology, network.sent_bytes = topology, 0
-        for name in _MOVING:
+        for name in _COLLECTIVES:
             share = _share_of_network(network, self.cluster.ranks_per_node, network.blocks_host or name in _DIRECT)
             setattr(network, name, self._counting(network, getattr(network, name), share))
 
-    def _sending(self, send: Any) -> Any:
-        """In place of ``Link.send``."""
+    def _counting_send(self, send: Any) -> Any:
+        """Return a replacement of ``Link.send`` that records the bytes sent."""
 
         def run(link: Link, tensors: Any, target: int, label: str) -> None:
             ranks = [rank // self.cluster.ranks_per_node for rank in link.axis.topology.ranks]
@@ -340,47 +343,47 @@ class _Run:
 
     def _counting(self, network: Collectives, call: Any, share: float, waits: bool = True) -> Any:
         def run(*args: Any, **kwargs: Any) -> Any:
-            if self.books.purpose == "communication":  # a part of another call, which counts
+            if self.recorder.current_kind == "communication":  # called by another collective, which is counted
                 return call(*args, **kwargs)
             before = network.sent_bytes
-            with self.books.of_kind("communication"):
+            with self.recorder.allocating("communication"):
                 result = call(*args, **kwargs)
             nbytes = network.sent_bytes - before
             self.sent.add(nbytes, share)
             if isinstance(result, Pending):
-                self._watch(result, nbytes, share)
+                self._measure_wait(result, nbytes, share)
             elif waits:
-                self.sent.stood_alone(nbytes, share)
+                self.sent.add_exposed(nbytes, share)
             return result
 
         return run
 
-    def _watch(self, pending: Pending, nbytes: float, share: float) -> None:
-        """Sees whether anything is computed before ``pending`` is waited for, and books what its end allocates."""
-        issued, finish = self.books.work.operations, pending.finish
+    def _measure_wait(self, pending: Pending, nbytes: float, share: float) -> None:
+        """Record whether any operation runs before the wait for ``pending``, and the storages that its end allocates."""
+        issued, finish = self.recorder.work.operations, pending.finish
 
         def run() -> Any:
-            if self.books.work.operations == issued:
-                self.sent.stood_alone(nbytes, share)
-            with self.books.of_kind("communication"):
+            if self.recorder.work.operations == issued:
+                self.sent.add_exposed(nbytes, share)
+            with self.recorder.allocating("communication"):
                 return finish() if finish is not None else pending.result
 
         pending.finish = run
 
     def _mark_gradients(self, engine: Any) -> None:
-        self.books.mark((entry.shard for entry in engine.stepper.reducer.gradients), "gradients")
+        self.recorder.mark((entry.shard for entry in engine.stepper.reducer.gradients), "gradients")
 
     def _mark_owned(self, engine: Any) -> None:
-        """Says what the tensors that stay are for, and where."""
+        """Set kind and tier of the storages that the engine keeps between steps."""
         for held in holdings(engine.units, engine.optimizer):
-            self.books.mark([held.tensor], held.kind)
-        known = {id(entry) for unit in engine.units if (entry := self.books.of(unit.whole.flat)) is not None}
+            self.recorder.mark([held.tensor], held.kind)
+        known = {id(entry) for unit in engine.units if (entry := self.recorder.storage_of(unit.whole.flat)) is not None}
         for held in loose_tensors(engine.module):
-            entry = self.books.of(held.tensor)
+            entry = self.recorder.storage_of(held.tensor)
             if entry is not None and id(entry) not in known:
                 entry.kind, entry.tier = held.kind, "device"
 
-    # -- what comes of it -------------------------------------------------------------------------------------------------
+    # -- result ------------------------------------------------------------------------------------------------------------
 
     def _observation(
         self,
@@ -394,7 +397,7 @@ class _Run:
         forward = pipelined(engine.module)
         reshards = [unit.whole.nbytes for unit in engine.units if unit.reshards]
         return Observation(
-            changes=self.books.changes,
+            changes=self.recorder.changes,
             measured=measured,
             micro_steps=micro_steps,
             update=update,
@@ -408,16 +411,21 @@ class _Run:
             pipeline=pipeline_of(engine.module),
             assumptions=(
                 *([_EVEN] if self.choices.any or shares_of(engine.module) else []),
-                *([_PARTS] if forward is not None and forward.parts > 1 else []),
+                *([_MICRO_BATCHES] if forward is not None and forward.parts > 1 else []),
             ),
         )
 
 
 def _share_of_network(network: Collectives, ranks_per_node: int, direct: bool) -> float:
-    """Return which part of what a rank sends leaves its node.
+    """Return the share of a rank's sent bytes that leaves its node, from 0 to 1.
 
-    Where each rank sends to each peer directly: the peers elsewhere. In a ring, whose bytes nccl's other ways equal: one hop of those that
-    pass through a node.
+    With direct sends from each rank to each other rank it is the share of peers on other nodes. In a ring, one of the hops of a node's
+    ranks leaves the node; NCCL's other algorithms send the same bytes.
+
+    Args:
+        network: The collectives of one group of ranks.
+        ranks_per_node: Ranks of one node.
+        direct: Whether each rank sends to each other rank directly.
     """
     ranks, own = network.topology.ranks, network.topology.ranks[network.rank]
     near = sum(rank // ranks_per_node == own // ranks_per_node for rank in ranks)

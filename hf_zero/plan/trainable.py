@@ -1,4 +1,4 @@
-"""Which parameters of a planned model are trained."""
+"""Choose the trained parameters of a planned model."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from torch import nn
 
 from hf_zero.errors import ConfigError, UnsupportedError
 
-_ALLOWED = "all, lora:r=16 (further alpha=32, targets=q_proj+v_proj) or match:REGEX is allowed"
+_ALLOWED = "all, lora:r=16 (optional: alpha=32, targets=q_proj+v_proj) or match:REGEX is allowed"
 
 
 def choose_trainable(module: nn.Module, wish: str) -> nn.Module:
-    """``module`` with what ``wish`` does not name frozen, or with adapters.
+    """Return ``module`` with the other parameters frozen, or with LoRA adapters.
 
     Args:
-        module: On the meta device.
-        wish: ``all``, ``lora:r=16,alpha=32,targets=q_proj+v_proj``, or ``match:REGEX`` of parameter names.
+        module: The model, on the meta device.
+        wish: Value of ``--trainable``: ``all``, ``lora:r=16,alpha=32,targets=q_proj+v_proj``, or ``match:REGEX`` of parameter names.
 
     Raises:
-        ConfigError: ``wish`` is none of these, or names nothing.
-        UnsupportedError: Adapters without PEFT.
+        ConfigError: ``wish`` has another form, or matches no parameter.
+        UnsupportedError: ``wish`` asks for LoRA, and PEFT is not installed.
     """
     kind, _, rest = wish.partition(":")
     if wish == "all":
@@ -37,7 +37,7 @@ def _matching(module: nn.Module, pattern: str) -> nn.Module:
     try:
         chosen = re.compile(pattern)
     except re.error as error:
-        raise ConfigError(f"--trainable match:{pattern} is no regular expression: {error}") from None
+        raise ConfigError(f"--trainable match:{pattern} is not a regular expression: {error}") from None
     names = [name for name, param in module.named_parameters() if chosen.search(name)]
     if not names:
         raise ConfigError(f"--trainable match:{pattern} matches no parameter of {type(module).__name__}")
@@ -51,11 +51,11 @@ def _with_adapters(module: nn.Module, wish: str, rest: str) -> nn.Module:
     for part in filter(None, rest.split(",")):
         name, found, value = part.partition("=")
         if not found or name not in ("r", "alpha", "targets"):
-            raise ConfigError(f"--trainable is {wish!r}, and {part!r} in it is not understood; {_ALLOWED}")
+            raise ConfigError(f"--trainable is {wish!r}, and its part {part!r} is unknown; {_ALLOWED}")
         values[name] = value
     numbers = [values.get("r", "8"), values.get("alpha", "16")]
     if not all(number.isdigit() and int(number) > 0 for number in numbers):
-        raise ConfigError(f"--trainable is {wish!r}: r and alpha are whole numbers from 1 on")
+        raise ConfigError(f"--trainable is {wish!r}: r and alpha must be whole numbers of at least 1")
     try:
         from peft import LoraConfig, get_peft_model
     except ImportError:

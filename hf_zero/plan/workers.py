@@ -1,4 +1,4 @@
-"""Plans side by side, each in a process of its own."""
+"""Run plans in parallel, each in a separate process."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ from hf_zero.plan.model_wish import ModelWish
 from hf_zero.plan.models import build_model
 from hf_zero.plan.stages import plan_step
 
-_SHAPES = 3000  # operations whose results torch remembers, for all sizes it has seen: some 4 MiB a plan, which nothing else ends
-_WORTH = 4.0  # seconds of plans in this process before others are started, which takes about as long
+_SHAPES = 3000  # results of operations in torch's cache of fake tensors, which nothing else bounds: about 4 MiB per plan
+_WORTH = 4.0  # seconds of plans before worker processes are started; starting them takes about as long
 
 
 @dataclass(frozen=True)
 class Task:
-    """One plan: a run of the engine.
+    """Arguments of one plan.
 
     Attributes:
-        model: The model.
+        model: Description of the model.
         config: The DeepSpeed configuration.
-        cluster: The ranks.
-        load: What they train on.
+        cluster: Number and place of the ranks.
+        load: Shape of the batch of one rank.
         attention: sdpa, flash or eager.
-        last: Of a pipeline its last stage alone.
+        last: Whether to plan only the last stage of a pipeline.
     """
 
     model: ModelWish
@@ -46,7 +46,7 @@ class Task:
     last: bool = False
 
     def costs(self) -> Costs | HfZeroError:
-        """What it takes, or why the engine refuses it."""
+        """Run the plan, and return its costs, or the error with which the engine refuses the configuration."""
         try:
             model = build_model(self.model)
             return costs_of(plan_step(model, self.config, self.cluster, self.load, Hardware(), self.attention, self.last))
@@ -59,12 +59,12 @@ class Task:
 
 @dataclass
 class Workers:
-    """This process and, once plans have taken a while, others beside it.
+    """Pool of processes that run plans; this process runs the first plans alone.
 
     Attributes:
-        count: Processes that plan at once; 1 is this one alone.
-        planned: How many tasks there were.
-        ended: Is called when one has ended.
+        count: Number of processes that plan at the same time; 1 is this process alone.
+        planned: Number of tasks so far.
+        ended: Function that is called after each task.
     """
 
     count: int = 1
@@ -74,43 +74,43 @@ class Workers:
     _pool: ProcessPoolExecutor | None = field(default=None, repr=False)
 
     def costs(self, tasks: Sequence[Task]) -> list[Costs | HfZeroError]:
-        """What each task takes, or why the engine refuses it. The last one is begun first: it should be the longest."""
+        """Return the costs, or the engine's error, of each task in order. The last task starts first, so it should be the longest."""
         self.planned += len(tasks)
         if len(tasks) == 1 or self.count == 1 or self._seconds < _WORTH:
             before = time.perf_counter()
-            found = [self._told(task.costs()) for task in tasks]
+            found = [self._count_ended(task.costs()) for task in tasks]
             self._seconds += time.perf_counter() - before
             return found
         if self._pool is None:
             self._pool = _pool(self.count)
         under_way = [self._pool.submit(task.costs) for task in reversed(tasks)]
-        return [self._told(future.result()) for future in under_way][::-1]
+        return [self._count_ended(future.result()) for future in under_way][::-1]
 
-    def _told(self, costs: Costs | HfZeroError) -> Costs | HfZeroError:
+    def _count_ended(self, costs: Costs | HfZeroError) -> Costs | HfZeroError:
         self.ended()
         return costs
 
     def close(self) -> None:
-        """Ends the other processes."""
+        """Stop the worker processes."""
         if self._pool is not None:
             self._pool.shutdown(cancel_futures=True)
             self._pool = None
 
 
 def processors() -> int:
-    """Return how many this process may use."""
+    """Return the number of processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _pool(count: int) -> ProcessPoolExecutor:
-    """Processes that come from one which has imported the engine and done nothing: this one has threads, which a copy would not have."""
+    """Return a pool of ``count`` processes, started by a server that has imported the engine; a fork of this process would lose threads."""
     served = "forkserver" in multiprocessing.get_all_start_methods()
     context = multiprocessing.get_context("forkserver" if served else "spawn")
     if served:
         context.set_forkserver_preload([__name__])
-    return ProcessPoolExecutor(count, context, _begin)
+    return ProcessPoolExecutor(count, context, _initialize)
 
 
-def _begin() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever waits for the plans ends
-    gc.freeze()  # what is imported need not be looked at after each of many runs
+def _initialize() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles the interrupt
+    gc.freeze()  # the collector need not scan imported modules after each plan

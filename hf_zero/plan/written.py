@@ -1,4 +1,4 @@
-"""What a plan writes: ``ds.json`` and a configuration of ``accelerate launch`` that names it."""
+"""Write ``ds.json`` and a configuration of ``accelerate launch`` that refers to it."""
 
 from __future__ import annotations
 
@@ -16,26 +16,29 @@ _RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.g
 
 
 def places(folder: Path) -> tuple[Path, Path]:
-    """Return where the two files go.
+    """Return the paths of ``ds.json`` and ``accelerate.yaml`` in ``folder``.
 
     Raises:
-        ConfigError: One is there already: it may be another run's.
+        ConfigError: One of the files exists; it may belong to another run.
     """
     files = folder.absolute() / "ds.json", folder.absolute() / "accelerate.yaml"
     for file in files:
         if os.path.lexists(file):
-            raise ConfigError(f"--write: {file} is there already; name another folder, or move it away")
+            raise ConfigError(f"--write: {file} exists already; name another folder, or move the file away")
     return files
 
 
 def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, Any] | None, remark: str = "") -> list[Path]:
-    """Writes the configuration, and what starts it where that is known; the folder is made where there is none.
+    """Write ``config`` to ``ds.json`` and ``launcher`` to ``accelerate.yaml``, and return the paths of the written files.
 
-    Returns:
-        What was written.
+    Args:
+        folder: Folder of the files; created if it does not exist.
+        config: The DeepSpeed configuration.
+        launcher: The configuration of ``accelerate launch``; None writes only ``ds.json``.
+        remark: Comment lines for the top of ``accelerate.yaml``.
 
     Raises:
-        ConfigError: The folder cannot be written, or has such files.
+        ConfigError: The folder cannot be written, or one of the files exists.
     """
     import yaml
 
@@ -53,19 +56,16 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
 
 
 def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool) -> list[str]:
-    """Writes both files; the folder is made where there is none.
+    """Write a planned configuration and its launcher file, and return lines that tell the user how to start it.
 
     Args:
-        folder: Where to.
+        folder: Folder of the files; created if it does not exist.
         config: The DeepSpeed configuration.
-        cluster: The ranks.
-        recomputes: The plan recomputes activations, which is the model's to do.
-
-    Returns:
-        What is to be done with them, in lines.
+        cluster: Number and place of the ranks.
+        recomputes: Whether the plan recomputes activations, which the script must enable.
 
     Raises:
-        ConfigError: The folder cannot be written, or has such files.
+        ConfigError: The folder cannot be written, or one of the files exists.
     """
     file, launcher = places(folder)
     nodes = -(-cluster.ranks // cluster.ranks_per_node)
@@ -90,4 +90,4 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
     write_files(folder, config, content, remark)
     far = " --machine_rank N --main_process_ip HOST --main_process_port PORT" if nodes > 1 else ""
     lines = [f"wrote {file} and {launcher}; start: accelerate launch --config_file {launcher}{far} SCRIPT"]
-    return [*lines, *([f"the script recomputes activations: {_RECOMPUTES}"] if recomputes else [])]
+    return [*lines, *([f"the script must enable recomputation of activations: {_RECOMPUTES}"] if recomputes else [])]

@@ -1,4 +1,4 @@
-"""Counts floating-point operations and time of every module of a model while the model runs."""
+"""Count floating-point operations and time of every module of a model while the model runs."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from hf_zero.core.units.unit import full_shape
 
 
 def _attention(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of attention, from shapes (batch, heads, length, width): scores, and values by them."""
+    """Return the operations of attention, from shapes (batch, heads, length, width): scores, and their product with the values."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (width + value[-1])
 
 
 def _attention_backward(_grad: Sequence[int], query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Return the operations of the backward: scores once more, and the gradients of scores, values, queries and keys."""
+    """Return the operations of attention's backward: scores again, and the gradients of scores, values, queries and keys."""
     batch, heads, length, width = query
     return 2 * batch * heads * length * key[-2] * (3 * width + 2 * value[-1])
 
@@ -45,7 +45,7 @@ def _vectors(one: Sequence[int], _other: Sequence[int], *_: Any, **__: Any) -> i
     return 2 * one[0]
 
 
-# torch's counter knows the attention kernels of GPUs (as of 2.13) and would take that of CPUs for nothing, and so products with a vector.
+# torch's counter (as of 2.13) knows the attention kernels of GPUs, but counts 0 for those of CPUs and for products with a vector.
 FORMULAS = {
     packet: formula
     for name, formula in (
@@ -61,18 +61,18 @@ FORMULAS = {
 
 
 COUNTED: dict[Any, Callable[..., int]] = {**flop_registry, **{packet: shape_wrapper(formula) for packet, formula in FORMULAS.items()}}
-"""Operations of one kernel by its packet: called with its arguments and ``out_val=`` its result."""
+"""Functions that return the operations of a call, by operator packet; called with the operator's arguments and ``out_val=`` its result."""
 
 
 class ModelOperations(TorchDispatchMode):
-    """Operations that torch executes while it is entered, those apart that backward computes a second time.
+    """Dispatch mode that counts operations, separately for recomputation.
 
-    The formulae are those of ``torch.utils.flop_counter``, a multiplication and an addition each. What runs inside a backward with
-    gradients on is a recomputation (activation checkpointing): no part of what the model needs.
+    The formulas are those of ``torch.utils.flop_counter``: one multiply-add is two operations. Operations inside a backward with gradients
+    enabled are recomputation (activation checkpointing), which the model does not need.
 
     Attributes:
         needed: Operations of forward and backward.
-        recomputed: Operations of recomputations.
+        recomputed: Operations of recomputation.
     """
 
     def __init__(self) -> None:
@@ -81,7 +81,7 @@ class ModelOperations(TorchDispatchMode):
         self.recomputed = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs one operation and counts it."""
+        """Run one operation, and add its floating-point operations."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         formula = COUNTED.get(func._overloadpacket)
@@ -104,9 +104,9 @@ class _Untracked(AbstractContextManager["_Untracked"]):
 
 
 class OperationCounter(AbstractContextManager["OperationCounter"]):
-    """Operations that torch executes inside ``with``, backward's and recomputed ones included; may be entered again.
+    """Counter of the operations inside the ``with``, with those of backward and recomputation; may be entered several times.
 
-    Counted as ``torch.utils.flop_counter`` does: products of matrices, convolutions and attention, a multiplication and an addition each.
+    Counts like ``torch.utils.flop_counter``: matrix products, convolutions and attention; one multiply-add is two operations.
     """
 
     def __init__(self) -> None:
@@ -135,12 +135,12 @@ class OperationCounter(AbstractContextManager["OperationCounter"]):
 
 @dataclass
 class Cost:
-    """Costs of the calls of one module, its submodules included.
+    """Costs of the calls of one module, including its submodules.
 
     Attributes:
-        calls: How often it ran.
+        calls: Number of calls.
         flops: Floating-point operations.
-        seconds: Time, gathers of its parameters included.
+        seconds: Seconds, including gathers of its parameters.
     """
 
     calls: int = 0
@@ -153,10 +153,10 @@ class ModuleCost:
     """A module in the tree of a report.
 
     Attributes:
-        name: Its name in the module above.
+        name: Name of the module in its parent.
         kind: Name of its class.
-        params: Elements of its parameters, sharded ones whole, shared ones once.
-        cost: Its calls; of a container that is never called, the sum of its children's.
+        params: Number of elements of its parameters before sharding; shared ones count once.
+        cost: Costs of its calls; for a container that is never called, the sum over its children.
         children: Its submodules.
     """
 
@@ -169,7 +169,7 @@ class ModuleCost:
 
 @dataclass
 class _Frame:
-    """A call under way: its module, and what had been counted when it began."""
+    """A running call: its module, and the operations and the time at its begin."""
 
     module: nn.Module
     counted: int
@@ -177,14 +177,18 @@ class _Frame:
 
 
 class CostRecorder:
-    """Records the forward calls of ``model`` and its submodules between ``start`` and ``stop``.
+    """Recorder of the forward calls of ``model`` and its submodules between ``start`` and ``stop``.
 
-    Calls that backward makes again (activation checkpointing) are no forward and not recorded.
+    Calls that backward repeats (activation checkpointing) are not recorded.
+
+    Attributes:
+        model: The argument ``model``.
+        total: Costs of all calls of the outermost modules.
 
     Args:
-        model: Its root.
+        model: The root module.
         ignored: Classes of modules whose operations do not count.
-        counts: Count operations; without, only time is taken, which counting would slow down.
+        counts: Whether to count operations; False measures only time, without the delay by counting.
     """
 
     def __init__(self, model: nn.Module, ignored: Sequence[type[nn.Module]] = (), counts: bool = True) -> None:
@@ -198,7 +202,7 @@ class CostRecorder:
         self._hooks: list[RemovableHandle] = []
 
     def start(self) -> None:
-        """Begins to record."""
+        """Begin or continue to record."""
         for module in self.model.modules():
             self._hooks.append(module.register_forward_pre_hook(self._enter, prepend=True))
             self._hooks.append(module.register_forward_hook(self._leave, always_call=True))
@@ -206,7 +210,7 @@ class CostRecorder:
             self._counter.__enter__()
 
     def stop(self) -> None:
-        """Ends recording; ``start`` goes on with it."""
+        """Stop recording; a later ``start`` continues it."""
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
         for hook in self._hooks:
@@ -215,7 +219,7 @@ class CostRecorder:
         self._frames.clear()
 
     def cost_of(self, module: nn.Module) -> Cost:
-        """Return the cost of the calls of ``module`` itself."""
+        """Return the costs of the calls of ``module``; zeros if it was not called."""
         return self._costs.get(module, Cost())
 
     def take_times(self, other: CostRecorder) -> None:
@@ -257,7 +261,7 @@ class CostRecorder:
 
 
 def count_params(module: nn.Module) -> int:
-    """Return the number of elements of all parameters, sharded ones whole, shared ones once."""
+    """Return the number of elements of all parameters before sharding; shared parameters count once."""
     return sum(full_shape(param).numel() for param in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""``FlopsProfiler``: DeepSpeed's object for counting what a model computes."""
+"""Provide DeepSpeed's ``FlopsProfiler``, which counts operations, time and parameters of a model."""
 
 from __future__ import annotations
 
@@ -23,15 +23,21 @@ from hf_zero.profiling.report import (
 
 
 class FlopsProfiler:
-    """Counts operations, time and parameters of ``model``'s forward between ``start_profile`` and ``stop_profile``.
+    """Profiler of the operations, time and parameters of a model's forwards between ``start_profile`` and ``stop_profile``.
 
-    Operations are those of ``torch.utils.flop_counter``: two per multiplication with addition, of products of matrices, convolutions and
-    attention. Element-wise operations are left out, so a multiplication with addition (MAC) is exactly two of them.
+    Operations are those of ``torch.utils.flop_counter``: two per multiply-add (MAC) of matrix products, convolutions and attention.
+    Element-wise operations do not count, so one MAC is exactly two operations.
+
+    Attributes:
+        model: The argument ``model``.
+        ds_engine: The argument ``ds_engine``.
+        recompute_fwd_factor: The argument ``recompute_fwd_factor``.
+        started: Whether the profiler is recording.
 
     Args:
-        model: The module.
-        ds_engine: The engine that trains it; its ranks and batch size stand in the report.
-        recompute_fwd_factor: Part of forward that backward computes again, as it is to be told apart in an engine's report.
+        model: The module to profile.
+        ds_engine: The engine that trains it; the report contains its ranks and batch size.
+        recompute_fwd_factor: Share of the forward that backward computes again, for the engine's report.
     """
 
     def __init__(self, model: nn.Module, ds_engine: Any = None, recompute_fwd_factor: float = 0.0) -> None:
@@ -42,7 +48,7 @@ class FlopsProfiler:
         self._recorder: CostRecorder | None = None
 
     def start_profile(self, ignore_list: Sequence[type[nn.Module]] | None = None) -> None:
-        """Begins to record, from nothing.
+        """Begin a new recording.
 
         Args:
             ignore_list: Classes of modules whose operations do not count.
@@ -64,42 +70,42 @@ class FlopsProfiler:
             self.started = False
 
     def reset_profile(self) -> None:
-        """Forgets what was recorded."""
+        """Delete the recorded costs; does nothing while recording."""
         if self._recorder is not None and not self.started:
             self._recorder = CostRecorder(self.model)
 
     def end_profile(self) -> None:
-        """Ends recording and forgets everything."""
+        """Stop recording, and delete the recorded costs."""
         self.stop_profile()
         self._recorder = None
 
     def time_again(self, recorder: CostRecorder) -> None:
-        """Takes times from ``recorder``, which saw the same calls and counted nothing."""
+        """Replace the recorded times by those of ``recorder``, which recorded the same calls without counting."""
         self._recorded().take_times(recorder)
 
     def get_total_flops(self, as_string: bool = False) -> int | str:
-        """Return floating-point operations of the recorded forwards."""
+        """Return the floating-point operations of the recorded forwards."""
         flops = self._recorded().total.flops
         return flops_to_string(flops) if as_string else flops
 
     def get_total_macs(self, as_string: bool = False) -> int | str:
-        """Return multiplications with addition of the recorded forwards."""
+        """Return the multiply-adds of the recorded forwards."""
         macs = self._recorded().total.flops // 2
         return macs_to_string(macs) if as_string else macs
 
     def get_total_params(self, as_string: bool = False) -> int | str:
-        """Return the number of parameters of the model, sharded ones whole."""
+        """Return the number of parameters of the model before sharding."""
         params = count_params(self.model)
         return params_to_string(params) if as_string else params
 
     def get_total_duration(self, as_string: bool = False) -> float | str:
-        """Return seconds of the recorded forwards."""
+        """Return the seconds of the recorded forwards."""
         seconds = self._recorded().total.seconds
         return duration_to_string(seconds) if as_string else seconds
 
-    flops = property(get_total_flops, doc="As ``get_total_flops``.")
-    macs = property(get_total_macs, doc="As ``get_total_macs``.")
-    params = property(get_total_params, doc="As ``get_total_params``.")
+    flops = property(get_total_flops, doc="Result of ``get_total_flops()``.")
+    macs = property(get_total_macs, doc="Result of ``get_total_macs()``.")
+    params = property(get_total_params, doc="Result of ``get_total_params()``.")
 
     def tree(self) -> ModuleCost:
         """Return the recorded costs by module."""
@@ -113,14 +119,14 @@ class FlopsProfiler:
         detailed: bool = True,
         output_file: str | None = None,
     ) -> None:
-        """Prints the profile, or writes it to a file.
+        """Print the profile, or write it to a file.
 
         Args:
-            profile_step: Step that was profiled, for the heading.
-            module_depth: Deepest modules listed; -1 is all.
-            top_modules: Classes of modules listed per depth.
-            detailed: List every module.
-            output_file: File to write to.
+            profile_step: Number of the profiled step, for the heading.
+            module_depth: Depth down to which modules are listed; -1 lists all.
+            top_modules: Number of classes of modules listed per depth.
+            detailed: Whether to list every module.
+            output_file: Path of the file to write; None prints.
         """
         total = self._recorded().total
         figures = [("parameters of the model", params_to_string(count_params(self.model)))]
@@ -137,7 +143,7 @@ class FlopsProfiler:
         write_report(report_text(title, figures, self.tree(), module_depth, top_modules, detailed), output_file)
 
     def print_model_aggregated_profile(self, module_depth: int = -1, top_modules: int = 1) -> None:
-        """Prints the costliest classes of modules of each depth."""
+        """Print the most expensive classes of modules of each depth."""
         print("\n".join(aggregated_lines(self.tree(), module_depth, top_modules)), flush=True)
 
     def _recorded(self) -> CostRecorder:

@@ -1,4 +1,4 @@
-"""``get_model_profile``: operations, multiplications and parameters of one forward of any model, without an engine."""
+"""Provide DeepSpeed's ``get_model_profile``, which profiles one forward of any model without an engine."""
 
 from __future__ import annotations
 
@@ -31,34 +31,33 @@ def get_model_profile(
     ignore_modules: Sequence[type[nn.Module]] | None = None,
     mode: str = "forward",
 ) -> tuple[Any, Any, Any]:
-    """Runs ``model`` once more often than ``warm_up`` says, counting, and once again for the time; without gradients, in ``eval`` mode.
+    """Return floating-point operations, multiply-adds and number of parameters of one forward of ``model``.
+
+    Runs the model ``warm_up`` times, once to count operations, and once to measure the time; without gradients, in ``eval`` mode.
 
     Args:
-        model: The module.
-        input_shape: Shape of a floating-point tensor to be the only argument, in the type of the model's parameters.
-        args: Positional arguments otherwise.
+        model: The module to profile.
+        input_shape: Shape of a tensor of ones, in the dtype of the model's parameters, that is the only argument.
+        args: Positional arguments, if ``input_shape`` is None.
         kwargs: Keyword arguments.
-        print_profile: Print the report.
-        detailed: List every module in it.
-        module_depth: Deepest modules listed; -1 is all.
-        top_modules: Classes of modules listed per depth.
-        warm_up: Runs before the one that counts.
-        as_string: Return texts with units in place of numbers.
-        output_file: File for the report.
+        print_profile: Whether to print the report.
+        detailed: Whether the report lists every module.
+        module_depth: Depth down to which modules are listed; -1 lists all.
+        top_modules: Number of classes of modules listed per depth.
+        warm_up: Number of runs before the counted one.
+        as_string: Whether to return texts with units instead of numbers.
+        output_file: Path of a file for the report; None prints.
         ignore_modules: Classes of modules whose operations do not count.
         mode: "forward", or "generate" to call ``model.generate``.
 
-    Returns:
-        Floating-point operations, multiplications with addition, and parameters.
-
     Raises:
-        ConfigError: There is nothing to call the model with, or ``mode`` is unknown.
+        ConfigError: There are no arguments for the model, or ``mode`` is unknown.
     """
     if mode not in _MODES:
-        raise ConfigError(f"get_model_profile(mode={mode!r}): allowed are {', '.join(_MODES)}")
+        raise ConfigError(f"get_model_profile(mode={mode!r}): {' or '.join(_MODES)} is allowed")
     if input_shape is not None:
         if not isinstance(input_shape, (tuple, list, torch.Size)) or not input_shape:
-            raise ConfigError(f"get_model_profile(input_shape={input_shape!r}): a tuple of sizes is needed, the batch first")
+            raise ConfigError(f"get_model_profile(input_shape={input_shape!r}): a tuple of sizes, batch size first, is allowed")
         sample = next(model.parameters(), torch.empty(0))
         args = (torch.ones(tuple(input_shape), dtype=sample.dtype, device=sample.device),)
     if not args and not kwargs:

@@ -1,8 +1,8 @@
-"""Overlap in one rank's recording: compute, gathers, reductions, updates on the host.
+"""Compute the overlap of computation and communication in a rank's recording, and write it as table, trace and picture.
 
-[Note: time under way] On a device a transfer is its kernel, and compute is the other kernels. On a host a transfer runs unseen between
-the call that issues it and the end of the wait for it, and that is its stretch: at most as long as what is shown, never longer; compute is
-torch's operations, without waits. What the host waits for is exact in both.
+[Note: time under way] On a device, a transfer takes the time of its kernel, and computation is all other kernels. On a host, the transfer
+itself is not recorded: it counts from the call that issues it to the end of the wait for it, which is an upper bound; computation is
+torch's operations without waits. The times that the host waits are exact in both cases.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from hf_zero.system import own_files
 from hf_zero.system.pictures import canvas, save
 
 Interval = tuple[float, float]
-"""Begin and end, in microseconds."""
+"""Begin and end in microseconds."""
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Return the same time as intervals without overlaps, in order."""
+    """Return the union of ``intervals`` as sorted, disjoint intervals."""
     found: list[Interval] = []
     for begin, end in sorted(interval for interval in intervals if interval[1] > interval[0]):
         if found and begin <= found[-1][1]:
@@ -37,7 +37,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Return the time that is in both; each argument is a result of ``union``."""
+    """Return the intersection of both, as sorted, disjoint intervals; each argument is a result of ``union``."""
     found, here, there = [], 0, 0
     while here < len(left) and there < len(right):
         begin, end = max(left[here][0], right[there][0]), min(left[here][1], right[there][1])
@@ -51,7 +51,7 @@ def intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[In
 
 
 def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    """Return the time of ``left`` that is not in ``right``; each argument is a result of ``union``."""
+    """Return the parts of ``left`` outside of ``right``, as sorted, disjoint intervals; each argument is a result of ``union``."""
     found, there = [], 0
     for begin, end in left:
         while there < len(right) and right[there][1] <= begin:
@@ -68,7 +68,7 @@ def difference(left: Sequence[Interval], right: Sequence[Interval]) -> list[Inte
 
 
 def length(intervals: Iterable[Interval]) -> float:
-    """Return the total length in microseconds of a result of ``union``."""
+    """Return the total length of a result of ``union`` in microseconds."""
     return sum(end - begin for begin, end in intervals)
 
 
@@ -86,17 +86,17 @@ _OF_OPERATION = {
 _OF_KERNEL = (("allgather", "gathers"), ("reducescatter", "reductions"), ("allreduce", "reductions"))
 _NOT_COMPUTE = ("c10d::", "gloo:", "nccl:", "record_param_comms", "DistributedDataParallel")
 _UPDATES = ("update", "speculate")
-_CALLS = ("cuda_runtime", "cuda_driver", "runtime")  # what launches a kernel
+_CALLS = ("cuda_runtime", "cuda_driver", "runtime")  # kinds of events that launch kernels
 
 
 @dataclass(frozen=True)
 class Span:
-    """A stretch of one row.
+    """One interval of a row.
 
     Attributes:
-        label: What it is for: a unit with its operation, or a block.
-        begin: Microseconds.
-        end: Microseconds.
+        label: A collective with its unit, or the block that computes.
+        begin: Begin in microseconds.
+        end: End in microseconds.
     """
 
     label: str
@@ -106,12 +106,12 @@ class Span:
 
 @dataclass(frozen=True)
 class RowTotal:
-    """One row in numbers, microseconds.
+    """Durations of one row, in microseconds.
 
     Attributes:
-        total: How long something of the row was under way.
-        hidden: The part of it behind compute.
-        waited: How long the host stood still for it.
+        total: Time during which some span of the row ran.
+        hidden: Part of ``total`` that overlaps with computation.
+        waited: Time that the host waited for the row.
     """
 
     total: float
@@ -120,20 +120,20 @@ class RowTotal:
 
     @property
     def exposed(self) -> float:
-        """Return the part during which nothing was computed."""
+        """Return the part of ``total`` without computation."""
         return self.total - self.hidden
 
 
 @dataclass(frozen=True)
 class Overlap:
-    """One rank's recording as rows.
+    """One rank's recording as rows of spans.
 
     Attributes:
-        rank: Whose.
-        begin: First moment, microseconds.
-        end: Last moment.
-        rows: Spans by row, in the order of ``ROWS``; only those that have any.
-        waits: Stretches in which the host stood still, by row.
+        rank: Number of the rank.
+        begin: First moment in microseconds.
+        end: Last moment in microseconds.
+        rows: Spans by row, in the order of ``ROWS``; without empty rows.
+        waits: Intervals in which the host waited, by row.
     """
 
     rank: int
@@ -143,7 +143,7 @@ class Overlap:
     waits: dict[str, list[Interval]]
 
     def total(self, row: str) -> RowTotal:
-        """Return the numbers of a row."""
+        """Return the durations of the row named ``row``."""
         mine, compute = self._union(row), self._union(COMPUTE)
         return RowTotal(length(mine), length(intersection(mine, compute)), length(union(self.waits.get(row, ()))))
 
@@ -152,7 +152,7 @@ class Overlap:
 
 
 def overlap_of(recording: Recording) -> Overlap:
-    """Return the rows of a recording, between its first and last phase of hf_zero."""
+    """Return a recording as rows, from the first event of hf_zero to the last event."""
     events = recording.events
     ours = _outside_waits([event for event in events if event.name.startswith(OURS) and event.kind != "gpu_user_annotation"])
     on_device = any(event.kind == "kernel" for event in events)
@@ -173,7 +173,7 @@ def overlap_of(recording: Recording) -> Overlap:
 
 
 def _outside_waits(ours: Iterable[Event]) -> list[Event]:
-    """Return the events without those issued and waited for inside another wait: messages of a vote, updates that wait for a copy."""
+    """Return the events outside of other waits: without the messages inside a vote, and without an update's wait for a copy."""
     found: list[Event] = []
     until: dict[tuple[object, object], float] = {}
     for event in ours:
@@ -195,12 +195,12 @@ def _waits(ours: Iterable[Event]) -> dict[str, list[Interval]]:
 
 
 def _row_of(label: str) -> str:
-    """Return the row of a collective by its label, ``all_gather (layers.3)``; waits for the host are its updates'."""
+    """Return the row of a collective by its label, ``all_gather (layers.3)``; other labels are updates on the host."""
     return _OF_OPERATION.get(label.partition(" ")[0], "host updates")
 
 
 def _add_transfers(rows: dict[str, list[Span]], ours: Iterable[Event]) -> None:
-    """Add collectives from their issue to the end of the wait for them; for one label the first issued is the first waited for."""
+    """Add collectives from their issue to the end of the wait for them; those of one label are waited for in the order of issue."""
     issued: dict[str, deque[float]] = defaultdict(deque)
     for event in sorted(ours, key=lambda event: (event.end, event.begin)):
         if event.name.startswith(ISSUED):
@@ -231,7 +231,7 @@ def _add_kernels(rows: dict[str, list[Span]], events: Iterable[Event], ours: Ite
 
 
 def _updates(ours: Iterable[Event], on_device: bool) -> list[Span]:
-    """Updates of single units, which the host computes; without any, on a host, the whole update."""
+    """Return the updates of single units on the host; without any, on a host, the complete update."""
     found: list[Span] = []
     whole: list[Span] = []
     for event in ours:
@@ -242,13 +242,13 @@ def _updates(ours: Iterable[Event], on_device: bool) -> list[Span]:
 
 
 def _host_compute(events: Iterable[Event], busy: list[Interval], block: Callable[[float], str]) -> list[Span]:
-    """Return torch's operations outside of waits and updates; neighbours of one block are joined."""
+    """Return torch's operations outside of the intervals ``busy``, labelled with their block; adjacent operations are joined."""
     ran = union((event.begin, event.end) for event in events if event.kind == "cpu_op" and not event.name.startswith(_NOT_COMPUTE))
     return [Span(block(begin) or COMPUTE, begin, end) for begin, end in difference(ran, busy)]
 
 
 def _blocks(ours: Iterable[Event]) -> Callable[[float], str]:
-    """Return which block the host was at, by time: from where it was entered to where it was left, or the next one was entered."""
+    """Return a function from a time to the name of the block that the host was running; "" outside of blocks."""
     moments: list[tuple[float, str]] = []
     stack: list[str] = []
     for event in ours:
@@ -272,10 +272,10 @@ def _blocks(ours: Iterable[Event]) -> Callable[[float], str]:
 
 
 class _Timeline:
-    """Names by the moment from which they hold.
+    """Sequence of names, each valid from its time until the next one.
 
     Args:
-        moments: In order.
+        moments: Pairs (time, name), sorted by time.
     """
 
     def __init__(self, moments: list[tuple[float, str]]) -> None:
@@ -283,18 +283,18 @@ class _Timeline:
         self._names = [name for _, name in moments]
 
     def at(self, time: float) -> str:
-        """Return the name that holds at ``time``; "" before the first."""
+        """Return the name that is valid at ``time``; "" before the first."""
         index = bisect_right(self._times, time)
         return self._names[index - 1] if index else ""
 
 
-_PANELS = 4  # ranks in the picture
-_ASKED = "the picture (--no-plot goes without)"
+_PANELS = 4  # maximum number of ranks in the picture
+_ASKED = "the picture (--no-plot skips it)"
 _COLOURS = dict(zip(ROWS, ("tab:gray", "tab:blue", "tab:red", "tab:purple", "tab:olive", "tab:cyan", "tab:green"), strict=True))
 
 
 def summary_of(overlaps: Sequence[Overlap]) -> str:
-    """Return a table with the duration of each rank and row, and the share of it behind compute."""
+    """Return a table with the duration of each row of each rank, and the share of it that overlaps with computation."""
     return "\n".join(line for overlap in overlaps for line in _lines(overlap))
 
 
@@ -316,7 +316,7 @@ def _lines(overlap: Overlap) -> list[str]:
 
 
 def write_trace(overlaps: Sequence[Overlap], path: Path) -> None:
-    """Writes a file that chrome://tracing and ui.perfetto.dev open: a process for each rank, a thread for each row.
+    """Write a file for chrome://tracing and ui.perfetto.dev: one process per rank, one thread per row.
 
     Raises:
         ConfigError: ``path`` cannot be written.
@@ -354,10 +354,10 @@ def _drawn(line: dict[str, int], row: str, spans: Sequence[tuple[str, float, flo
 
 
 def draw(overlaps: Sequence[Overlap], path: Path) -> None:
-    """Writes a picture: rows of the first ranks over time; its ending chooses the format.
+    """Write a picture of the rows of the first ranks over time; the ending of ``path`` selects the format.
 
     Raises:
-        UnsupportedError: Without matplotlib.
+        UnsupportedError: matplotlib is not installed.
         ConfigError: ``path`` cannot be written.
     """
     shown = overlaps[:_PANELS]

@@ -22,25 +22,25 @@ from hf_zero.system.reading import reading, require_few_values
 from hf_zero.system.text_file import read_bytes
 
 OURS = "hf_zero::"
-OVERLAP = "overlap.json"  # what `hf-zero trace` writes beside them
+OVERLAP = "overlap.json"  # trace that `hf-zero trace` writes into the same folder
 _LIMIT_BYTES = 2 << 30
 _WINDOW_BYTES = 1 << 20
 _UNFOLDED_BYTES = 16 << 20
-_FOLDS = 40  # a recording of torch's has about 15 times the size of its gzip
-_ADVICE = "A recording is what torch.profiler's export_chrome_trace writes, or a run with hf_zero.trace_folder"
+_FOLDS = 40  # maximum ratio of text to gzip size; recordings of torch have about 15
+_ADVICE = "Make recordings with hf_zero.trace_folder, or with torch.profiler's export_chrome_trace"
 
 
 @dataclass(frozen=True)
 class Event:
-    """One stretch of a recording.
+    """One event of a recording, with a duration.
 
     Attributes:
-        name: What ran.
+        name: Name of the operation, annotation or kernel.
         kind: The profiler's category: cpu_op, user_annotation, kernel, ...
         thread: Process and thread, or device and stream.
-        begin: Microseconds.
-        end: Microseconds.
-        correlation: Of a call of the driver and the kernel that it launched; -1 where there is none.
+        begin: Begin in microseconds.
+        end: End in microseconds.
+        correlation: Number that a driver call shares with the kernel that it launched; -1 without one.
     """
 
     name: str
@@ -56,8 +56,8 @@ class Recording:
     """Recording of one rank.
 
     Attributes:
-        rank: Its number.
-        events: In order of their begin.
+        rank: Number of the rank.
+        events: Events of the recording, sorted by begin.
     """
 
     rank: int
@@ -65,23 +65,23 @@ class Recording:
 
 
 def read_recordings(folder: Path) -> list[Recording]:
-    """Return the recordings of a folder by rank, on one clock.
+    """Return the recordings in ``folder``, sorted by rank, with times of one clock.
 
     Args:
-        folder: Holds ``*.json`` and ``*.json.gz`` files.
+        folder: Folder with ``*.json`` and ``*.json.gz`` files.
 
     Raises:
-        ConfigError: There are none, one cannot be read, or one has no phases of hf_zero in it.
+        ConfigError: The folder has no recordings, a file cannot be read, or a recording has no phases of hf_zero.
     """
     if not folder.is_dir():
-        raise ConfigError(f"{folder} is no folder. {_ADVICE}")
+        raise ConfigError(f"{folder} is not a folder. {_ADVICE}")
     paths = sorted(path for path in folder.iterdir() if path.name.endswith((".json", ".json.gz")) and path.name != OVERLAP)
     if not paths:
-        raise ConfigError(f"{folder} holds no recording (*.json, *.json.gz). {_ADVICE}")
+        raise ConfigError(f"{folder} contains no recording (*.json, *.json.gz). {_ADVICE}")
     found = [read_recording(path, index) for index, path in enumerate(paths)]
     ranks = [recording.rank for recording in found]
     if len(set(ranks)) < len(ranks):
-        raise ConfigError(f"{folder} holds several recordings of one rank ({', '.join(map(str, sorted(ranks)))}): leave one of each in it")
+        raise ConfigError(f"{folder} contains several recordings of one rank ({', '.join(map(str, sorted(ranks)))}): keep one per rank")
     return sorted(found, key=lambda recording: recording.rank)
 
 
@@ -89,7 +89,7 @@ def read_recording(path: Path, index: int) -> Recording:
     """Return the recording of one file; ``index`` is its rank if neither the content nor the name gives it.
 
     Raises:
-        ConfigError: It cannot be read, or has no phases of hf_zero in it.
+        ConfigError: The file cannot be read, or has no phases of hf_zero.
     """
     with reading(path, ConfigError, _ADVICE):
         raw = read_bytes(path, _LIMIT_BYTES)
@@ -100,7 +100,7 @@ def read_recording(path: Path, index: int) -> Recording:
         events = [event for row in content["traceEvents"] if (event := _event(row, base)) is not None]
         rank = _rank(content, path, index)
     if not any(event.name.startswith(OURS) for event in events):
-        raise ConfigError(f"{path} has no phases of hf_zero in it: record while an engine trains, its step included. {_ADVICE}")
+        raise ConfigError(f"{path} has no phases of hf_zero: record while an engine trains, with its step. {_ADVICE}")
     return Recording(rank, sorted(events, key=lambda event: (event.begin, -event.end)))
 
 
@@ -108,16 +108,16 @@ def _unfolded(data: bytes) -> bytes:
     """Return the uncompressed content of a gzip file.
 
     Raises:
-        ValueError: It is far larger than such a text can be, or no gzip.
+        ValueError: The data are not gzip, or their content is too large for a recording.
     """
     most = _UNFOLDED_BYTES + _FOLDS * len(data)
-    if sum(len(window) for window in _windows(data, most)) > most:  # before anything of it is kept
-        raise ValueError(f"its {len(data):,} bytes unfold to more than {most:,}, which no recording does")
+    if sum(len(window) for window in _windows(data, most)) > most:  # before any content is kept
+        raise ValueError(f"its {len(data):,} bytes decompress to more than {most:,}, which is too large for a recording")
     return b"".join(_windows(data, most))
 
 
 def _windows(data: bytes, most: int) -> Iterator[bytes]:
-    """Yield the text in windows of at most 1 MiB, until there are more than ``most`` bytes."""
+    """Yield the uncompressed content in pieces of at most 1 MiB, until they are more than ``most`` bytes together."""
     rest, found = data, 0
     while rest and found <= most:
         member = zlib.decompressobj(wbits=31)  # gzip's head
@@ -127,7 +127,7 @@ def _windows(data: bytes, most: int) -> Iterator[bytes]:
             found += len(window)
             yield window
             if not window and not rest and not member.eof:
-                raise ValueError("the file ends inside what gzip has folded")
+                raise ValueError("the file ends inside gzip data")
         rest = member.unused_data.lstrip(b"\0")
 
 
@@ -147,24 +147,24 @@ def _rank(content: Mapping[str, Any], path: Path, index: int) -> int:
 
 
 class RecordedStep:
-    """Records what one optimizer step of this rank does, update included, and writes ``<folder>/rank<N>.json`` in Chrome's format.
+    """Watcher that records one optimizer step of this rank and writes ``<folder>/rank<N>.json`` in Chrome's format.
 
     Args:
-        folder: Made if it is not there.
-        step: Optimizer steps before the one that is recorded.
-        rank: This process'.
-        module: The user's module; evaluations in between are no training steps.
-        device: Where it trains.
+        folder: Folder of the recordings; created if it does not exist.
+        step: Number of optimizer steps before the recorded one.
+        rank: Number of this rank.
+        module: The user's module; its evaluations do not count as training steps.
+        device: The training device.
 
     Raises:
-        ConfigError: The folder cannot be made.
+        ConfigError: The folder cannot be created.
     """
 
     def __init__(self, folder: Path, step: int, rank: int, module: nn.Module, device: torch.device) -> None:
         try:
             own_files.make_folders(folder)
         except OSError as error:
-            raise ConfigError(f"hf_zero.trace_folder is {str(folder)!r}, which cannot be made: {error}") from error
+            raise ConfigError(f"hf_zero.trace_folder is {str(folder)!r}, which cannot be created: {error}") from error
         self._path = folder / f"rank{rank}.json"
         self._module = module
         self._left = step
@@ -176,7 +176,7 @@ class RecordedStep:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter around each phase of the engine."""
+        """Watch one phase of the engine: recording begins with a training forward and ends with the next ``step``."""
         trains = name != "forward" or (self._module.training and torch.is_grad_enabled())
         if self._left == 0 and self._profile is None and name == "forward" and trains:
             self._begin()
@@ -188,7 +188,7 @@ class RecordedStep:
         self._left -= 1
 
     def _begin(self) -> None:
-        threads: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # updates run in one of their own
+        threads: Any = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)  # updates run in a separate thread
         self._profile = profile(activities=self._activities, experimental_config=threads)
         self._profile.start()
 
@@ -198,7 +198,7 @@ class RecordedStep:
         try:
             with own_files.for_library(self._path.parent) as inside:
                 running.export_chrome_trace(str(inside / self._path.name))
-        except OSError as error:  # of this rank's disk: the others train on, and so does this one
-            logger.error("the recorded step is lost, %s cannot be written: %s", self._path, error)
+        except OSError as error:  # all ranks, including this one, continue to train
+            logger.error("the recording of the step is lost, because %s cannot be written: %s", self._path, error)
             return
-        log_rank0("one step was recorded: hf-zero trace %s", self._path.parent)
+        log_rank0("one step was recorded; to analyse it: hf-zero trace %s", self._path.parent)

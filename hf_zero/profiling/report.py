@@ -1,4 +1,4 @@
-"""Print a profile: figures of a step, the costliest modules of each depth, and the tree of modules, in readable units."""
+"""Print a profile: figures of a step, the most expensive modules of each depth, and the tree of modules, in readable units."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
     """Return ``num`` with the prefix that leaves one to three digits before the point, or with the prefix ``units``.
 
     Args:
-        num: A number.
-        units: "T", "G", "M", "K", "", "m" or "u"; None chooses.
-        precision: Digits behind the point.
+        num: The number.
+        units: "T", "G", "M", "K", "", "m" or "u"; None selects one.
+        precision: Digits after the decimal point.
     """
     if units is None:
         units = next((prefix for prefix, scale in _SCALES if abs(num) >= scale), "u") if num else ""
@@ -27,22 +27,22 @@ def number_to_string(num: float, units: str | None = None, precision: int = 2) -
 
 
 def flops_to_string(flops: float, units: str | None = None, precision: int = 2) -> str:
-    """Return operations, for example ``43.5 GFLOPs``."""
+    """Return a number of operations as text, for example ``43.5 GFLOPs``."""
     return f"{number_to_string(flops, _prefix(units, 'FLOPS'), precision)}FLOPs"
 
 
 def macs_to_string(macs: float, units: str | None = None, precision: int = 2) -> str:
-    """Return multiplications with addition, for example ``21.7 GMACs``."""
+    """Return a number of multiply-adds as text, for example ``21.7 GMACs``."""
     return f"{number_to_string(macs, _prefix(units, 'MACS'), precision)}MACs"
 
 
 def params_to_string(params_num: float, units: str | None = None, precision: int = 2) -> str:
-    """Return numbers of parameters, for example ``124.44 M`` or ``1.56 B``."""
+    """Return a number of parameters as text, for example ``124.44 M`` or ``1.56 B``."""
     return number_to_string(params_num, units.replace("B", "G") if units else None, precision).replace("G", "B").strip()
 
 
 def duration_to_string(duration: float, units: str | None = None, precision: int = 2) -> str:
-    """Return seconds, for example ``3.4 ms``."""
+    """Return a duration in seconds as text, for example ``3.4 ms``."""
     return f"{number_to_string(duration, _prefix(units, 'S'), precision)}s"
 
 
@@ -55,7 +55,7 @@ _LINE = "-" * 100
 
 
 def write_report(text: str, output_file: str | None) -> None:
-    """Prints ``text``, or writes it to a file.
+    """Print ``text``, or write it to ``output_file``.
 
     Raises:
         ConfigError: The file cannot be written.
@@ -66,19 +66,19 @@ def write_report(text: str, output_file: str | None) -> None:
     try:
         own_files.write_text(Path(output_file), text + "\n")
     except OSError as error:
-        raise ConfigError(f"the report of the profiler cannot be written to {output_file!r}: {error}. Name a file that can be") from error
+        raise ConfigError(f"the report of the profiler cannot be written to {output_file!r}: {error}. Name a writable file") from error
 
 
 def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost, depth: int, top: int, detailed: bool) -> str:
-    """Return the whole report.
+    """Return the report as text: figures, the most expensive classes of modules and, if ``detailed``, the tree of modules.
 
     Args:
-        title: What was profiled.
-        figures: Names and values that stand at the head.
-        root: The modules.
-        depth: Deepest modules listed; -1 is all.
-        top: Classes of modules listed per depth.
-        detailed: List every module too.
+        title: Title of the report.
+        figures: Names and values for the top of the report.
+        root: Root of the tree of modules.
+        depth: Depth down to which modules are listed; -1 lists all.
+        top: Number of classes of modules listed per depth.
+        detailed: Whether to list every module.
     """
     width = max((len(name) for name, _ in figures), default=0)
     lines = [_LINE, title, _LINE]
@@ -87,7 +87,7 @@ def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost
     if detailed:
         lines += [
             "",
-            "Modules: parameters, multiplications with addition, time of forward, operations per second; shares of the whole model.",
+            "Modules: parameters, multiply-adds, time of forward, operations per second; in parentheses, shares of the whole model.",
             "Time includes that of counting and of waiting for parameters. A module that is called outside of the model's forward, or by",
             "a function of its own, stands with what its forward took.",
             *tree_lines(root, depth),
@@ -96,10 +96,10 @@ def report_text(title: str, figures: Sequence[tuple[str, str]], root: ModuleCost
 
 
 def aggregated_lines(root: ModuleCost, depth: int, top: int) -> list[str]:
-    """Return for each depth the classes of modules with the most parameters, operations and time."""
+    """Return lines with the classes of modules that have the most parameters, operations and time at each depth."""
     levels = list(_levels(root))
     deepest = len(levels) - 1 if depth < 0 else min(depth, len(levels) - 1)
-    lines = [f"Costliest {top} class(es) of modules by depth, forward:"]
+    lines = [f"Most expensive {top} class(es) of modules by depth, forward:"]
     columns: tuple[tuple[str, Callable[[ModuleCost], float], Callable[[float], str]], ...] = (
         ("parameters", lambda node: node.params, params_to_string),
         ("MACs", lambda node: node.cost.flops / 2, macs_to_string),
@@ -145,12 +145,12 @@ def _figures(node: ModuleCost, root: ModuleCost) -> str:
 
 
 def rate_text(flops: float, seconds: float) -> str:
-    """Return operations per second, for example ``5.8 TFLOPS``."""
+    """Return a number of operations per second as text, for example ``5.8 TFLOPS``."""
     return f"{number_to_string(flops / seconds if seconds > 0 else 0.0)}FLOPS"
 
 
 def flops_text(flops: float) -> str:
-    """Return operations and half of them, multiplications with addition."""
+    """Return a number of operations and the equivalent number of multiply-adds, as text."""
     return f"{flops_to_string(flops)} ({macs_to_string(flops / 2)})"
 
 

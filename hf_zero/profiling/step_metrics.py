@@ -21,8 +21,8 @@ from hf_zero.profiling.slow_ranks import SlowRanks
 from hf_zero.profiling.waits import WaitTimes
 from hf_zero.system.sizes import gib
 
-# 10^12 operations per second of products of bf16 matrices with fp32 sums, dense: what the makers give "with sparsity" is twice that.
-# One entry per name under which torch knows one device.
+# 10^12 operations per second of dense bf16 matrix products with fp32 sums; vendors' numbers "with sparsity" are twice as high.
+# One entry per name that torch gives a device.
 PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     ("B200", 2250.0, "NVIDIA HGX B200 datasheet"),
     ("H200 NVL", 835.5, "NVIDIA H200 datasheet"),
@@ -42,15 +42,15 @@ PEAK_TFLOPS: tuple[tuple[str, float, str], ...] = (
     ("MI300X", 1307.4, "AMD Instinct MI300X data sheet"),
     ("MI250X", 191.5, "AMD Instinct MI200 data sheet; torch shows each of its two dies as a device"),
 )
-# Devices with such names that are not the one of the table: smaller or larger ones, shares of one, and names of two.
+# Names that match the table but mean another device: smaller or larger versions, partitions, and names for two devices.
 _OTHERS = re.compile(r"laptop|max-q|\bmig\b|4090 d\b|\bti\b|\bgrid\b|-\d+[abcq]\b|MI250X */ *MI250\b", re.IGNORECASE)
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the peak of a device in 10^12 dense bf16 operations per second, from ``PEAK_TFLOPS``; None where it is not known.
+    """Return the peak of a device in 10^12 dense bf16 operations per second, from ``PEAK_TFLOPS``; None if it is unknown.
 
     Args:
-        device_name: As ``torch.cuda.get_device_name`` gives it, such as "NVIDIA H100 80GB HBM3".
+        device_name: Name from ``torch.cuda.get_device_name``, such as "NVIDIA H100 80GB HBM3".
     """
     if _OTHERS.search(device_name):
         return None
@@ -69,11 +69,11 @@ class Window:
     """Counts since the last record.
 
     Attributes:
-        began: When, in seconds.
-        steps: Optimizer steps.
-        tokens: Elements of this rank's token ids.
-        samples: Rows of its batches.
-        aside: Seconds that belong to no step: evaluations, saves.
+        began: Time of the last record, in seconds of ``time.perf_counter``.
+        steps: Number of optimizer steps.
+        tokens: Number of elements of this rank's token ids.
+        samples: Number of rows of this rank's batches.
+        aside: Seconds of evaluations and saves, which belong to no step.
     """
 
     began: float
@@ -85,7 +85,7 @@ class Window:
 
 @dataclass
 class _Counted:
-    """The step whose operations were counted: their number, and of what."""
+    """Operations of the counted step, with its tokens and samples, and whether the engine ran its backward."""
 
     operations: ModelOperations = field(default_factory=ModelOperations)
     tokens: int = 0
@@ -94,19 +94,19 @@ class _Counted:
 
 
 class StepMetrics:
-    """Counts tokens and waits of every step, and tells of them every few.
+    """Watcher that measures tokens and waits of every step, and returns a record every few steps.
 
-    Operations are counted in the first optimizer step, which counting slows down and no record includes; further ones are taken to need as
-    many for each token (for each sample, where a batch has no token ids). Those that recomputation repeats are no part of utilisation.
+    Operations are counted only in the first optimizer step, which is slower and part of no record. Later steps are assumed to need the same
+    number per token (per sample, if a batch has no token ids). Recomputed operations do not count for utilisation.
 
     Args:
         module: The user's module.
-        device: Where it trains.
-        own: ``step_metrics``, the optimizer steps between two records, and ``peak_tflops``; without it the device is looked up.
-        sharers: Ranks that compute on the same tokens (tensor parallelism).
-        blocks_host: Waiting for a collective stops the host.
-        slow_ranks: Compares the waits of all ranks.
-        on_disk: Bytes of this rank's state in files.
+        device: The training device.
+        own: Settings ``step_metrics`` (optimizer steps between two records) and ``peak_tflops`` (without it the device is looked up).
+        sharers: Number of ranks that compute on the same tokens (tensor parallelism).
+        blocks_host: Whether a wait for a collective blocks the host.
+        slow_ranks: Comparison of the waits of all ranks.
+        on_disk: Function that returns the bytes of this rank's state in files.
     """
 
     def __init__(
@@ -127,19 +127,19 @@ class StepMetrics:
         self._counting: _Counted | None = _Counted()
         self._counted: _Counted | None = None
         self._window = Window(time.perf_counter())
-        self._step = 0  # the last optimizer step
-        self._left: float | None = None  # when the last backward or step ended; None before the first, and behind what is no training
-        self._aside: float | None = None  # since when the run has been at something else
+        self._step = 0  # number of the last optimizer step
+        self._left: float | None = None  # end of the last backward or step; None before the first, and after a forward
+        self._aside: float | None = None  # begin of the present evaluation or save
         self._handle = module.register_forward_pre_hook(self._see, with_kwargs=True)
 
     def remove(self) -> None:
-        """Lets go of the module."""
+        """Remove the hook from the module."""
         self._handle.remove()
 
-    # -- what happens ---------------------------------------------------------------------------------------------------
+    # -- called in training ---------------------------------------------------------------------------------------------
 
     def _see(self, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """Counts tokens and samples of a forward for training."""
+        """Count tokens and samples of a training forward."""
         if not (module.training and torch.is_grad_enabled()) or in_backward():
             return
         tokens, samples = batch_size(args, kwargs)
@@ -151,7 +151,7 @@ class StepMetrics:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Enter around each phase of the engine; ``aside`` counts time that belongs to no step."""
+        """Watch one phase of the engine; the phase ``aside`` counts time that belongs to no step."""
         begin = time.perf_counter()
         if name == "aside" or (name == "forward" and not (self._module.training and torch.is_grad_enabled())):
             if self._aside is None:
@@ -174,7 +174,7 @@ class StepMetrics:
         counting.backward |= name == "backward"
         return counting.operations
 
-    # -- what is told ---------------------------------------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------------------------------
 
     def measure(self, step: int) -> dict[str, float]:
         """Return this rank's metrics since the last record; empty unless a record is due at ``step``, which makes the call collective."""
@@ -246,11 +246,11 @@ def _known_peak(device: torch.device) -> float | None:
 
 
 def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, int]:
-    """Return tokens (0 where there are no ids) and samples of one call of a model, padding included.
+    """Return numbers of tokens (0 without token ids) and samples of one call of a model, including padding.
 
     Args:
-        args: Its positional arguments.
-        kwargs: Its keyword arguments; ``input_ids`` (samples, length) or ``inputs_embeds`` (samples, length, width) hold tokens.
+        args: Positional arguments of the call.
+        kwargs: Keyword arguments of the call; ``input_ids`` (samples, length) or ``inputs_embeds`` (samples, length, width) hold tokens.
     """
     ids = kwargs.get("input_ids")
     embedded = kwargs.get("inputs_embeds")
@@ -265,7 +265,7 @@ def batch_size(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[int, i
 
 
 def line_of(found: Mapping[str, float]) -> str:
-    """Return a record as a line to read."""
+    """Return a record as one readable line."""
     speed, memory, waited = (
         {name.removeprefix(part): value for name, value in found.items() if name.startswith(part)} for part in (SPEED, MEMORY, WAITED)
     )

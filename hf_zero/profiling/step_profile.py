@@ -1,4 +1,4 @@
-"""A clock that counts the operations of one optimizer step and prints them when the step is done."""
+"""Profile one optimizer step: count its operations, measure its phases, and print a report at its end."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from hf_zero.profiling.report import duration_to_string, flops_text, params_to_s
 
 
 class StepCount(Protocol):
-    """Object that counts optimizer steps."""
+    """Object with the number of finished optimizer steps."""
 
     global_steps: int
 
 
 @dataclass
 class StepProfile:
-    """One optimizer step of one rank: seconds by phase, operations of backward, micro-steps."""
+    """Profile of one optimizer step of one rank: seconds by phase, operations of backward, number of micro-steps."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     backward: OperationCounter = field(default_factory=OperationCounter)
@@ -34,11 +34,11 @@ class StepProfile:
 
 
 class ProfilingClock(Clock):
-    """A clock that profiles one optimizer step of ``module`` on rank 0.
+    """Clock that profiles one optimizer step of ``module`` on rank 0.
 
     Attributes:
-        profiler: What it records forward with; holds the last profile afterwards.
-        profile: The rest of the step; None before and after.
+        profiler: Profiler of the forwards; keeps the last profile after the step.
+        profile: Times and operations of the profiled step; None outside of it.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class ProfilingClock(Clock):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times one phase, and counts its operations in the step that is profiled."""
+        """Measure the time of one phase, and in the profiled step count its operations."""
         with super().phase(name):
             if self._count.global_steps != self._section.profile_step or global_rank() != 0 or not self._trains(name):
                 yield
@@ -65,7 +65,7 @@ class ProfilingClock(Clock):
             profile.seconds[name] = profile.seconds.get(name, 0.0) + self.now() - start
 
     def _trains(self, name: str) -> bool:
-        """Return whether the phase belongs to a training step: forwards of an evaluation in between do not."""
+        """Return whether the phase ``name`` belongs to a training step; forwards of evaluations do not."""
         return name != "forward" or (self.profiler.model.training and torch.is_grad_enabled())
 
     @contextmanager
@@ -88,7 +88,7 @@ class ProfilingClock(Clock):
             yield profile
 
     def end_step(self, step: int, samples: int, offloaded: Mapping[str, int]) -> None:
-        """Prints the phases, and the profile of the step if it was profiled."""
+        """Print the times of the phases, and the report if the step was profiled."""
         super().end_step(step, samples, offloaded)
         profile, self.profile = self.profile, None
         if profile is None or not profile.micro_steps:

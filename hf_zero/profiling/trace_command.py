@@ -1,4 +1,4 @@
-"""``hf-zero trace``: a recording of one step as rows of what runs beside what."""
+"""Define and run ``hf-zero trace``, which shows the overlap of computation and communication in recordings."""
 
 from __future__ import annotations
 
@@ -10,17 +10,19 @@ from hf_zero.system import own_files
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
+    """Add the flags of ``hf-zero trace`` to ``parser``."""
     parser.add_argument("folder", type=Path, help="recordings of the ranks: hf_zero.trace_folder, or torch.profiler's export_chrome_trace")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="where overlap.json and overlap.png go (default: beside the recordings)")
-    parser.add_argument("--no-plot", action="store_true", help="no picture, so no matplotlib")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="folder for overlap.json and overlap.png (default: the folder of the recordings)"
+    )
+    parser.add_argument("--no-plot", action="store_true", help="write no picture; then matplotlib is not needed")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Reads the recordings, writes trace and picture, prints a summary; returns 0.
+    """Read the recordings, write trace and picture, print a summary, and return 0.
 
     Raises:
-        ConfigError: The folder has no recordings, or nothing can be written.
+        ConfigError: The folder has no readable recordings, or the results cannot be written.
     """
     from hf_zero.profiling.overlap import draw, overlap_of, summary_of, write_trace
     from hf_zero.profiling.recordings import OVERLAP, read_recordings
@@ -30,7 +32,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         own_files.make_folders(target)
     except OSError as error:
-        raise ConfigError(f"--out {target} cannot be made: {error}") from error
+        raise ConfigError(f"--out {target} cannot be created: {error}") from error
     write_trace(overlaps, target / OVERLAP)
     if not options.no_plot:
         draw(overlaps, target / "overlap.png")

@@ -1,4 +1,4 @@
-"""Times that a rank waits for gathers, reductions, other ranks' votes, and the host."""
+"""Measure the time that a rank waits for gathers, reductions, votes of other ranks, and the host."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ WAITS = (*PEER_WAITS, *OWN_WAITS)
 
 
 class WaitTimes:
-    """Adds up waits by kind; a wait inside another is part of that one.
+    """Meter that sums up waits by kind; a wait inside another one counts as part of the outer one.
 
-    The host's clock times what stops the host. Where a collective holds up the device's stream instead, an event of the device stands on
-    either side of the wait, and nobody waits for the events: they are read when the seconds are asked for. Each costs the host some
-    microseconds, so they are recorded in one step between two questions.
+    Waits that block the host are measured with the host's clock. If a collective blocks the device's stream instead, two device events
+    enclose the wait. No code waits for these events; ``take`` reads them. Each event costs the host some microseconds, so they are recorded
+    only in one step per record.
 
     Args:
-        device: Where the engine lives.
-        blocks_host: Waiting for a collective stops the host.
+        device: The training device.
+        blocks_host: Whether a wait for a collective blocks the host.
     """
 
     def __init__(self, device: torch.device, blocks_host: bool) -> None:
@@ -54,8 +54,8 @@ class WaitTimes:
             observe.set_meter(None)
 
     def wait(self, kind: str, on_stream: bool) -> _Wait | _Nothing:
-        """Return a context manager for one wait."""
-        if self._waiting or threading.get_ident() != self._thread:  # the thread of updates may wait as it likes
+        """Return a context manager that measures one wait; it does nothing inside another wait and on other threads."""
+        if self._waiting or threading.get_ident() != self._thread:  # waits of the update thread do not delay the step
             return self._nothing
         watch = self._stream if on_stream else self._host
         if watch is not self._host and not self._streams:
@@ -68,11 +68,11 @@ class WaitTimes:
         self._seconds[kind] += seconds
 
     def entered(self) -> None:
-        """Note that a wait begins."""
+        """Begin a wait; waits inside it are not measured."""
         self._waiting = True
 
     def left(self, kind: str, watch: Watch, begin: Any, end: Any) -> None:
-        """Note that the wait ends."""
+        """End the wait, and add its time to ``kind``."""
         self._waiting = False
         if watch is self._host:
             self._seconds[kind] += end - begin
@@ -80,7 +80,7 @@ class WaitTimes:
             self._passed.append((kind, begin, end))
 
     def take(self, steps: int) -> dict[str, float]:
-        """Return seconds of one step by kind, since the last call ``steps`` steps ago."""
+        """Return the seconds per step by kind since the last call, ``steps`` steps ago; waits of streams are those of one step."""
         taken = {kind: self._seconds[kind] / steps for kind in WAITS}
         for kind, begin, end in self._passed:
             taken[kind] += self._stream.seconds(begin, end)
@@ -89,7 +89,7 @@ class WaitTimes:
 
 
 class _Nothing:
-    """A wait inside another."""
+    """Context manager of a wait that is not measured."""
 
     def __enter__(self) -> None:
         return None
@@ -99,7 +99,7 @@ class _Nothing:
 
 
 class _Wait:
-    """The wait that is under way; one object for all, because there is one at a time."""
+    """Context manager of the measured wait; one object serves all, because only one wait is measured at a time."""
 
     kind = ""
     watch: Watch

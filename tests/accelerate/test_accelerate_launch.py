@@ -143,7 +143,7 @@ def test_a_program_without_deepspeed_only_meets_a_class(alone: dict[str, Ended])
 
 def test_a_plugin_that_accelerate_leaves_out_is_told(alone: dict[str, Ended]) -> None:
     assert alone["cpu"].out.split() == ["NO", "NO"]
-    assert alone["cpu"].err.count("accelerate leaves the DeepSpeed plugin out") == 1, alone["cpu"]
+    assert alone["cpu"].err.count("accelerate ignores the DeepSpeed plugin") == 1, alone["cpu"]
 
 
 def test_environment_commands_print_a_version(alone: dict[str, Ended]) -> None:

@@ -132,7 +132,7 @@ def test_contradictions_are_listed_together() -> None:
         ({"stage": 4}, r"stage is 4; allowed are 0, 1, 2, 3"),
         ({"stage": True}, r"stage is True; allowed are 0, 1, 2, 3"),
         ({"offload_optimizer": "disk"}, r"offload_optimizer device is 'disk'; allowed are 'none', 'cpu', 'nvme'"),
-        ({"offload_param": "nvme"}, r'on nvme without a place; give offload_param=\{"device": "nvme"'),
+        ({"offload_param": "nvme"}, r'is "nvme", but no folder is set; give offload_param=\{"device": "nvme"'),
         ({"mixed_precision": "half"}, r"mixed_precision is 'half'; allowed are 'no', 'fp16', 'bf16'"),
         ({"tensor_parallel_size": 0}, r"tensor_parallel_size is 0; a number of at least 1"),
         ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps is 0; a number of at least 1"),

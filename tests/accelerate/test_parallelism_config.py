@@ -286,10 +286,10 @@ def test_what_does_not_fit_or_is_not_served_is_refused_on_every_rank() -> None:
         "dp_shard 2 x cp 1 x sp 1 x tp 1 makes 2 ranks; dp_shard 4 would fit",
         "dp_shard 4 x cp 1 x sp 1 x tp 2 makes 8 ranks; dp_shard 2 would fit",
         "ParallelismConfig.tp_size is 2 and sequence_parallel_size is 2, tensor and sequence parallelism: the two cannot be combined",
-        "the ParallelismConfig has sp_size 1: give it sp_size=2 too",
+        "sp_size of the ParallelismConfig is 1. Set sp_size=2",
         "dp_replicate 2 x shard group 4 makes 8 data-parallel ranks; shard group 2 would fit",
-        "PARALLELISM_CONFIG_TP_SIZE is 2 and no ParallelismConfig was made of it",
-        "another ParallelismConfig is given",
+        "PARALLELISM_CONFIG_TP_SIZE is 2, but accelerate made no ParallelismConfig from it",
+        "another ParallelismConfig was given",
     ]
     for messages in found:
         assert [text for text, message in zip(texts, messages, strict=True) if text not in message] == []

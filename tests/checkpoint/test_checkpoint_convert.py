@@ -169,7 +169,7 @@ def test_help_says_what_becomes_of_pickles(capsys: pytest.CaptureFixture[str]) -
     with pytest.raises(SystemExit):
         cli.main(["convert", "--help"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "open pickles (*.pt, *.bin): tensors and plain values are taken, nothing that they name is imported or run" in told
+    assert "read pickle files (*.pt, *.bin): only tensors and plain values are read; no code in them is imported or run" in told
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,7 @@ def test_random_states_are_named_seeded_and_kept_apart() -> None:
     assert torch.equal(first, torch.rand(4, generator=torch.Generator().manual_seed(1)))
     with pytest.raises(StateError, match="'two' with seed 1: seed 1 is already in use"):
         states.add("two", 1)
-    with pytest.raises(StateError, match="no random state 'three'; there are: one"):
+    with pytest.raises(StateError, match="there is no random state 'three', only: one"):
         with states.fork("three"):
             pass
     checkpointing.model_parallel_reconfigure_tp_seed(5)

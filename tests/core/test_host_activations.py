@@ -159,13 +159,13 @@ def test_memory_goes_with_the_graph() -> None:
     saved.clear()
     store.advance()
     assert hosts(store) == [[]], "groups of graphs that have gone are forgotten"
-    side = next(iter(store._sides.values()))
-    first = side.pool.memory.nbytes
+    resources = next(iter(store._resources.values()))
+    first = resources.pool.memory.nbytes
     for _ in range(3):
         kept = store.save(torch.randn(4))
         store.advance()
         del kept
-    assert side.pool.memory.nbytes == first, "their memory on the host is used again"
+    assert resources.pool.memory.nbytes == first, "their memory on the host is used again"
 
 
 # -- engines --------------------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.core.schedule import torch_internals
 from hf_zero.core.schedule.outside_reads import GuardedParameters
 from hf_zero.core.schedule.torch_internals import (
+    before_zero_grad,
     call_after_backward,
     in_backward,
     next_node,
@@ -41,6 +42,29 @@ def test_a_transform_is_noticed_and_left() -> None:
     torch.func.grad(function)(torch.ones(3))
     assert seen == [True, True, False]
     assert not transforming()
+
+
+def test_a_module_whose_gradients_are_cleared_is_told_of_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(nn.Module, "zero_grad", nn.Module.zero_grad)
+    model, told = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), []
+    first, second = model[0].weight, model[1].weight
+
+    def keep_first(params: list[nn.Parameter]) -> set[int]:
+        told.append([param.grad is not None for param in params])
+        return {id(first)}
+
+    before_zero_grad(keep_first)
+    for set_to_none in (True, False):
+        model(torch.ones(1, 2)).sum().backward()
+        kept = first.grad
+        model.zero_grad(set_to_none)
+        assert first.grad is kept and kept is not None and kept.any()
+        assert (second.grad is None) if set_to_none else (second.grad is not None and not second.grad.any())
+    model[1].zero_grad()
+    assert second.grad is None and [len(flags) for flags in told] == [4, 4, 2] and all(told[0])
+    before_zero_grad(lambda _params: ())  # the last function that was given is called, and no other
+    model.zero_grad()
+    assert first.grad is None and len(told) == 3
 
 
 def test_a_backward_is_noticed_and_its_end_is_called() -> None:

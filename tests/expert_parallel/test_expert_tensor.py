@@ -190,7 +190,7 @@ def check_refusals() -> None:
 
     refused(ConfigError, "ep 2 is no multiple of tp 4, .* ep 4 would fit", 4, 2, build(MIXTRAL))
     biased = with_adapters(build(GPT_OSS), target_modules=[], target_parameters=["mlp.experts.down_proj_bias"])
-    refused(UnsupportedError, "the adapter of down_proj_bias .* is not provided together with tensor_parallel", 2, 2, biased)
+    refused(UnsupportedError, "the adapter of down_proj_bias .* is not supported together with tensor_parallel", 2, 2, biased)
     split = tp_model_init(build(MIXTRAL), 2)
     refused(StateError, "was split by tensor parallelism before expert parallelism was configured", 2, 2, split)
     engine = parity.initialize(build(MIXTRAL), with_experts(with_split_layers(Run(1), 2), 4))

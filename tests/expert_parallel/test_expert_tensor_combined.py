@@ -145,5 +145,5 @@ def check_refused() -> None:
     refused("sequence parallelism", build(MIXTRAL), sequence_parallel_size=2)
     copied = zoo.build("LlamaForCausalLM", changes={"num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 4})
     coded = Run(3, extra={"zero_optimization": {"zero_quantized_weights": True}})
-    with pytest.raises(UnsupportedError, match="over more ranks than a layer has heads for keys and values is not provided"):
+    with pytest.raises(UnsupportedError, match="over more ranks than a layer has heads for keys and values is not supported"):
         parity.initialize(copied, with_split_layers(coded, 4))

@@ -123,7 +123,7 @@ def _refusals() -> None:
     stream = iter_full_params(engine, bucket_bytes=1)
     next(stream)
     streams.train(engine)
-    with pytest.raises(StateError, match=r"step\(\) was called before all weights had come"):
+    with pytest.raises(StateError, match=r"step\(\) was called before the iteration ended"):
         list(stream)
     assert len(list(iter_full_params(engine))) == len(list(engine.module.parameters()))
     with pytest.raises(ConfigError, match="bucket_bytes is 0"):
@@ -131,12 +131,12 @@ def _refusals() -> None:
     layers = engine.module.model.layers
     for hooked in (layers[1].register_forward_pre_hook, layers[0].register_forward_hook):  # in a layer, and between two
         handle = hooked(lambda *_: list(iter_full_params(engine)) and None)
-        with pytest.raises(StateError, match="a forward or backward is under way"):
+        with pytest.raises(StateError, match="a forward or backward is running"):
             streams.train(engine)
         handle.remove()
     engine.destroy()
     prompts = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(UnsupportedError, match="PROMPT_TUNING: prompts are no part of a layer"):
+    with pytest.raises(UnsupportedError, match="PROMPT_TUNING: prompts belong to no layer"):
         iter_full_params(streams.engine_of(peft.get_peft_model(streams.llama(), prompts), 2))
 
 

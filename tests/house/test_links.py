@@ -223,7 +223,7 @@ def test_a_recording_that_cannot_be_written_ends_no_rank(tmp_path: Path, caplog:
         _recorded(tmp_path)
     finally:
         logger.removeHandler(caplog.handler)
-    assert "the recorded step is lost" in caplog.text and [path.name for path in tmp_path.iterdir()] == ["rank0.json"]
+    assert "the recording of the step is lost" in caplog.text and [path.name for path in tmp_path.iterdir()] == ["rank0.json"]
 
 
 # -- folders that are exchanged while something is at work in them --------------------------------------------------------
@@ -441,5 +441,5 @@ def test_weights_are_not_read_through_a_link_to_elsewhere(tmp_path: Path) -> Non
 
 def test_a_plan_is_never_written_over_a_link(tmp_path: Path) -> None:
     (tmp_path / "ds.json").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(ConfigError, match="is there already"):
+    with pytest.raises(ConfigError, match="exists already"):
         write_files(tmp_path, json.loads("{}"), None)

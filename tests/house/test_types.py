@@ -1,4 +1,7 @@
-"""What type checkers and editors see of the public names: signatures, so that a misspelt argument is an error before anything runs."""
+"""What type checkers and editors see of the public names: signatures, so that a misspelt argument is an error before anything runs.
+
+The checkers read the minimal examples as well, in which they must find nothing.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,14 @@ import dataclasses
 import importlib
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.examples import EXAMPLES
 from tests.support.processes import REPO
 
 # Every line that is marked must be reported, and no other. A name without a type would let all of them by.
@@ -61,14 +66,17 @@ WRONG = [number for number, line in enumerate(SCRIPT.splitlines(), 1) if line.en
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
+    """With copies of the examples beside it."""
     path = tmp_path / "typed_script.py"
     path.write_text(SCRIPT)
+    for example in (EXAMPLES / "minimal").glob("*.py"):
+        shutil.copy(example, tmp_path)
     return path
 
 
 def lines_of_mypy(script: Path) -> list[int]:
     """With the project's settings, whose cache `make lint` has filled."""
-    command = [sys.executable, "-m", "mypy", "--no-pretty", "--no-error-summary", str(script)]
+    command = [sys.executable, "-m", "mypy", "--no-pretty", "--no-error-summary", *map(str, sorted(script.parent.glob("*.py")))]
     done = subprocess.run(command, cwd=REPO, capture_output=True, text=True, timeout=1100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = re.findall(r"^(\S+):(\d+): error: ", done.stdout, re.MULTILINE)
@@ -78,12 +86,13 @@ def lines_of_mypy(script: Path) -> list[int]:
 
 def lines_of_pyright(script: Path) -> list[int]:
     """With pyright's own rules; what basedpyright adds to them is left out."""
-    settings = {"typeCheckingMode": "standard", "extraPaths": [str(REPO)], "include": [script.name]}
+    settings = {"typeCheckingMode": "standard", "extraPaths": [str(REPO)], "include": ["*.py"]}
     (script.parent / "pyrightconfig.json").write_text(json.dumps(settings))
     command = [sys.executable, "-m", "basedpyright", "--outputjson", "--pythonpath", sys.executable, "--project", str(script.parent)]
     done = subprocess.run(command, cwd=script.parent, capture_output=True, text=True, timeout=1100)
     assert done.returncode in (0, 1), done.stdout + done.stderr
     found = [one for one in json.loads(done.stdout)["generalDiagnostics"] if one["severity"] == "error"]
+    assert {Path(one["file"]).name for one in found} <= {script.name}, found
     return sorted({one["range"]["start"]["line"] + 1 for one in found})
 
 

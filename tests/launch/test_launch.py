@@ -92,7 +92,7 @@ def test_export_leaves_alone_what_has_a_rank(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_rank_0_must_be_where_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
     first = {**OPEN_MPI, "OMPI_COMM_WORLD_RANK": "0"}
-    with pytest.raises(ConfigError, match="Open MPI runs on 192.0.2.2, but rank 0 on .*mpirun -x MASTER_ADDR="):
+    with pytest.raises(ConfigError, match="Open MPI runs on 192.0.2.2, but rank 0 runs on .*mpirun -x MASTER_ADDR="):
         monkeypatch.setattr(placement, "_is_here", lambda address: False)
         exported(first)
     assert exported({**first, "MASTER_ADDR": "elsewhere"})["MASTER_ADDR"] == "elsewhere"
@@ -217,21 +217,21 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
     [
         (["--include", "worker-3"], "host 'worker-3' is unknown; known: worker-1, worker-2"),
         (["--include", "worker-2:2"], "worker-2 has no slot '2'; it has 0, 1"),
-        (["--include", "worker-1@worker-1:0"], "is there twice"),
+        (["--include", "worker-1@worker-1:0"], "is listed twice"),
         (["--exclude", "worker-1@worker-2"], "leaves no host"),
-        (["--include", "worker-1", "--exclude", "worker-2"], "exclude each other"),
+        (["--include", "worker-1", "--exclude", "worker-2"], "cannot be combined"),
         (["--module", "--no_python"], "exclude each other"),
-        (["--num_nodes", "3"], "--num_nodes is 3, but there are 2 hosts"),
-        (["--num_gpus", "3"], "worker-2 has 2 slots"),
+        (["--num_nodes", "3"], "--num_nodes is 3, but there are only 2 hosts"),
+        (["--num_gpus", "3"], "worker-2 has only 2 slots"),
         (["--node_rank", "2"], "--node_rank is 2"),
-        (["--launcher", "slurm"], "equally many ranks"),
+        (["--launcher", "slurm"], "the same number of ranks"),
         (["--launcher", "pdsh"], "over ssh"),
         (["--launcher", "openmpi", "--include", "worker-1:0@worker-2:1"], "use different devices"),
         (["--launcher", "slurm", "--include", "worker-1:0@worker-2:1"], "use different devices"),
         (["--include", "worker-2:\u00b2"], "worker-2 has no slot"),
         (["--include", f"worker-2:{'1' * 5000}"], "worker-2 has no slot"),
         (["--launcher", "openmpi", "--launcher_args", "'open"], "No closing quotation"),
-        ([], f"this machine, {socket.gethostname()}, is none of worker-1, worker-2"),
+        ([], f"this machine, {socket.gethostname()}, is not in the list of hosts worker-1, worker-2"),
     ],
 )
 def test_mistakes(words: list[str], message: str, hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -277,16 +277,16 @@ def test_no_hostfile_for_several_nodes(hostfile: str, capsys: pytest.CaptureFixt
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a slots=1\nb slots=x\n", ":2: 'b slots=x' is no host"),
-        ("a slots=1\n\n# c\na slots=2", ":4: a is there twice, first in line 1"),
+        ("a slots=1\nb slots=x\n", ":2: 'b slots=x' is not a host"),
+        ("a slots=1\n\n# c\na slots=2", ":4: a is listed twice, first in line 1"),
         ("a slots=0", ":1: a has 0 slots; expected 1 to 4096"),
         ("a slots=99999999999", ":1: a has 99999999999 slots; expected 1 to 4096"),
         pytest.param(f"a slots={'9' * 5000}", "99... slots; expected 1 to 4096", id="digits"),
-        ("a slots=\u0663", "is no host"),
-        ("-x slots=1", ":1: '-x slots=1' is no host"),
-        ("a\x0bslots=1\x0bb slots=2", "is no host"),
-        ("a", ":1: 'a' is no host"),
-        ("# nothing\n", "holds no host"),
+        ("a slots=\u0663", "is not a host"),
+        ("-x slots=1", ":1: '-x slots=1' is not a host"),
+        ("a\x0bslots=1\x0bb slots=2", "is not a host"),
+        ("a", ":1: 'a' is not a host"),
+        ("# nothing\n", "contains no host"),
     ],
 )
 def test_errors_name_the_line_of_the_hostfile(tmp_path: Path, text: str, message: str) -> None:
@@ -310,7 +310,7 @@ def test_hostfiles_that_are_none(tmp_path: Path) -> None:
 def test_ranks_without_a_hostfile_are_bounded(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["launch", "--dry-run", "--num_gpus", "99999999999", "train.py"])
-    assert "above 4096 ranks on one host" in capsys.readouterr().err
+    assert "above the limit of 4096 ranks on one host" in capsys.readouterr().err
 
 
 def test_missing_hostfile_and_missing_program(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,7 +115,7 @@ def test_a_broken_file_of_variables_is_named_and_not_shown(line: str, folder: Pa
     with pytest.raises(AssertionError) as error:
         start(folder, *LAUNCHERS["openmpi"], "--hostfile", "hosts")
     text = str(error.value)
-    assert ".deepspeed_env:3: the line is no variable; expected NAME=VALUE" in text
+    assert ".deepspeed_env:3: the line is not a variable; expected NAME=VALUE" in text
     assert "S3CRET" not in text and "Traceback" not in text
     (folder / ".deepspeed_env").write_bytes(b"\xff")
     with pytest.raises(AssertionError, match="file of variables '.*.deepspeed_env' is not UTF-8"):

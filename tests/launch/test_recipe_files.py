@@ -72,9 +72,9 @@ def test_without_a_folder_the_files_are_printed(capsys: pytest.CaptureFixture[st
     ("words", "said"),
     [
         (["--gpus", "4"], "--gpus and --out need the NAME"),
-        (["full-8", "--gpus", "0"], "--gpus is 0; full-8 takes 1 or more"),
-        (["long-8", "--gpus", "1"], "--gpus is 1; long-8 takes 2 or more"),
-        (["nodes-16", "--gpus", "5"], "nodes-16 takes 4 or more, a multiple of its 2 machines"),
+        (["full-8", "--gpus", "0"], "--gpus is 0; full-8 needs 1 or more"),
+        (["long-8", "--gpus", "1"], "--gpus is 1; long-8 needs 2 or more"),
+        (["nodes-16", "--gpus", "5"], "nodes-16 needs 4 or more, a multiple of its 2 machines"),
     ],
 )
 def test_numbers_that_do_not_fit_are_refused(words: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,7 +86,7 @@ def test_files_are_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixtu
     written("full-8", tmp_path)
     before = (tmp_path / "ds.json").read_text()
     assert main(["recipes", "lora-1", "--out", str(tmp_path)]) == 1
-    assert "is there already" in capsys.readouterr().err and (tmp_path / "ds.json").read_text() == before
+    assert "exists already" in capsys.readouterr().err and (tmp_path / "ds.json").read_text() == before
 
 
 @pytest.fixture(scope="module")

@@ -71,11 +71,11 @@ def test_arguments() -> None:
     assert FabricZeroStrategy(zero_optimization=False, logging_batch_size_per_gpu=3).config["train_micro_batch_size_per_gpu"] == 3
     for wrong, text in (
         ({"stage": 4}, "stage is 4; allowed are 0, 1, 2, 3"),
-        ({"stage": 3, "zero_optimization": False}, "beside zero_optimization=False"),
-        ({"offload_optimizer": True, "zero_optimization": False}, "beside zero_optimization=False"),
-        ({"offload_optimizer": "disk"}, "offload_optimizer is on 'disk'"),
-        ({"offload_parameters": "nvme"}, "nvme without a place"),
-        ({"stage": 3, "config": {}}, "stage beside config="),
+        ({"stage": 3, "zero_optimization": False}, "zero_optimization=False turns ZeRO off"),
+        ({"offload_optimizer": True, "zero_optimization": False}, "zero_optimization=False turns ZeRO off"),
+        ({"offload_optimizer": "disk"}, "offload_optimizer is 'disk'"),
+        ({"offload_parameters": "nvme"}, 'is "nvme", but no folder is set'),
+        ({"stage": 3, "config": {}}, "stage would be ignored, because config= is given"),
     ):
         for cls in (ZeroStrategy, FabricZeroStrategy):
             with pytest.raises(ConfigError, match=text):

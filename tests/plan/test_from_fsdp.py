@@ -166,7 +166,7 @@ def test_what_is_written_is_what_accelerate_reads(tmp_path: Path, capsys: pytest
     assert json.loads(Path(launcher.deepspeed_config["deepspeed_config_file"]).read_text())["bf16"] == {"enabled": True}
     status, _, error = answered(content, tmp_path, capsys, "--write", str(tmp_path / "out"))
     assert status == 2
-    assert "is there already" in error
+    assert "exists already" in error
 
 
 def test_the_launcher_needs_a_number_of_ranks(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -196,7 +196,7 @@ def test_the_launcher_needs_a_number_of_ranks(tmp_path: Path, capsys: pytest.Cap
         (accelerate({"version": 2}, **mesh(dp_shard_size=3)), ["makes 3 ranks", "num_processes is 16"]),
         (accelerate({"sharding_strategy": "HYBRID_SHARD"}, num_processes=15), ["num_machines 2 does not divide"]),
         ({**REST, "distributed_type": "DEEPSPEED"}, ['distributed_type is "DEEPSPEED"', "--config"]),
-        ({**REST, "distributed_type": "MULTI_GPU"}, ['distributed_type is "MULTI_GPU"', "FSDP is wanted"]),
+        ({**REST, "distributed_type": "MULTI_GPU"}, ['distributed_type is "MULTI_GPU"', "FSDP is allowed"]),
         ({"zero_optimization": {"stage": 3}}, ["DeepSpeed configuration already", "--config"]),
         ({"model_type": "llama"}, ["no settings of FSDP", "model_type"]),
         ({"fsdp": "full_shard wrap"}, ['the word "wrap"', "auto_wrap"]),

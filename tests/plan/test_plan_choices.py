@@ -41,5 +41,5 @@ def test_shapes_of_other_values_are_refused(tmp_path: Any) -> None:
         "def build():\n    return Picks(8, 8)\n"
     )
     assert build_model(ModelWish(f"python:{file}:build", {})).module is not None
-    with pytest.raises(UnsupportedError, match="shapes of values"):
+    with pytest.raises(UnsupportedError, match="shapes in its forward depend on values"):
         planned.plan(f"python:{file}:build", {}, {}, 2, 8, {}, world=1)

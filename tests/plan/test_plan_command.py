@@ -107,7 +107,7 @@ def test_what_does_not_fit_is_status_one_with_reasons(answers: Any) -> None:
 def test_the_table_is_for_people(answers: Any) -> None:
     status, text, _ = answers["table"]
     assert status == 0
-    for word in ("activations", "peak of the tier", "sent by a rank", "a checkpoint", "generate() adds", "largest then"):
+    for word in ("activations", "peak of the tier", "sent by a rank", "a checkpoint", "generate() adds", "largest at the peak"):
         assert word in text
 
 
@@ -209,7 +209,7 @@ WRONG: list[tuple[list[str], list[str]]] = [
     (["{}", *RANKS, "--sequence", "4096"], ["--sequence is 4096", "2048 positions", "--set max_position_embeddings=4096"]),
     ([*RANKS], ["usage: give MODEL with --config FILE, MODEL with --fit, or --from FILE"]),
     (["lama", *RANKS], ["lama", "model_type", "llama"]),
-    (["nobody/nothing", *RANKS], ["'nobody/nothing' is no folder or file here, and cannot be loaded from the Hub"]),
+    (["nobody/nothing", *RANKS], ["'nobody/nothing' is not a local file or folder, and cannot be loaded from the Hub"]),
     (["{}/none", *RANKS], ["does not exist"]),
     (["{}/none/config.json", *RANKS], ["does not exist"]),
     (["{}", *RANKS, "--set", "hiden_size=128"], ["--set hiden_size", "did you mean hidden_size"]),

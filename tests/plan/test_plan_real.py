@@ -83,7 +83,7 @@ def test_what_is_assumed_is_said(pairs: Any) -> None:
     experts, stages, plain = (" ".join(told.reasons) for _, _, told in pairs[:3])
     assert "evenly over experts" in experts and "stage" not in experts
     worst = pairs[1][2].stage
-    assert f"the stage shown is {worst} of 2" in stages and f"stage {1 - worst} " in stages and "losses of parts" in stages
+    assert f"pipeline stage {worst} of 2" in stages and f"stage {1 - worst} " in stages and "losses of its micro-batches" in stages
     assert "assumed" not in plain
 
 

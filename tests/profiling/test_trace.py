@@ -144,7 +144,7 @@ def test_folders_that_hold_no_recording(tmp_path: Path, capsys: pytest.CaptureFi
         assert main(["trace", str(tmp_path), "--no-plot"]) == 1
         return capsys.readouterr().err
 
-    assert "holds no recording" in refused()
+    assert "contains no recording" in refused()
     (tmp_path / "a.json").write_text("[1, 2")
     assert "cannot read" in refused() and not (tmp_path / "overlap.json").exists()
     _write(tmp_path / "a.json", [_row("aten::mm", 0, 1, "cpu_op")])
@@ -152,7 +152,7 @@ def test_folders_that_hold_no_recording(tmp_path: Path, capsys: pytest.CaptureFi
     _write(tmp_path / "a.json", HOST, distributedInfo={"rank": 0})
     _write(tmp_path / "b.json", HOST, distributedInfo={"rank": 0})
     assert "several recordings of one rank" in refused()
-    assert main(["trace", str(tmp_path / "nowhere")]) == 1 and "is no folder" in capsys.readouterr().err
+    assert main(["trace", str(tmp_path / "nowhere")]) == 1 and "is not a folder" in capsys.readouterr().err
 
 
 def test_sets_of_time_against_every_moment() -> None:

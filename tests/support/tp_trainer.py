@@ -73,7 +73,7 @@ def train_and_save(stage: int, tp: int, folder: str) -> tuple[list[float], list[
         found = losses(trainer), norms(trainer)
         evaluated = trainer.evaluate()["eval_loss"]
         predicted = trainer.predict(rows(EVALUATED)).predictions
-        with pytest.raises(StateError, match="this rank has slices of the model only"):
+        with pytest.raises(StateError, match="this rank has only slices of the model"):
             trainer.model.save_pretrained(folder)
         trainer.save_model(folder)
         dist.barrier()

@@ -96,7 +96,7 @@ def test_trainer_evaluates_saves_and_resumes_averages(stage: int, trainer_models
 def _without_engine(models: Path, folder: Path) -> None:
     from hf_zero import AveragedWeightsCallback
 
-    with trainers.clean_state(), pytest.raises(UnsupportedError, match="none trains here"):
+    with trainers.clean_state(), pytest.raises(UnsupportedError, match="this Trainer trains without one"):
         trainers.train_with(models, folder, None, callbacks=[AveragedWeightsCallback()])
 
 

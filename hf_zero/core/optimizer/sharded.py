@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, Protocol
+from weakref import ref
 
 import torch
 
@@ -123,8 +124,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call."""
+        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call; the inner optimizer's ``zero_grad`` is this one's."""
         self._step, self._clear = step, clear
+        if clear is None:
+            vars(self.inner).pop("zero_grad", None)
+        else:
+            vars(self.inner)["zero_grad"] = _clearing(ref(self))
 
     def dismiss(self) -> None:
         """Free state and segments; the groups stay, empty."""
@@ -174,7 +179,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop ``param.grad`` of the model; gradients accumulated for the coming step are kept."""
+        """Drop the gradients that wait for the coming step, as the engine's ``zero_grad`` does."""
         if self._clear is not None:
             self._clear()
 
@@ -269,3 +274,14 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     def __repr__(self) -> str:
         return f"ShardedOptimizer({len(self.segments)} segments of {len(self.units)} units, inner={self.inner!r})"
+
+
+def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:
+    """Return the ``zero_grad`` of an inner optimizer: a script that made it may call it. It does not keep ``optimizer`` alive."""
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        outer = optimizer()
+        if outer is not None:
+            outer.zero_grad(set_to_none)
+
+    return zero_grad

@@ -180,6 +180,12 @@ class Block:
             if self.silent:
                 unit.show_placeholders()
 
+    def show_written(self) -> None:
+        """Copy what the units have unsharded now to buffers that the coming backward may read: a script may have written to it; local."""
+        for unit in self.units:
+            if unit.state is UnitState.UNSHARDED and unit.exact:
+                unit.whole.show_older()
+
     def forget_left(self) -> None:
         """Free the memory that resharding has kept for the root's backward."""
         for unit in self.units:

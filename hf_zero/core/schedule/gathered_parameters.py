@@ -15,7 +15,7 @@ from hf_zero.core.schedule.external_parameters import register_external_paramete
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.registration import network_of_loose, noted_loose
 from hf_zero.core.units.unit import Unit, find_unit
-from hf_zero.core.units.values import adopt_writes, broadcast_from, is_idle, show_as_built
+from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_built
 from hf_zero.errors import StateError
 from hf_zero.native.crc32 import crc32_chunks
 
@@ -67,7 +67,7 @@ class GatheredParameters:
 
     def __enter__(self) -> GatheredParameters:
         for unit in self._wanted if self._modifier_rank is not None else ():
-            if unit.state is UnitState.UNSHARDED and not (unit.gathers or is_idle(unit)):
+            if unit.state is UnitState.UNSHARDED and not unit.gathers and unit.awaited():
                 unit.whole.require_adoptable()  # before anything is gathered
         for unit, indices in self._wanted.items():
             if self._modifier_rank is None and unit.alone.serves(indices):

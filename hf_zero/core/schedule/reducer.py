@@ -368,10 +368,11 @@ class Reducer:
         return ""
 
     def clear(self) -> None:
-        """Discard all gradients."""
+        """Discard all gradients, those that scripts have set included."""
         self._home.end()
         self.added_to.clear()
         self.shown.end()
+        self.shown.replaced = False
         for entry in self.gradients:
             entry.clear()
         for flying in self._flying:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol
-from weakref import ref
+from weakref import WeakMethod, WeakSet, ref
 
 import torch
 from torch import nn
@@ -16,7 +17,7 @@ from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.saved_tensors import SavedTensors
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.torch_internals import compiled_call, in_backward
+from hf_zero.core.schedule.torch_internals import before_zero_grad, compiled_call, in_backward
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -42,6 +43,7 @@ class Runtime:
         forward: Actions of the hooks outside backward.
         backward: Actions of the hooks in backward.
         saved: Hooks of what functions save for backward.
+        on_zero_grad: Called with parameters whose gradients a script clears; returns the ids of those whose ``grad`` stays.
 
     Args:
         module: See the attribute.
@@ -67,6 +69,7 @@ class Runtime:
         self.schedule = schedule
         self.forward = ForwardPhase(root, schedule)
         self.backward = BackwardPhase(root, blocks, schedule, reducer, self.forward.stack)
+        self.on_zero_grad: WeakMethod[Callable[[Sequence[nn.Parameter]], frozenset[int]]] | None = None
         self._outside_reads = OutsideReads(module, root, blocks, self.forward, self.backward)
         self._hooks: list[ForwardHooks] = []
         self._handles: list[Handle] = []
@@ -86,6 +89,8 @@ class Runtime:
             before.detach()
         unguard_unprepared(self.module)
         self.module.__dict__[_ATTRIBUTE] = self
+        _attached.add(self)
+        before_zero_grad(_clear)
         if self.schedule is not None:
             self._outside_reads.attach(self.enter, self.leave)
         else:
@@ -95,8 +100,8 @@ class Runtime:
             self._hooks.append(ForwardHooks(block.module, partial(self.enter, block), partial(self.leave, block), parts))
         self.follow_compile(inside=True)
         self.backward.attach()
-        for entry in self.backward.reducer.gradients if self.backward.reducer is not None else ():
-            entry.unit.trained_by = ref(self)
+        for unit in self.units():
+            unit.belongs_to = ref(self)
 
     def let_go(self, unit: Unit, index: int) -> None:
         """Stop training a parameter that moves to another unit: another engine takes its gradients."""
@@ -130,6 +135,7 @@ class Runtime:
         self._handles = []
         self.backward.detach()
         self._outside_reads.detach()
+        _attached.discard(self)
         if self.module.__dict__.get(_ATTRIBUTE) is self:
             del self.module.__dict__[_ATTRIBUTE]
 
@@ -237,6 +243,23 @@ class Runtime:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Runtime:
         return self
+
+
+_attached: WeakSet[Runtime] = WeakSet()
+
+
+def _clear(params: Sequence[nn.Parameter]) -> set[int]:
+    """Tell the engines that train ``params``, all or some of them, that a script clears their gradients.
+
+    Returns:
+        The ids of the parameters whose ``grad`` stays.
+    """
+    given, kept = set(map(id, params)), set[int]()
+    for runtime in list(_attached):
+        clear = runtime.on_zero_grad() if runtime.on_zero_grad is not None else None
+        if clear is not None and any(id(param) in given for param in runtime.module.parameters()):
+            kept |= clear(params)
+    return kept
 
 
 def _below_compiled(module: nn.Module) -> set[int]:

@@ -202,6 +202,8 @@ class UnshardSchedule:
             sizes = [block.numel if block.sharded else 0 for block in order]
             reducer.order_with_unshards(self._positions, sizes, self.limits.prefetch_bucket_size)
         self._foretold = {}
+        for block in self._all:
+            block.show_written()
         self._begin(order, border=self._border(order))
         self._votes = False  # a block stays unsharded while a backward of it is pending: one pass is enough
         self._pass.unshard(self.root)

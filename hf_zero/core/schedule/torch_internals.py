@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import wraps
 from typing import Any
 
 import torch
@@ -123,3 +124,29 @@ def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> Non
 def replace_parameters(module: nn.Module, parameters: dict[str, Any]) -> None:
     """Set ``parameters`` as the dict in which ``module`` looks up its own parameters by name."""
     module.__dict__["_parameters"] = parameters
+
+
+_clear_gradients: Any = nn.Module.zero_grad
+
+
+def before_zero_grad(function: Callable[[list[nn.Parameter]], Container[int]]) -> None:
+    """Call ``function`` before ``zero_grad()`` of any module of this process clears the gradients of its parameters.
+
+    torch has no hook for this. A second call replaces the function.
+
+    Args:
+        function: Called with the parameters of the module; returns the ids of those whose gradients stay.
+    """
+
+    @wraps(_clear_gradients)
+    def zero_grad(self: nn.Module, set_to_none: bool = True) -> None:
+        params = list(self.parameters())
+        stays = function(params)
+        kept = [(param, param.grad) for param in params if id(param) in stays]
+        for param, _ in kept:
+            param.grad = None
+        _clear_gradients(self, set_to_none)
+        for param, grad in kept:
+            param.grad = grad
+
+    nn.Module.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import NoReturn
 
 import torch
@@ -131,6 +131,18 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
         gradients.reduced()[slot.range.start : slot.range.stop].copy_(value.reshape(-1))
         return
     write_param(gradients.unit, index, gradients.writable(index), value)
+
+
+def drop_gradients(reducer: Reducer, cleared: Container[int]) -> None:
+    """Let the gradients of the parameters with the ids ``cleared`` count as zero in the coming step; every rank must call it."""
+    for entry in reducer.gradients:
+        collected = entry.collected
+        if not (entry.has_local or collected.late or entry.shard is not None):
+            continue
+        for index, (param, slot) in enumerate(zip(entry.unit.params, entry.unit.layout.slots, strict=True)):
+            if param is not None and id(param) in cleared:
+                write_gradient(entry, index, torch.zeros(slot.shape, device=entry.unit.collectives.topology.device))
+                collected.used[index] = False
 
 
 def _written(reducer: Reducer) -> Iterator[tuple[UnitGradients, int]]:

@@ -25,8 +25,8 @@ one that autograd saved for the root's own forward (a fused loss that reads ``lm
 backward reads it. A function that saved the parameter itself finds the head unsharded when backward begins, any other parameter with what
 the forward left ([Note: parameters that a function saved]). A plain embedding's backward reads no values: its parameter shows a
 *placeholder* then, its shape without memory, and is not unsharded a second time. On a host, flat buffers ask for huge pages
-(``host_memory.py``, [Note: huge pages]), and the C library's heap keeps what a step frees for the next (``heap.py``, [Note: what a step
-frees]).
+(``host_memory.py``, [Note: huge pages]), and the C library's heap keeps what a step frees for the next (``heap.py``, [Note: memory that
+a step frees]).
 
 Around the unit: ``own_part.py`` is this rank's shard and master, ``alone.py`` single parameters that somebody holds whole while the rest
 is sharded ([Note: a parameter alone]), ``secondary.py`` its part of the copy that a node keeps ([Note: secondary copies]),
@@ -40,9 +40,9 @@ reads or writes of a layer it has assigned is unsharded for it, ``core/construct
 keep the type and device that constructors gave them, every rank draws every random number, and the cast comes at the end ([Note: as it
 was built]), so that the weights are those of a plain build ([Note: same seed, same model]). ``initialize`` moves parameters from whatever
 unit they are in to block units, one block at a time, so the whole model is never held. The same path takes a module over from another
-engine. Until then the C library returns large blocks as they are freed ([Note: what stays between what goes]), so that a rank's memory is
+engine. Until then the C library returns large blocks as they are freed ([Note: permanent blocks in the heap]), so that a rank's memory is
 its shards and one whole tensor while ``from_pretrained`` loads. A parameter has one engine: what another engine trains and this one does
-not stays in its units (``Unit.trained_by``), and an engine that has lost parameters to another says so when it is to train
+not stays in its units (``Unit.belongs_to``), and an engine that has lost parameters to another says so when it is to train
 (``Runtime.lost``). A deep copy of a sharded parameter belongs to a copy of its unit ([Note: deep copies], ``unit_copy.py``); a module
 whose parameters no engine unshards says so when it is called (``unprepared.py``). A state dict of sharded parameters holds shapes without
 values, which refuse to be written, computed with, and loaded into anything but the parameter that they stand for ([Note: no empty file],

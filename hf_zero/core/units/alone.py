@@ -14,7 +14,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.core.units.layout import UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.memory_uses import ordinary_tensors
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, same_bits
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -143,7 +143,7 @@ class AloneParams:
         unit.show_older(index, value)
         part, own = slot.range.intersect(unit.layout.shard_range(unit.rank)).shift(-slot.offset), unit.shard_part(index, unit.shard)
         values = value.detach().reshape(-1)[part.start : part.stop]
-        if part.numel and not torch.equal(values.view(torch.uint8), own.to(values.device).view(torch.uint8)):
+        if part.numel and not same_bits(values, own.to(values.device)):
             own.copy_(values)
             unit.shard_storage.changed(unit)
             unit.secondary.forget()

@@ -111,8 +111,8 @@ def unregister(param: torch.Tensor) -> None:
     owner = find_unit(param)
     if owner is not None:
         unit, index = owner
-        training = unit.trained_by() if unit.trained_by is not None else None
-        if training is not None:
+        training = unit.belongs_to() if unit.belongs_to is not None else None
+        if training is not None and unit.trainable:
             training.let_go(unit, index)
         unit.params[index] = None
         for name in (*_ATTRIBUTES, *unit.listener.attributes):

@@ -20,7 +20,7 @@ from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
 from hf_zero.core.units.noted_writes import NotedWrites
 from hf_zero.core.units.packed import is_wrapped
-from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory
+from hf_zero.core.units.shard import ON_DEVICE, OwnPart, SecondaryCopy, ShardStorage, require_memory, same_bits
 from hf_zero.core.units.sharded_parameter import OWNER
 from hf_zero.core.units.whole_buffer import WholeBuffer
 from hf_zero.errors import StateError
@@ -101,7 +101,7 @@ class UnitSpec:
 
 
 class Training(Protocol):
-    """The module whose units an engine trains, and whether it still does.
+    """The module whose units an engine trains or reads, and whether it still trains it.
 
     Attributes:
         module: The module whose parameters are in the units.
@@ -154,7 +154,7 @@ class Unit:
         gathers: Number of ``GatheredParameters`` contexts that hold it now.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
         rests: Whether all of its parameters rest: no step reduces or updates it, see [Note: what is trained].
-        trained_by: Weak reference to the ``Training`` of its engine; None if nothing trains it.
+        belongs_to: Weak reference to the ``Training`` of its engine; None if it belongs to none.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
 
@@ -173,7 +173,7 @@ class Unit:
         self.state = UnitState.UNSHARDED
         self.pins = Pins()
         self.lent = False
-        self.trained_by: ref[Training] | None = None
+        self.belongs_to: ref[Training] | None = None
         self.alone = AloneParams(self)
         self.listener = spec.listener
         self.secondary = SecondaryCopy(spec.node, spec.copy_lasts)
@@ -282,7 +282,7 @@ class Unit:
             StateError: Some was assigned to parameters of this unit; the message names all of the engine, whose data is dropped too.
         """
         names = self.whole.drop_assigned()
-        training = self.trained_by() if names and self.trained_by is not None else None
+        training = self.belongs_to() if names and self.belongs_to is not None else None
         for unit in training.units() if training is not None else ():
             names += unit.whole.drop_assigned()
         if names:
@@ -332,17 +332,21 @@ class Unit:
             self._adopt_written()
             if self.exact:
                 self.show_older()
-        self.whole.free(leave, for_autograd)
+        self.whole.free(leave, for_autograd, self.awaited)
         self._enter(UnitState.SHARDED)
         return True
+
+    def awaited(self) -> bool:
+        """Return whether a forward or backward runs, or a backward may follow that reads the present values; local."""
+        training = self.belongs_to() if self.belongs_to is not None else None
+        return training is not None and not training.idle
 
     def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
         """Copy values to buffers that a coming backward may read; the arguments are those of ``WholeBuffer.show_older``. Local.
 
         At other times these buffers are a script's own, which keep their values: [Note: tensors taken out of a gather].
         """
-        training = self.trained_by() if self.trained_by is not None else None
-        if training is not None and not training.idle:
+        if self.awaited():
             self.whole.show_older(index, value)
 
     def _adopt_written(self) -> None:
@@ -370,7 +374,7 @@ class Unit:
         """Keep writes that torch has not counted, but for the parameters at ``counted``, whose values are elsewhere; local."""
         own, shard = self.whole.flat[self.owned.start : self.owned.stop], self.own.shard
         on_host = own.device.type == "cpu"
-        if shard.device != own.device or (on_host and torch.equal(own.view(torch.uint8), shard.view(torch.uint8))):
+        if shard.device != own.device or (on_host and same_bits(own, shard)):
             return
         if not on_host and self.secondary.here:
             return

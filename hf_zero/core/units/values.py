@@ -10,6 +10,7 @@ import torch
 from hf_zero.comm.collectives import Pending
 from hf_zero.comm.quantized import coded
 from hf_zero.core.units.layout import UnitState
+from hf_zero.core.units.shard import same_bits
 from hf_zero.core.units.sharded_parameter import point
 from hf_zero.core.units.unit import Unit
 from hf_zero.system.planning import has_values
@@ -102,13 +103,7 @@ def adopt_present_writes(unit: Unit) -> None:
     Raises:
         StateError: See ``adopt_writes``.
     """
-    adopt_writes(unit, is_idle(unit))
-
-
-def is_idle(unit: Unit) -> bool:
-    """Return whether no backward of the engine of ``unit`` can follow that reads the present values; local."""
-    training = unit.trained_by() if unit.trained_by is not None else None
-    return training is None or training.idle
+    adopt_writes(unit, not unit.awaited())
 
 
 def _is_beside(unit: Unit) -> bool:
@@ -122,7 +117,7 @@ def _adopt_own(unit: Unit) -> None:
     values, shard = unit.full[unit.owned.start : unit.owned.stop], unit.shard
     # On a device the host does not wait for a comparison: the copy changes nothing if both are equal.
     on_host = values.device.type == "cpu" and shard.device.type == "cpu" and has_values(shard)
-    if not (on_host and torch.equal(values.view(torch.uint8), shard.view(torch.uint8))):
+    if not (on_host and same_bits(values, shard)):
         shard.copy_(values)
         shard_changed(unit)
         unit.own.refresh_master()

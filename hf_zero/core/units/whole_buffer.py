@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from enum import Enum, auto
 
 import torch
@@ -64,7 +64,7 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
-        self._older: list[HeldMemory] = []  # buffers before this one since the last update
+        self._older: list[HeldMemory] = []  # buffers before this one that a coming backward may read
         self._versions: list[int] = []  # version counters of the parameters when their values, or placeholders, were shown
         self._shown = Shown.VALUES
         self.show()
@@ -214,12 +214,13 @@ class WholeBuffer:
             if elsewhere and param is not None and param.shape == view.shape and not torch.equal(view, param.data):
                 raise _needed(slot.name)
 
-    def free(self, leave: bool, for_autograd: bool = False) -> None:
+    def free(self, leave: bool, for_autograd: bool = False, awaited: Callable[[], bool] = bool) -> None:
         """Empty the parameters and free the memory.
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
             for_autograd: All values are kept, for ``show_placeholders``, until ``forget_left``.
+            awaited: Returns whether a backward may follow that reads the present values.
         """
         self.hide()
         if for_autograd:
@@ -227,14 +228,14 @@ class WholeBuffer:
         # After ``param.numpy()`` the storage can never be resized.
         if for_autograd or (leave and self._is_held()) or not self.flat.untyped_storage().resizable():
             with ordinary_tensors():  # the buffer outlives an inference mode
-                self._older = [*(one for one in self._older if one.tensor() is not None), HeldMemory(self.flat)]
+                self._older = [one for one in self._older if one.tensor() is not None] + [HeldMemory(self.flat)] * awaited()
                 self.flat = torch.empty_like(self.flat)
                 mark_resident(self.flat)
                 self._views = self._make_views()
         self.flat.untyped_storage().resize_(0)
 
     def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
-        """Copy values to the buffers before this one whose memory is in use, since the last update.
+        """Copy values to the buffers before this one whose memory is in use, if a backward was to follow when they were left; local.
 
         Autograd may have saved views of them, and plain PyTorch's backward reads what was written to a parameter since its forward.
 

@@ -1,7 +1,7 @@
-"""The finder behind the alias: decides whether hf_zero answers as `deepspeed`, serves its modules and its distribution metadata.
+"""Find and load the alias modules: decide whether hf_zero answers as `deepspeed`, and provide its modules and distribution metadata.
 
-Only the standard library is imported here: these functions run in every process that asks about `deepspeed`,
-the `accelerate` command line included.
+This module imports only the standard library, because it runs in every process that looks for `deepspeed`, the `accelerate` command line
+included.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ _forced = False
 
 
 class RefusedAttributeError(UnsupportedError, AttributeError):
-    """A name of DeepSpeed that hf_zero refuses, read as an attribute; an AttributeError, so that ``hasattr`` says False."""
+    """Error for reading a refused name of DeepSpeed as an attribute; an AttributeError, so that ``hasattr`` returns False."""
 
 
 class RefusedImportError(UnsupportedError, ImportError):
-    """A name of DeepSpeed that hf_zero refuses, imported; an ImportError, so that optional imports take their other branch."""
+    """Error for importing a refused name of DeepSpeed; an ImportError, so that optional imports fall back."""
 
     def __init__(self, message: str, name: str) -> None:
         ImportError.__init__(self, message, name=name)
 
 
 class AliasModule(types.ModuleType):
-    """One module of the alias; resolves the rows of the table at first use."""
+    """One module of the alias, which resolves names through the table at first use."""
 
     def __getattr__(self, name: str) -> Any:
-        """Resolves ``name`` through the table and keeps it, so that a value set from outside (and restored) stays ours to read.
+        """Resolve ``name`` through the table and store the result, so that code outside may replace and restore it.
 
         Raises:
-            RefusedAttributeError: The table refuses the name, with the reason.
-            AttributeError: Neither DeepSpeed's users nor the table know the name.
+            RefusedAttributeError: The table refuses the name; the message gives the reason.
+            AttributeError: The table does not have the name.
         """
         if name == "__all__":  # `from deepspeed.x import *`
             return self._names()
@@ -80,14 +80,12 @@ class AliasModule(types.ModuleType):
         raise AttributeError(f"module {self.__name__!r} (hf_zero's alias) has no attribute {name!r}{_nearest(full_name)}")
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set an attribute, as an import of a submodule does on its package; a table row of the same name wins, as in DeepSpeed's own
-        packages.
-        """
+        """Set an attribute, but keep a name of the table when the import of a submodule would overwrite it, as in DeepSpeed's packages."""
         if not (isinstance(value, AliasModule) and f"{self.__name__}.{name}" in PROVIDED):
             super().__setattr__(name, value)
 
     def _names(self) -> list[str]:
-        """Return public names of this module's own rows."""
+        """Return the public names that the table has for this module."""
         prefix = f"{self.__name__}."
         rows = (row.removeprefix(prefix) for row in PROVIDED if row.startswith(prefix))
         return sorted(row for row in rows if "." not in row and not row.startswith("_"))
@@ -99,7 +97,7 @@ class AliasModule(types.ModuleType):
 
 
 class AliasLoader(importlib.abc.Loader):
-    """Makes the modules of the alias; a refused module has a spec, and its import raises the reason."""
+    """The loader of alias modules; a refused module has a spec too, and its import raises an error with the reason."""
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType:
         """Return an empty module whose attributes come from the table.
@@ -113,12 +111,12 @@ class AliasLoader(importlib.abc.Loader):
         return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
 
     def get_code(self, fullname: str) -> types.CodeType:
-        """Return the code that ``python -m`` runs; only modules of ``_COMMANDS`` reach this function."""
+        """Return the code object that ``python -m`` runs; only modules in ``_COMMANDS`` have one."""
         module, _, function = _COMMANDS[fullname].partition(":")
         return compile(f"import sys\nfrom {module} import {function}\nsys.exit({function}())", fullname, "exec")
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Set file and version of the module; there is no code to execute. Python names the file when a name is missing."""
+        """Set file and version of the module; there is no code to execute. Python shows the file in errors about missing names."""
         module.__dict__["__file__"] = str(Path(__file__).with_name("table.py"))
         if module.__name__ == "deepspeed":
             module.__dict__["__version__"] = DEEPSPEED_VERSION
@@ -130,16 +128,16 @@ class AliasDistribution(importlib.metadata.Distribution):
     """Metadata of a distribution named `deepspeed`, with the version whose API the alias follows."""
 
     def read_text(self, filename: str) -> str | None:
-        """Return the METADATA file; there is no other."""
+        """Return the text of the METADATA file; None for any other file."""
         return _METADATA if filename == "METADATA" else None
 
     def locate_file(self, path: str | os.PathLike[str]) -> Path:
-        """Return where a file of the distribution would lie; it owns none."""
+        """Return the path that a file of the distribution would have; the distribution has no files."""
         return Path(__file__).parent / path
 
 
 def load_target(target: str) -> Any:
-    """Imports ``"module:attribute"`` (or a whole module, without colon) of the table."""
+    """Import and return the object that a table entry ``"module:attribute"`` names; without a colon the module itself."""
     module_name, _, attribute = target.partition(":")
     value: Any = importlib.import_module(module_name)
     for part in attribute.split(".") if attribute else ():
@@ -160,11 +158,11 @@ def _refusing_class(full_name: str) -> type:
 def alias_is_active() -> bool:
     """Return whether hf_zero answers for `deepspeed` in this process.
 
-    What is imported already decides. Else ``HF_ZERO=0`` says no, ``HF_ZERO=1`` or :func:`install_as_deepspeed` say yes,
-    and otherwise ours serves when no other finder knows a real `deepspeed`.
+    If `deepspeed` is imported already, that module decides. Otherwise ``HF_ZERO=0`` turns the alias off, ``HF_ZERO=1`` or
+    :func:`install_as_deepspeed` turn it on, and without them it is on if no other finder finds a real `deepspeed`.
 
     Raises:
-        ConfigError: ``HF_ZERO`` holds something else.
+        ConfigError: ``HF_ZERO`` has another value.
     """
     loaded = sys.modules.get("deepspeed")
     if loaded is not None:
@@ -194,7 +192,7 @@ def answers_deepspeed() -> str:
 
 
 def real_deepspeed_importable() -> bool:
-    """Return whether any finder but ours has a `deepspeed` with code in it (a bare folder of that name has none)."""
+    """Return whether another finder finds a `deepspeed` with code in it; a bare folder of that name does not count."""
     from _hf_zero_startup import DeepSpeedAliasFinder
 
     for finder in sys.meta_path:
@@ -227,10 +225,10 @@ def find_distributions() -> Iterator[importlib.metadata.Distribution]:
 
 
 def install_as_deepspeed() -> None:
-    """Makes hf_zero answer as `deepspeed` in this process, whatever is installed and whatever ``HF_ZERO`` says.
+    """Make hf_zero answer as `deepspeed` in this process, whatever is installed and whatever value ``HF_ZERO`` has.
 
-    Needed only where the start-up hook did not run (a source tree on ``PYTHONPATH``, a frozen application).
-    Does nothing when the alias is imported already.
+    This is needed only if the start-up hook did not run (a source tree on ``PYTHONPATH``, a frozen application). It does nothing if the
+    alias is imported already.
 
     Raises:
         StateError: A real DeepSpeed is imported already.

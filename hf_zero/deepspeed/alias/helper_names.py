@@ -1,4 +1,4 @@
-"""The second part of the alias table: helpers around training that scripts import, rather than what trains."""
+"""Second part of the alias table: names of helpers that scripts import, outside of the training itself."""
 
 from __future__ import annotations
 

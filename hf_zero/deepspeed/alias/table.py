@@ -1,8 +1,8 @@
-"""The alias table: every `deepspeed.*` name that hf_zero serves, and those it refuses with what to use instead.
+"""Alias table: every `deepspeed.*` name that hf_zero serves, and the names that it refuses, with what to use instead.
 
-A name is served if a code base uses it, if DeepSpeed's pages tell scripts to use it, or if it is doubtful that nobody does; ``census.csv``
-beside this file says of each name how many of 65 public code bases read it, and which (imports, attribute chains and texts of whole names;
-copies of DeepSpeed itself are no users). A name that DeepSpeed's own code and tests alone read is refused.
+A name is served if a public code base uses it, if DeepSpeed's pages recommend it to scripts, or in case of doubt. ``census.csv`` beside
+this file lists for each name how many of 65 public code bases read it, and which ones (imports, attribute chains and strings with complete
+names; copies of DeepSpeed itself do not count). A name that only DeepSpeed's own code and tests read is refused.
 
 One row is ``"deepspeed.name": "module:attribute"``; the right side is imported when the name is first used. Modules are
 not listed: each proper prefix of a row is one. A name in neither table does not exist.
@@ -452,9 +452,7 @@ MODULES: Final[frozenset[str]] = frozenset(
 
 
 def refusal(full_name: str) -> str | None:
-    """Return the reason why ``full_name`` is refused: from its own row, or the row of the nearest name above it; None when there is
-    none.
-    """
+    """Return the reason why ``full_name`` is refused, from its own row or the row of its nearest parent; None if it is not refused."""
     while full_name != "deepspeed":
         if full_name in REFUSED:
             return REFUSED[full_name]

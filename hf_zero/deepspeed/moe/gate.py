@@ -1,4 +1,4 @@
-"""The gate of DeepSpeed's layer of experts, and its three routings as functions of logits."""
+"""Implement the gate of DeepSpeed's layer of experts, and its three routings as functions of logits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ have chosen each expert (experts,) int64."""
 
 
 def capacity_of(logits: torch.Tensor, factor: float, least: int) -> int:
-    """Return how many tokens an expert takes: ``factor`` times its even share of (tokens, experts) ``logits``, rounded up, or ``least``."""
+    """Return the capacity of an expert: ``factor`` * tokens / experts of ``logits`` (tokens, experts), rounded up, at least ``least``."""
     tokens, experts = logits.shape
     return max(int(torch.ceil((tokens / experts) * torch.tensor(factor))), int(least))
 
@@ -61,7 +61,7 @@ def top2gating(
     ep_group: dist.ProcessGroup | None = None,
     top2_2nd_expert_sampling: bool = True,
 ) -> Gated:
-    """Route each token to two experts, otherwise as ``top1gating``; an expert takes twice the capacity.
+    """Route each token to two experts, otherwise like ``top1gating``; an expert takes twice the capacity.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -84,7 +84,7 @@ def topkgating(
     ep_group: dist.ProcessGroup | None = None,
     drop_policy: str = "probs",
 ) -> Gated:
-    """Route each token to ``k`` experts, otherwise as ``top1gating``; an expert takes ``k`` times the capacity.
+    """Route each token to ``k`` experts, otherwise like ``top1gating``; an expert takes ``k`` times the capacity.
 
     Args:
         logits: (tokens, experts) fp32.
@@ -103,7 +103,7 @@ def topkgating(
 
 
 def _tables(routes: Routes, capacity: int | None, group: dist.ProcessGroup | None) -> Gated:
-    """Return the routes as tables of (tokens, experts, capacity); without one, that of the fullest expert of any rank of ``group``."""
+    """Return the routes as tables (tokens, experts, capacity); capacity None is that of the fullest expert of any rank of ``group``."""
     if capacity is None:
         capacity = int(routes.counts.max())
         if group is not None and group.size() > 1:
@@ -117,25 +117,25 @@ def _tables(routes: Routes, capacity: int | None, group: dist.ProcessGroup | Non
 
 
 class TopKGate(nn.Module):
-    """Chooses the experts of each token, in fp32 whatever the type of tokens.
+    """The gate of a layer of experts: it chooses the experts of each token, in fp32 whatever the type of the tokens.
 
     Args:
-        model_dim: Elements of a token.
-        num_experts: To choose from.
-        k: Experts of a token.
+        model_dim: Number of elements of a token.
+        num_experts: Number of experts.
+        k: Number of experts per token.
         capacity_factor: Tokens that an expert takes in training, relative to its even share.
-        eval_capacity_factor: The same in evaluation.
+        eval_capacity_factor: ``capacity_factor`` in evaluation.
         min_capacity: Smallest number of tokens that an expert takes.
         noisy_gate_policy: In training, "Jitter" multiplies tokens by 1 +- 0.01 at random, "RSample" draws the expert where ``k`` is 1.
         drop_tokens: Whether an expert drops what is above its capacity.
-        use_rts: It keeps random tokens then, not those that torch.topk finds among equals (where ``k`` is 1).
-        top2_2nd_expert_sampling: Draw the second expert where ``k`` is 2.
+        use_rts: Whether an expert with too many tokens keeps random ones, if ``k`` is 1 (random token selection).
+        top2_2nd_expert_sampling: Whether the second expert is drawn at random, if ``k`` is 2.
 
     Attributes:
-        wg: Linear without bias, (num_experts, model_dim).
+        wg: Linear layer without bias, with a weight (num_experts, model_dim).
 
     Raises:
-        ConfigError: An unknown policy, or more choices than experts.
+        ConfigError: The noise policy is unknown, or ``k`` is greater than the number of experts.
     """
 
     def __init__(
@@ -162,7 +162,7 @@ class TopKGate(nn.Module):
         self.drop_tokens, self.use_rts, self.top2_2nd_expert_sampling = drop_tokens, use_rts, top2_2nd_expert_sampling
 
     def forward(self, tokens: torch.Tensor, used_token: torch.Tensor | None = None) -> Routes:
-        """Return the routes of (n, model_dim) ``tokens``; ``used_token`` as in ``top1gating``, where ``k`` is 1."""
+        """Return the routes of ``tokens`` (n, model_dim); ``used_token`` is that of ``top1gating``, and used if ``k`` is 1."""
         policy = self.noisy_gate_policy if self.training else None
         given = tokens.float()
         if policy == "Jitter":

@@ -1,9 +1,9 @@
-"""DeepSpeed's layer of experts: `deepspeed.moe.layer.MoE`.
+"""Implement DeepSpeed's layer of experts, `deepspeed.moe.layer.MoE`.
 
-[Note: experts of a MoE layer] The layer is made with all experts on every rank, named by their numbers in the whole layer, so names and
-checkpoints are the same for every ``ep_size``; ``initialize`` divides them as it divides experts in a list. DeepSpeed makes a rank's own
-experts only, under names that count from 0 on each rank: looking through the list gives a rank's own ones once they are divided, and a
-state dict with as many experts as one rank has is taken for this rank's.
+[Note: experts of a MoE layer] The layer is made with all experts on every rank, named by their numbers in the complete layer, so names and
+checkpoints are the same for every ``ep_size``. ``initialize`` divides them like experts in a list. DeepSpeed makes only a rank's own
+experts, with names that count from 0 on each rank. For compatibility, iterating over the list yields a rank's own experts after they are
+divided, and a state dict with as many experts as one rank has is read as this rank's.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _LIST = "deepspeed_experts"
 
 
 class OwnExperts(nn.ModuleList):
-    """All experts of a layer, of which a rank sees its own once they are divided; modules and names are of all."""
+    """The list of a layer's experts; once they are divided, iteration yields only this rank's; modules and names are those of all."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([expert for expert in self._modules.values() if expert is not None and not _is_of_other_rank(expert)])
@@ -47,13 +47,13 @@ def _is_of_other_rank(expert: nn.Module) -> bool:
 
 
 class Experts(nn.Module):
-    """Copies of one module, each for a part of the tokens.
+    """The experts of a layer: copies of one module, each of which computes a part of the tokens.
 
     Args:
-        expert: Takes (n, width) tokens and returns as many; of a tuple the first counts.
-        count: Of the whole layer.
-        ranks: That hold them between them.
-        group_name: Noted on the parameters, as DeepSpeed does.
+        expert: Module that maps tokens (n, width) to the same shape; if it returns a tuple, the first element counts.
+        count: Number of experts of the complete layer.
+        ranks: Number of ranks that together hold all experts.
+        group_name: Name of the expert group, stored on the parameters as in DeepSpeed.
     """
 
     def __init__(self, expert: nn.Module, count: int, ranks: int, group_name: str) -> None:
@@ -66,7 +66,7 @@ class Experts(nn.Module):
         self.register_load_state_dict_pre_hook(_take_own)
 
     def forward(self, tokens: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """Return the results of (n, width) ``tokens``, which are sorted by expert, ``counts`` of them for each."""
+        """Return the results of ``tokens`` (n, width), which are sorted by expert; ``counts`` has the number of tokens of each expert."""
         experts = self.deepspeed_experts._modules.values()
         made = [expert(part) for expert, part in zip(experts, tokens.split(counts), strict=True) if expert is not None]
         return torch.cat([found[0] if isinstance(found, tuple) else found for found in made])
@@ -89,15 +89,15 @@ def _take_own(module: Experts, state: dict[str, Any], prefix: str, *_: Any) -> N
 
 
 class MOELayer(nn.Module):
-    """A gate and its experts.
+    """A layer that routes tokens through a gate to its experts.
 
     Args:
-        gate: Chooses.
-        experts: Compute.
+        gate: The gate, which chooses the experts of each token.
+        experts: The experts.
 
     Attributes:
-        l_aux: The auxiliary loss of the last forward, 0-dim; None before it.
-        exp_counts: (experts,) int64, how many tokens of it have chosen each; None before it.
+        l_aux: Auxiliary loss of the last forward, 0-dim; None before the first forward.
+        exp_counts: (experts,) int64 number of tokens of the last forward that chose each expert; None before the first forward.
     """
 
     def __init__(self, gate: TopKGate, experts: Experts) -> None:
@@ -107,7 +107,7 @@ class MOELayer(nn.Module):
         self.exp_counts: torch.Tensor | None = None
 
     def forward(self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the results of (..., width) tokens in the same shape; a token that all its experts drop becomes zeros. Collective where
+        """Return the results of tokens (..., width) in the same shape; a token that all its experts drop becomes zeros. Collective if the
         experts are divided.
         """
         rows = hidden_states.reshape(-1, hidden_states.shape[-1])
@@ -122,28 +122,29 @@ class MOELayer(nn.Module):
 
 
 class MoE(nn.Module):
-    """A layer of experts with a gate, as DeepSpeed's; experts are divided over ``ep_size`` adjacent ranks by ``initialize``, at any stage.
+    """DeepSpeed's layer of experts with a gate; ``initialize`` divides the experts over ``ep_size`` adjacent ranks, at any stage.
 
     Args:
-        hidden_size: Elements of a token.
-        expert: Copied ``num_experts`` times; takes and returns (n, hidden_size), or returns a tuple that begins with it.
-        num_experts: In the whole layer.
-        ep_size: Ranks that hold them between them; the same in all layers of a model that say more than 1.
-        k: Experts of a token.
-        capacity_factor: Tokens that an expert takes in training, over its even share.
-        eval_capacity_factor: The same in evaluation.
+        hidden_size: Number of elements of a token.
+        expert: Module that is copied ``num_experts`` times; maps (n, hidden_size) to the same shape, or to a tuple that begins with it.
+        num_experts: Number of experts in the complete layer.
+        ep_size: Number of ranks that together hold all experts; the same in all layers of a model that have more than 1.
+        k: Number of experts per token.
+        capacity_factor: Tokens that an expert takes in training, relative to its even share.
+        eval_capacity_factor: ``capacity_factor`` in evaluation.
         min_capacity: Smallest number of tokens that an expert takes.
-        use_residual: Add ``expert`` itself, for all tokens, by learned weights (Rajbhandari et al. 2022, arXiv 2201.05596).
+        use_residual: Whether a further expert processes all tokens, and is added with learned weights (Rajbhandari et al. 2022,
+            arXiv 2201.05596).
         noisy_gate_policy: None, "Jitter" or "RSample", as in ``TopKGate``.
         drop_tokens: Whether an expert drops tokens above its capacity.
-        use_rts: It keeps random ones then (where ``k`` is 1).
-        use_tutel: Has no effect; says so.
-        enable_expert_tensor_parallelism: Refused: experts are not split.
-        top2_2nd_expert_sampling: Draw the second expert where ``k`` is 2.
+        use_rts: Whether an expert with too many tokens keeps random ones, if ``k`` is 1.
+        use_tutel: Has no effect, except for a warning.
+        enable_expert_tensor_parallelism: Not supported, because experts are not split.
+        top2_2nd_expert_sampling: Whether the second expert is drawn at random, if ``k`` is 2.
 
     Raises:
-        ConfigError: Sizes that do not fit.
-        UnsupportedError: ``enable_expert_tensor_parallelism``.
+        ConfigError: Sizes do not fit together.
+        UnsupportedError: ``enable_expert_tensor_parallelism`` is true.
     """
 
     def __init__(
@@ -192,14 +193,15 @@ class MoE(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, used_token: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """Return the layer's output; collective where experts are divided.
+        """Return the layer's output, its auxiliary loss and the number of tokens per expert; collective if experts are divided.
 
         Args:
-            hidden_states: (..., hidden_size).
-            used_token: (tokens,) 1 for tokens that are routed, 0 for others, where ``k`` is 1; None is all.
+            hidden_states: Tokens (..., hidden_size).
+            used_token: (tokens,) 1 for tokens that are routed, 0 for others, if ``k`` is 1; None routes all.
 
         Returns:
-            The output, of the same shape; the auxiliary loss, 0-dim; (num_experts,) how many tokens have chosen each.
+            The output, of the shape of ``hidden_states``; the auxiliary loss, 0-dim; (num_experts,) number of tokens that chose each
+            expert.
         """
         output = self.deepspeed_moe(hidden_states, used_token)
         if self.use_residual:

@@ -1,4 +1,4 @@
-"""Parameters of DeepSpeed's layers of experts, and param groups of their own for them."""
+"""Find the parameters of DeepSpeed's layers of experts, and make separate param groups for them."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from hf_zero.deepspeed.moe.layer import MoE
 
 
 def is_moe_param(param: torch.Tensor) -> bool:
-    """Return whether a parameter is of an expert of a ``MoE`` (marked ``param.allreduce = False``)."""
+    """Return whether a parameter belongs to an expert of a ``MoE`` layer (marked ``param.allreduce = False``)."""
     return not getattr(param, "allreduce", True)
 
 
 def has_moe_layers(m: nn.Module) -> tuple[bool, int]:
-    """Return whether a model has a ``MoE``, and the number of experts of the first one; experts that ``expert_parallel`` finds are of
-    another kind.
+    """Return whether a model has a ``MoE`` layer, and the number of experts of the first one; experts of other classes, which
+    ``expert_parallel`` finds, do not count.
     """
     count = next((module.num_experts for module in m.modules() if isinstance(module, MoE)), 0)
     return count > 0, count
 
 
 def is_moe_param_group(param_group: dict[str, Any]) -> bool:
-    """Return whether a group was made for parameters of experts."""
+    """Return whether a param group was made for parameters of experts."""
     return bool(param_group.get("moe", False))
 
 
@@ -40,14 +40,13 @@ def split_params_into_shared_and_expert_params(
 def split_params_into_different_moe_groups_for_optimizer(
     param_groups: dict[str, Any] | Iterable[dict[str, Any]], max_group_size: int | float | None = 178956971
 ) -> list[dict[str, Any]]:
-    """Return the param groups; expert parameters get groups of their own behind them, named after the ranks that hold them and marked
-    ``moe``.
+    """Return the param groups with separate groups for expert parameters at the end, named after the expert group and marked ``moe``.
 
-    An engine of hf_zero needs no such groups; scripts read them.
+    An engine of hf_zero does not need these groups; some scripts read them.
 
     Args:
         param_groups: One group or several.
-        max_group_size: Has no effect: groups need not be divided.
+        max_group_size: Has no effect, because groups need not be divided.
     """
     groups = [param_groups] if isinstance(param_groups, dict) else list(param_groups)
     dense, experts = [], []
@@ -61,7 +60,7 @@ def split_params_into_different_moe_groups_for_optimizer(
 
 
 def configure_moe_param_groups(model_parameters: list[Any]) -> list[dict[str, Any]]:
-    """Return the param groups of a list of parameters or of groups, experts apart, unless some are already."""
+    """Return param groups for parameters or groups, with separate groups for experts; unchanged if there are such groups already."""
     if model_parameters and isinstance(model_parameters[0], dict):
         apart = any("moe" in group for group in model_parameters)
         return model_parameters if apart else split_params_into_different_moe_groups_for_optimizer(model_parameters)

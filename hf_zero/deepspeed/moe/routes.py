@@ -1,8 +1,8 @@
-"""Routing: the experts of each token, their weights, and the tokens that an expert with too many drops.
+"""Route tokens: choose the experts of each token and their weights, and drop tokens of experts with too many.
 
 Sources: Fedus et al. 2021, "Switch Transformers", arXiv 2101.03961, section 2.2 (one expert, capacity, loss); Lepikhin et al. 2020,
 "GShard", arXiv 2006.16668, algorithm 1 (two experts); Kim et al. 2021, "Scalable and Efficient MoE Training", arXiv 2109.10465, section 3.2
-(random token selection); DeepSpeed's documentation of `deepspeed.moe`, whose numbers these are, random ones included.
+(random token selection); DeepSpeed's documentation of `deepspeed.moe`. The results equal DeepSpeed's, random numbers included.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from hf_zero.errors import ConfigError
 
 
 class Routes(NamedTuple):
-    """Assignment of tokens to experts.
+    """The assignment of tokens to experts.
 
     Attributes:
-        loss: 0-dim, the auxiliary loss that balances experts.
-        experts: (tokens, choices) int64.
-        kept: (tokens, choices) bool; False for a choice that its expert has no room for.
-        weights: (tokens, choices) fp32, 0 where not kept.
-        places: (tokens, choices) int64, the token's place among those that its expert takes; of no meaning where not kept.
-        counts: (experts,) int64, tokens that have chosen each, before any is dropped.
+        loss: Auxiliary loss that balances experts, 0-dim.
+        experts: Indices of the chosen experts, (tokens, choices) int64.
+        kept: Whether the expert has room for a choice, (tokens, choices) bool.
+        weights: Weights of the choices, (tokens, choices) fp32; 0 for choices that are not kept.
+        places: Position of the token among the tokens that its expert takes, (tokens, choices) int64; undefined if not kept.
+        counts: Number of tokens that chose each expert before any is dropped, (experts,) int64.
     """
 
     loss: torch.Tensor
@@ -101,7 +101,7 @@ def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, ke
         logits: (tokens, experts) fp32.
         choices: Experts of a token.
         capacity: Tokens that an expert takes; None is all.
-        keep: Whom an expert with too many keeps: "probs", those that give it most, or "position", the first.
+        keep: Tokens that an expert with too many keeps: "probs" for those with the largest probability, "position" for the first.
 
     Raises:
         ConfigError: ``keep`` is neither.
@@ -123,7 +123,7 @@ def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, ke
 
 
 def _largest(values: torch.Tensor, limit: int) -> torch.Tensor:
-    """Return 1 where an entry is among the ``limit`` largest of its column, else 0; int64."""
+    """Return an int64 mask: 1 for the ``limit`` largest entries of each column, 0 for the others."""
     indices = torch.topk(values, k=min(limit, len(values)), dim=0).indices
     return torch.zeros(values.shape, dtype=torch.int64, device=values.device).scatter_(0, indices, 1)
 

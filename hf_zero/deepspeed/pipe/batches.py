@@ -1,4 +1,4 @@
-"""The parts of a batch that a pipeline trains on, as its stages see them."""
+"""Read the micro-batches that a pipeline trains on, on the stages that need them."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from hf_zero.system.trees import map_tensors, without_values
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One part.
+    """One micro-batch.
 
     Attributes:
         inputs: A tensor or a tuple of tensors; None on stages that read no data.
-        labels: Labels for the loss function; None likewise.
+        labels: Labels for the loss function; None on stages that read no data.
     """
 
     inputs: Any = None
@@ -29,11 +29,11 @@ class MicroBatch:
 
 
 class Feed:
-    """Source of an engine's micro-batches.
+    """The source of an engine's micro-batches.
 
     Attributes:
-        batches: The iterator that ``train_batch`` reads where it is given none.
-        convert: A script's function of what an iterator gives; None leaves it as it is.
+        batches: The iterator that ``train_batch`` reads if it gets none as argument.
+        convert: Function of the script that converts an entry of an iterator to (inputs, labels); None uses the entry unchanged.
     """
 
     def __init__(self) -> None:
@@ -41,12 +41,12 @@ class Feed:
         self.convert: Callable[[Any], Any] | None = None
 
     def take(self, given: Iterator[Any] | None, count: int, device: torch.device) -> list[MicroBatch]:
-        """Return the next ``count`` of ``given``, or of ``batches``, on ``device``.
+        """Return the next ``count`` micro-batches of ``given``, or of ``batches``, on ``device``.
 
         Raises:
-            ConfigError: The argument is no iterator, or an entry is no (inputs, labels).
-            StateError: There is no data.
-            StopIteration: There is not enough.
+            ConfigError: ``given`` is not an iterator, or an entry is not (inputs, labels).
+            StateError: There is no iterator to read.
+            StopIteration: The iterator has fewer entries.
         """
         source = given if given is not None else self.batches
         if source is None:
@@ -70,22 +70,21 @@ class Feed:
 
 
 def agree(networks: Sequence[Collectives], read: Callable[[], list[MicroBatch]]) -> tuple[list[MicroBatch], list[str]]:
-    """Return this stage's micro-batches, and the kinds of the first stage's inputs; collective over the ``networks``, that of the stages
-    first.
+    """Read this stage's micro-batches; return them and the kinds (shapes and types) of the first stage's inputs; collective.
 
     Args:
-        networks: None of whose ranks goes on without the others.
-        read: Gives this stage's.
+        networks: Collectives of the ranks that must all succeed, the network of the stages first.
+        read: Function that reads this stage's micro-batches.
 
     Raises:
-        StopIteration: On every rank, if data ended on one.
-        StateError: On the others, if a rank failed to read for another reason, which is raised there.
+        StopIteration: On every rank, if the data of one rank ended.
+        StateError: On the other ranks, if one rank failed to read for another reason; that rank raises its own error.
     """
     parts, kinds = read_together(networks, read, lambda parts: [kind_of(part.inputs) for part in parts])
     return parts, kinds[0]
 
 
 def kind_of(inputs: Any) -> Any:
-    """Return shapes and types of ``inputs``, in a form that can be sent and compared."""
+    """Return the shapes and types of ``inputs`` as a hashable value that can be sent and compared."""
     shape = map_tensors(inputs, without_values)
     return repr(tree_map_only(torch.Tensor, lambda tensor: (tuple(tensor.shape), str(tensor.dtype)), shape))

@@ -1,4 +1,4 @@
-"""Layers of a pipeline as modules: those of this rank's stage with values, those of others as shapes."""
+"""Build the layers of a pipeline: those of this rank's stage with values, those of other stages as shapes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def require_layers(layers: Any) -> list[Layer]:
     """Return ``layers`` as a list.
 
     Raises:
-        ConfigError: There is none, or one is no layer; a tied one has no such parameter as it names, or is of another class than those
-            of the same key.
+        ConfigError: There are no layers, or an entry is not a layer; a tied layer lacks the parameter that it names, or has another class
+            than the other layers with its key.
     """
     found = list(layers)
     if not found:
@@ -44,17 +44,17 @@ def require_layers(layers: Any) -> list[Layer]:
 
 
 def name_of(layer: Layer) -> str:
-    """Return the name of a layer's class, or of a function; ``partition_method`` ``type:REGEX`` matches this name."""
+    """Return the class name of a layer, or the name of a function; ``partition_method`` ``type:REGEX`` matches this name."""
     if isinstance(layer, LayerSpec):
         return layer.typename.__name__
     return type(layer).__name__ if isinstance(layer, nn.Module) else getattr(layer, "__name__", type(layer).__name__)
 
 
 def without_values(layer: Layer) -> nn.Module | None:
-    """Return the module of ``layer`` as shapes on the device "meta"; None for a function. Random generators stay as they are.
+    """Return the module of ``layer`` on the meta device; None for a function. Random generators do not change.
 
     Raises:
-        ConfigError: A tied layer has no such parameter as it names.
+        ConfigError: A tied layer lacks the parameter that it names.
     """
     if isinstance(layer, nn.Module):
         return layer
@@ -72,10 +72,10 @@ def without_values(layer: Layer) -> nn.Module | None:
 
 
 def require_dimensions(layers: Sequence[Layer], shapes: Sequence[nn.Module | None]) -> None:
-    """Refuses parameters that other stages could not leave empty.
+    """Refuse scalar parameters, which cannot be empty on other stages.
 
     Raises:
-        UnsupportedError: One has no dimension.
+        UnsupportedError: A parameter has no dimension.
     """
     for place, (layer, shape) in enumerate(zip(layers, shapes, strict=True)):
         for name, param in shape.named_parameters() if shape is not None else ():
@@ -99,18 +99,18 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
 def build_layers(
     layers: Sequence[Layer], shapes: Sequence[nn.Module | None], wanted: Sequence[bool], seed: Callable[[int], Any] | None
 ) -> list[nn.Module | None]:
-    """Return the module of each layer: with values where ``wanted``, else ``HeldElsewhere``; None for a function. Layers with one key share
+    """Build the layers: with values if this rank runs them, otherwise as ``HeldElsewhere``; None for functions. Layers with one key share
     one module.
 
-    [Note: layers of other stages] Values are those of a build of all layers, whatever the number of stages. Without seeds that takes to
-    build the layers of other stages too, one at a time, and to drop them. Where each layer has a seed only those that are wanted are
-    built, and the generators are afterwards as they were before.
+    [Note: layers of other stages] The values are equal to those of a build of all layers, whatever the number of stages. Without seeds this
+    requires to build the layers of other stages too, one at a time, and to drop them. If each layer has a seed, only this rank's layers are
+    built, and the random generators are restored.
 
     Args:
         layers: The layers.
-        shapes: ``without_values`` of each.
-        wanted: Whether this rank runs it.
-        seed: Called with a layer's number before it is built; None seeds nothing.
+        shapes: Result of ``without_values`` for each layer.
+        wanted: Whether this rank runs the layer, for each layer.
+        seed: Function that is called with a layer's number before the layer is built; None seeds nothing.
     """
     with kept_random_states() if seed is not None else nullcontext():
         return list(_built(layers, shapes, wanted, seed))
@@ -140,10 +140,10 @@ def _built(
 
 
 class HeldElsewhere:
-    """Modules of other stages: as they are, with empty marked parameters and buffers of zeros. The originals are left alone.
+    """A converter of other stages' modules to copies with empty, marked parameters and zero buffers; it does not change the originals.
 
     Args:
-        here: Modules that this rank runs; what they share with those of other stages stays one tensor.
+        here: Modules that this rank runs; tensors that they share with modules of other stages stay shared.
     """
 
     def __init__(self, here: Iterable[nn.Module]) -> None:
@@ -153,7 +153,7 @@ class HeldElsewhere:
                 self._made[id(shared)] = (shared, shared)
 
     def __call__(self, module: nn.Module) -> nn.Module:
-        """Return ``module`` without values."""
+        """Return a copy of ``module`` with empty parameters."""
         if id(module) not in self._made:
             copied = copy.copy(module)
             self._made[id(module)] = (module, copied)

@@ -1,4 +1,4 @@
-"""The engine of a ``PipelineModule``: whole batches in place of forward, backward and step."""
+"""Define the engine of a ``PipelineModule``, which trains complete batches instead of separate forward, backward and step."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
 
 class PipelineError(StateError):
-    """Something that a pipeline's engine does with whole batches only was asked of it by itself."""
+    """Error for calling forward, backward or step of a pipeline engine, which runs complete batches only."""
 
 
 def _refused(call: str) -> Callable[..., Any]:
     def refuse(self: PipelineEngine, *args: Any, **kwargs: Any) -> Any:
-        """Refuse the call.
+        """Refuse a call that a pipeline engine does not support.
 
         Raises:
             PipelineError: Always.
@@ -50,22 +50,22 @@ def _refused(call: str) -> Callable[..., Any]:
 
 
 class PipelineEngine(Engine):
-    """Trains a ``PipelineModule``; what ``deepspeed.initialize`` returns for one.
+    """The engine that trains a ``PipelineModule``; ``deepspeed.initialize`` returns it for such a module.
 
     Attributes:
-        grid: Position of this rank, and the groups of ranks; also as ``mpu``.
-        num_stages: Stages.
-        stage_id: This rank's.
+        grid: Position of this rank, and the groups of ranks; also available as ``mpu``.
+        num_stages: Number of stages.
+        stage_id: Stage of this rank.
         feed: Source of micro-batches.
 
     Args:
         module: The model.
         resolved: The configuration.
         parts: Parts of the engine.
-        sequence_parallel: None.
+        sequence_parallel: Must be None.
 
     Raises:
-        UnsupportedError: Stage 3.
+        UnsupportedError: The ZeRO stage is 3.
     """
 
     training_route = "eval"  # in the order of the data set, as in DeepSpeed
@@ -90,19 +90,19 @@ class PipelineEngine(Engine):
     # -- batches ----------------------------------------------------------------------------------------------------------
 
     def train_batch(self, data_iter: Iterator[Any] | None = None) -> torch.Tensor:
-        """Trains one batch: ``gradient_accumulation_steps`` micro-batches forward and backward, and a step; collective.
+        """Train one batch: forward and backward of ``gradient_accumulation_steps`` micro-batches, and an optimizer step; collective.
 
         Args:
-            data_iter: Gives (inputs, labels) of one micro-batch each time; read on the first and on the last stage, which must be given the
-                same ones. None reads what ``training_data``, ``set_dataloader`` or ``set_dataiterator`` gave.
+            data_iter: Iterator over (inputs, labels) of micro-batches. It is read on the first and the last stage, which must get the same
+                data. None reads ``training_data``, or the argument of ``set_dataloader`` or ``set_dataiterator``.
 
         Returns:
             The mean loss of all micro-batches and data-parallel ranks, a scalar, on every rank.
 
         Raises:
-            StateError: The engine has no optimizer, or there is no data.
-            ConfigError: An entry of the iterator is no (inputs, labels).
-            StopIteration: There is not enough data for a batch.
+            StateError: The engine has no optimizer, or there is no iterator to read.
+            ConfigError: An entry of the iterator is not (inputs, labels).
+            StopIteration: The data has ended before the batch was complete.
         """
         self._require_optimizer("train_batch")
         self.module.train()
@@ -124,24 +124,24 @@ class PipelineEngine(Engine):
         bcast_loss: bool = True,
         num_micro_batches: int | None = None,
     ) -> Any:
-        """Runs one batch forward in evaluation mode, without gradients; collective.
+        """Run the forward of one batch in evaluation mode, without gradients; collective.
 
         Args:
-            data_iter: As in ``train_batch``.
-            return_logits: Return ``(result, outputs)``, the outputs of all micro-batches joined, on the last stage; None in their place
-                elsewhere.
-            compute_loss: The result is made of losses; else of what the last layer returns.
-            reduce_output: ``avg`` is the mean over micro-batches and data-parallel ranks; None a list by micro-batch.
-            bcast_loss: Every stage gets a mean loss; else the last alone, and others None. Only mean losses travel.
-            num_micro_batches: How many are read; None is ``gradient_accumulation_steps``.
+            data_iter: Iterator over (inputs, labels), as in ``train_batch``.
+            return_logits: Whether to return ``(result, outputs)``, where ``outputs`` are the concatenated outputs of all micro-batches on
+                the last stage, and None on other stages.
+            compute_loss: Whether the result is computed from losses; otherwise from the outputs of the last layer.
+            reduce_output: "avg" for the mean over micro-batches and data-parallel ranks; None for a list by micro-batch.
+            bcast_loss: Whether all stages get a mean loss; otherwise only the last stage does. Other results are never sent.
+            num_micro_batches: Number of micro-batches to read; None is ``gradient_accumulation_steps``.
 
         Returns:
-            The result; None on other stages than the last where it does not travel.
+            The result; None on stages that do not get it.
 
         Raises:
-            ConfigError: ``reduce_output`` is neither, or what the iterator gives is no (inputs, labels).
-            StateError: There is no data.
-            StopIteration: There is not enough.
+            ConfigError: ``reduce_output`` has another value, or an entry of the iterator is not (inputs, labels).
+            StateError: There is no iterator to read.
+            StopIteration: The data has ended before the batch was complete.
         """
         if reduce_output not in ("avg", None):
             raise ConfigError(f"eval_batch(reduce_output={reduce_output!r}): 'avg' or None is allowed")
@@ -162,24 +162,24 @@ class PipelineEngine(Engine):
         self.feed.batches = iterator
 
     def set_dataloader(self, loader: Any) -> None:
-        """Let ``train_batch()`` read ``loader`` from now on, again and again."""
+        """Let ``train_batch()`` read ``loader`` from now on; the loader restarts when it ends."""
         self.training_dataloader = loader
         self.feed.batches = iter(RepeatingLoader(loader))
 
     def set_batch_fn(self, fn: Callable[[Any], Any]) -> None:
-        """Set ``fn`` as the function that makes (inputs, labels) of each entry of an iterator."""
+        """Set ``fn`` as the function that converts each entry of an iterator to (inputs, labels)."""
         self.feed.convert = fn
 
     def is_first_stage(self) -> bool:
-        """Return whether this rank's stage takes inputs."""
+        """Return whether this rank's stage is the first, which reads the inputs."""
         return self.stage_id == 0
 
     def is_last_stage(self) -> bool:
-        """Return whether this rank's stage has the loss."""
+        """Return whether this rank's stage is the last, which computes the loss."""
         return self.stage_id == self.num_stages - 1
 
     def get_additional_losses(self) -> dict[str, torch.Tensor] | None:
-        """Return the additional losses that the module reported for the last batch, averaged like its loss; None where it reports none."""
+        """Return the additional losses that the module reported for the last batch, averaged like the loss; None if it reports none."""
         return self._additional_losses
 
     def get_pipeline_parallel_rank(self) -> int:
@@ -217,8 +217,8 @@ class PipelineEngine(Engine):
     # -- parts ------------------------------------------------------------------------------------------------------------
 
     def _work(self, data_iter: Iterator[Any] | None, count: int, computes_loss: bool, together: bool) -> BatchWork:
-        """Return the next ``count`` micro-batches on this stage; collective over the stages, with ``together`` over data-parallel ranks
-        too.
+        """Read the next ``count`` micro-batches and return this stage's work on them; collective over the stages, with ``together`` also
+        over data-parallel ranks.
         """
         module, device = self.module, self.collectives.topology.device
         assert isinstance(module, PipelineModule)
@@ -232,13 +232,13 @@ class PipelineEngine(Engine):
         return BatchWork(module, self.stage_id, parts, self._borders.of(parts, kinds), self.autocast, computes_loss)
 
     def _everywhere(self, losses: list[torch.Tensor]) -> torch.Tensor:
-        """Return the mean of the last stage's ``losses`` over data-parallel ranks too, on every rank; collective."""
+        """Return the mean of the last stage's ``losses`` and over data-parallel ranks, on every rank; collective."""
         mean = _mean(losses, self.collectives.data) if self.is_last_stage() else torch.zeros((), device=self.collectives.topology.device)
         self._pipe.broadcast(mean, self.num_stages - 1, "mean loss")
         return mean
 
     def _report(self, found: list[dict[str, torch.Tensor]]) -> None:
-        """Keeps the means of the losses beside the loss that the last stage ``found``, on every rank; collective where a model has some."""
+        """Store the means of the additional losses that the last stage ``found``, on every rank; collective if the model reports some."""
         if getattr(type(self.module), "get_additional_losses", None) is PipelineModule.get_additional_losses:
             return  # asked of the class, which is the same on all stages: a batch costs no message for it
         names = self._pipe.broadcast_object(list(found[0]) if found else [], self.num_stages - 1, "names of losses")
@@ -255,10 +255,10 @@ class PipelineEngine(Engine):
 
 
 def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
-    """Return the mean of tensors of one shape over the ranks of ``data`` too, in fp32; collective over these.
+    """Return the mean of a list of tensors and over the ranks of ``data``, in fp32; collective over these ranks.
 
     Raises:
-        ConfigError: They are no tensors of one shape.
+        ConfigError: The entries are not tensors of one shape.
     """
     if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
         raise ConfigError(
@@ -270,7 +270,7 @@ def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
 
 
 def _joined(outputs: list[Any]) -> Any:
-    """Return outputs of micro-batches as one batch; None where there are none."""
+    """Concatenate the outputs of micro-batches to one batch; None if there are none."""
     if not outputs:
         return None
     if isinstance(outputs[0], torch.Tensor):

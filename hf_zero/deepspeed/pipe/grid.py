@@ -1,4 +1,4 @@
-"""The ranks of a pipeline as process groups, under Megatron's names."""
+"""Provide the process groups of a pipeline's ranks, with Megatron's names."""
 
 from __future__ import annotations
 
@@ -14,32 +14,32 @@ from hf_zero.errors import ConfigError
 
 
 class PipelineParallelGrid:
-    """Position of this rank in ``topology``, and the groups of ranks through it; collective.
+    """The position of this rank in ``topology``, and the groups that it belongs to; the constructor is collective.
 
-    The *slice* axis is ``model`` of the topology: ranks that divide layers between them. What is called model parallel here covers both
-    that and the stages, all ranks that hold one model together.
+    The *slice* axis is the axis ``model`` of the topology: the ranks that split layers among them. The *model-parallel* group has all ranks
+    that hold one model together: all stages, and the ranks that split their layers.
 
     Args:
-        topology: Axes ``pipe`` and ``data``, and ``model`` if layers are divided; None is ``default_topology``.
-        process_group: The ranks; None is all of them, which is what is allowed.
+        topology: Grid with the axes ``pipe`` and ``data``, and ``model`` if layers are split; None is ``default_topology``.
+        process_group: Group of all ranks, or None for the default group; other groups are not allowed.
 
     Attributes:
-        global_rank: This rank.
-        world_size: All ranks.
-        pipe_parallel_size: Stages.
-        data_parallel_size: Ranks with the same parameters.
-        slice_parallel_size: Ranks that divide layers.
-        model_parallel_size: Likewise.
-        stage_id: This rank's stage.
-        data_parallel_id: Its place among those with the same parameters.
-        is_first_stage: Whether it takes inputs.
-        is_last_stage: Whether it has the loss.
-        pipe: The stages as an axis.
-        pp_group: Ranks of the stages of this rank's model.
-        dp_group: Ranks with the same parameters.
+        global_rank: Global rank of this process.
+        world_size: Number of all ranks.
+        pipe_parallel_size: Number of stages.
+        data_parallel_size: Number of ranks with the same parameters.
+        slice_parallel_size: Number of ranks that split a layer.
+        model_parallel_size: The same number as ``slice_parallel_size``.
+        stage_id: Stage of this rank.
+        data_parallel_id: Position of this rank among the ranks with the same parameters.
+        is_first_stage: Whether this rank's stage reads the inputs.
+        is_last_stage: Whether this rank's stage computes the loss.
+        pipe: Axis of the stages.
+        pp_group: Process group of the stages of this rank's model.
+        dp_group: Process group of the ranks with the same parameters.
 
     Raises:
-        ConfigError: The topology lacks an axis or has another, or is not of as many ranks as there are.
+        ConfigError: The topology lacks an axis or has an unknown one, or its size is not the number of ranks.
     """
 
     def __init__(self, topology: ProcessTopology | None = None, process_group: dist.ProcessGroup | None = None) -> None:
@@ -67,11 +67,11 @@ class PipelineParallelGrid:
         return self
 
     def topology(self) -> ProcessTopology:
-        """Return the axes."""
+        """Return the topology."""
         return self._topology
 
     def _is_grid_valid(self) -> bool:
-        """Return True: a topology that does not fit the ranks is refused before."""
+        """Return True, because the constructor refuses a topology that does not fit the ranks."""
         return True
 
     def get_stage_id(self) -> int:
@@ -83,14 +83,14 @@ class PipelineParallelGrid:
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
-        """Return this rank."""
+        """Return the global rank of this process."""
         return self.global_rank
 
     def stage_to_global(self, stage_id: int, **kwargs: int) -> int:
-        """Return the rank that runs ``stage_id`` for the same samples; ``kwargs`` name other places on the further axes.
+        """Return the global rank of ``stage_id`` for the same samples; ``kwargs`` give other positions on the further axes.
 
         Raises:
-            ConfigError: There is no such stage or axis.
+            ConfigError: The stage or an axis does not exist.
         """
         coord = self._topology.get_coord(self.global_rank)._asdict()
         return self._topology.get_rank(**{**coord, "pipe": stage_id, **kwargs})
@@ -104,7 +104,7 @@ class PipelineParallelGrid:
         return self._axes["pipe"].world
 
     def get_pipe_parallel_group(self) -> dist.ProcessGroup:
-        """Return the stages of this rank's model."""
+        """Return the process group of the stages of this rank's model."""
         return self._axes["pipe"].group
 
     def get_data_parallel_rank(self) -> int:
@@ -120,7 +120,7 @@ class PipelineParallelGrid:
         return self._axes["data"].group
 
     def get_model_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks that hold one model together: stages, and the ranks that divide their layers."""
+        """Return this rank's position among the ranks that hold one model together: all stages, and the ranks that split their layers."""
         return self._axes["model"].rank
 
     def get_model_parallel_world_size(self) -> int:
@@ -150,10 +150,10 @@ class PipelineParallelGrid:
 
 
 def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
-    """Return ``topology`` if a pipeline of ``ranks`` ranks can have it.
+    """Return ``topology`` if it is valid for a pipeline of ``ranks`` ranks.
 
     Raises:
-        ConfigError: As ``PipelineParallelGrid`` says.
+        ConfigError: The topology lacks an axis or has an unknown one, or its size is not ``ranks``.
     """
     axes = topology.get_axis_names()
     if not {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}:
@@ -164,8 +164,8 @@ def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
 
 
 def _axes(topology: ProcessTopology) -> dict[str, Topology]:
-    """Return the axes of ranks through this one: the stages, the ranks with the same parameters, the ranks that divide layers, and all that
-    hold one model.
+    """Return the groups of this rank as axes: its stages, the ranks with the same parameters, the ranks that split its layers, and all
+    ranks of its model.
     """
     world, device, key = dist.group.WORLD, default_device(), (tuple(topology.axes), tuple(topology.dims))
     assert world is not None

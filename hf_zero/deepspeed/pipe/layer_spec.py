@@ -1,4 +1,4 @@
-"""Layers that are described first and built where they are needed."""
+"""Describe layers, so that they are built only on the ranks that need them."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from hf_zero.observe import logger
 
 
 class LayerSpec:
-    """A layer that a pipeline builds on the ranks of its stage only.
+    """The description of a layer that a pipeline builds only on the ranks of its stage.
 
     Args:
         typename: Class of the layer.
-        module_args: For its constructor.
-        module_kwargs: Likewise.
+        module_args: Positional arguments of its constructor.
+        module_kwargs: Keyword arguments of its constructor.
 
     Raises:
-        ConfigError: ``typename`` is no class of modules.
+        ConfigError: ``typename`` is not a class of modules.
     """
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
@@ -32,10 +32,10 @@ class LayerSpec:
         self.module_kwargs = module_kwargs
 
     def build(self, log: bool = False) -> nn.Module:
-        """Return a new layer.
+        """Build and return a new layer.
 
         Args:
-            log: Whether to say so in the log.
+            log: Whether to log the construction.
         """
         if log:
             logger.info("building %r", self)
@@ -46,17 +46,18 @@ class LayerSpec:
 
 
 class TiedLayerSpec(LayerSpec):
-    """A layer that stands in several places under one key, with the same parameters.
+    """The description of a layer that occurs at several positions with the same parameters.
 
-    Whoever names a key first builds the layer; the others run it again. All parameters are shared, on any number of stages.
+    The first description with a key defines the layer; the others run the same layer again. All parameters are shared, over any number of
+    stages.
 
     Args:
-        key: Name that places with the same parameters share.
+        key: Key of the layer; descriptions with the same key share parameters.
         typename: Class of the layer.
-        module_args: For its constructor.
-        forward_fn: ``forward_fn(layer, inputs)`` in place of ``layer(inputs)``: an embedding that serves as the head.
-        tied_weight_attr: Name of the parameter for which the layer is shared, or several; each must be there.
-        module_kwargs: For the constructor.
+        module_args: Positional arguments of its constructor.
+        forward_fn: ``forward_fn(layer, inputs)``, called instead of ``layer(inputs)``, for example to use an embedding as the head.
+        tied_weight_attr: Name of the shared parameter, or several names; each must exist.
+        module_kwargs: Keyword arguments of the constructor.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""``PipelineModule``: a model that is a list of layers."""
+"""Define ``PipelineModule``: a model that is a list of layers, divided over pipeline stages."""
 
 from __future__ import annotations
 
@@ -29,17 +29,17 @@ from hf_zero.pipeline.plan import ItemCall, PipelinePlan
 
 
 def stage_borders(method: str, sizes: Sequence[int], names: Sequence[str], stages: int) -> list[int]:
-    """Return borders (``stages`` + 1): stage s has the layers from ``borders[s]`` to ``borders[s + 1] - 1``, at least one.
+    """Return the borders of the stages (``stages`` + 1): stage s has the layers ``borders[s]`` to ``borders[s + 1] - 1``, at least one.
 
     Args:
-        method: ``uniform`` (as many layers each), ``parameters`` (trainable elements as even as can be) or ``type:REGEX`` (layers whose
-            class name the expression matches anywhere, in any case, as even as can be).
-        sizes: Trainable elements of each layer.
-        names: Name of each one's class.
-        stages: Their number.
+        method: ``uniform`` (balance the number of layers), ``parameters`` (balance the trainable elements) or ``type:REGEX`` (balance the
+            number of layers whose class name contains a match of the expression, ignoring case).
+        sizes: Number of trainable elements of each layer.
+        names: Class name of each layer.
+        stages: Number of stages.
 
     Raises:
-        ConfigError: There are fewer layers than stages, the method is none of these, or the expression is wrong or matches nothing.
+        ConfigError: There are fewer layers than stages, the method is unknown, or the expression is wrong or matches nothing.
     """
     if len(sizes) < stages:
         raise ConfigError(
@@ -67,38 +67,38 @@ def _matches(pattern: str, names: Sequence[str]) -> list[int]:
 
 
 class PipelineModule(nn.Module):
-    """A model of layers that run one after the other, each on what the one before returned: a tensor, or a tuple of tensors.
+    """A model of layers that run one after the other, each on the result of the previous one: a tensor, or a tuple of tensors.
 
-    Layer ``i`` has the name ``i`` in state dicts, tied layers ``tied_modules.<key>``. This rank has values of its own stage's layers only
-    ([Note: layers of other stages]); others are here as shapes. Called by itself, on one stage, it returns what the last layer returns,
-    or with ``labels`` the loss.
+    Layer ``i`` has the name ``i`` in state dicts, a tied layer ``tied_modules.<key>``. This rank has values for its own stage's layers only
+    ([Note: layers of other stages]), and shapes for the others. A direct call, with one stage, returns the result of the last layer, or
+    with ``labels`` the loss.
 
     Args:
         layers: Modules, ``LayerSpec``, ``TiedLayerSpec`` and functions.
-        num_stages: Stages; divides the ranks.
-        topology: In place of ``num_stages``; it says both that and where ranks stand.
-        loss_fn: ``loss_fn(outputs, labels)``, a scalar; None where the last layer returns the loss.
-        seed_layers: Each layer is built from a seed of its own, ``base_seed`` plus its number.
-        seed_fn: Called with the seed; None seeds Python's, numpy's and torch's generators.
-        base_seed: The first layer's.
-        partition_method: ``uniform``, ``parameters`` or ``type:REGEX`` (``stage_borders``).
-        activation_checkpoint_interval: So many layers are one recomputation; 0 keeps all activations.
-        activation_checkpoint_func: ``f(function, *args)`` that recomputes.
-        checkpointable_layers: Names of classes: a recomputation holds only such layers. None is all with parameters.
-        dynamic_shape: Without effect: shapes may change from batch to batch.
+        num_stages: Number of stages; must divide the number of ranks.
+        topology: Grid of ranks, instead of ``num_stages``; gives the number of stages and the position of each rank.
+        loss_fn: Function ``loss_fn(outputs, labels)`` that returns a scalar; None if the last layer returns the loss.
+        seed_layers: Whether each layer is built with its own seed, ``base_seed`` plus its number.
+        seed_fn: Function that is called with the seed; None seeds the generators of Python, numpy and torch.
+        base_seed: Seed of the first layer.
+        partition_method: ``uniform``, ``parameters`` or ``type:REGEX`` (see ``stage_borders``).
+        activation_checkpoint_interval: Number of layers that are recomputed together; 0 keeps all activations.
+        activation_checkpoint_func: Function ``f(function, *args)`` that recomputes.
+        checkpointable_layers: Class names of the layers that may be recomputed; None is all layers with parameters.
+        dynamic_shape: Has no effect, because shapes may always change from batch to batch.
 
     Attributes:
-        loss_fn: As the argument.
-        num_stages: Stages.
-        stage_id: This rank's.
+        loss_fn: The argument ``loss_fn``.
+        num_stages: Number of stages.
+        stage_id: Stage of this rank.
         parts: Borders (``num_stages`` + 1) of the stages in the list of layers.
         tied_modules: Tied layers by key.
-        stages: Module that runs the layers of each stage; has no parameters of its own.
-        recomputation: The arguments about it; may be changed.
+        stages: Module that runs the layers of each stage; it registers no parameters.
+        recomputation: The settings of recomputation; may be changed.
 
     Raises:
         ConfigError: Neither or both of ``num_stages`` and ``topology`` are given, they do not fit the ranks, there are fewer layers than
-            stages, or one is no layer.
+            stages, or an entry is not a layer.
         UnsupportedError: A parameter has no dimension, and there are several stages.
     """
 
@@ -156,7 +156,7 @@ class PipelineModule(nn.Module):
 
     @property
     def activation_checkpoint_interval(self) -> int:
-        """Return the number of layers that one recomputation covers; 0 keeps all activations. It can be set."""
+        """Return the number of layers that are recomputed together; 0 keeps all activations. It can be set."""
         return self.recomputation.interval
 
     @activation_checkpoint_interval.setter
@@ -165,7 +165,7 @@ class PipelineModule(nn.Module):
 
     @property
     def activation_checkpoint_func(self) -> Callable[..., Any]:
-        """Return ``f(function, *args)`` that recomputes. It can be set."""
+        """Return the function ``f(function, *args)`` that recomputes. It can be set."""
         return self.recomputation.function
 
     @activation_checkpoint_func.setter
@@ -180,11 +180,11 @@ class PipelineModule(nn.Module):
         return [call.run for call in self.stages[self.stage_id].calls]  # type: ignore[union-attr]
 
     def set_checkpoint_interval(self, interval: int) -> None:
-        """Sets ``activation_checkpoint_interval``."""
+        """Set ``activation_checkpoint_interval``."""
         self.recomputation.interval = interval
 
     def forward(self, forward_input: Any, labels: Any = None) -> Any:
-        """Return the output of the last layer; the loss where ``labels`` are given and there is a ``loss_fn``.
+        """Return the output of the last layer, or the loss if ``labels`` are given and there is a ``loss_fn``.
 
         Args:
             forward_input: A tensor or a tuple of tensors.
@@ -196,10 +196,10 @@ class PipelineModule(nn.Module):
         return outputs if labels is None else self.loss_of(outputs, labels)
 
     def loss_of(self, outputs: Any, labels: Any) -> torch.Tensor:
-        """Return the loss of the last layer's output; the output itself where there is no ``loss_fn``.
+        """Return the loss of the last layer's output; the output itself if there is no ``loss_fn``.
 
         Raises:
-            ConfigError: It is no single number.
+            ConfigError: The loss is not a scalar.
         """
         loss = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -209,13 +209,13 @@ class PipelineModule(nn.Module):
         return loss.reshape(())
 
     def get_additional_losses(self) -> Mapping[str, torch.Tensor] | None:
-        """Return further losses to report, by name, of the last micro-batch; a subclass may have some."""
+        """Return further losses of the last micro-batch to report, by name; None here, a subclass may return some."""
         return None
 
     def pipeline_plan(self) -> PipelinePlan:
-        """Return the plan that assigns layers to stages; contents of layers and borders are known when they run.
+        """Return the plan that assigns the parameters of layers to stages; shapes at borders become known when the stages run.
 
-        Parameters that no layer has (those of a subclass, say) are held by all stages.
+        All stages hold the parameters that belong to no layer (for example those of a subclass).
         """
         stages: dict[int, set[int]] = {}
         last = self.num_stages - 1
@@ -233,7 +233,7 @@ class PipelineModule(nn.Module):
         self.stages[self.stage_id].compile(*args, **kwargs)
 
     def topology(self) -> ProcessTopology:
-        """Return where ranks stand."""
+        """Return the topology of the ranks."""
         return self._grid.topology()
 
     def mpu(self) -> PipelineParallelGrid:
@@ -248,7 +248,7 @@ class PipelineModule(nn.Module):
         """Return the stage that runs layer ``layer_idx``.
 
         Raises:
-            ConfigError: There is no such layer.
+            ConfigError: ``layer_idx`` is out of range.
         """
         if not 0 <= layer_idx < self.parts[-1]:
             raise ConfigError(f"stage_owner({layer_idx}): layers go from 0 to {self.parts[-1] - 1}")
@@ -256,10 +256,10 @@ class PipelineModule(nn.Module):
 
 
 def require_undivided(model: PipelineModule) -> None:
-    """Refuses an engine for layers that are divided over ranks; scripts take such apart and train the layers by themselves, on one stage.
+    """Refuse an engine for a topology that splits layers over ranks; scripts with one stage use only the layers of such a module.
 
     Raises:
-        UnsupportedError: The topology has an axis model of several ranks.
+        UnsupportedError: The axis ``model`` of the topology has several ranks.
     """
     if model.mpu().slice_parallel_size > 1:
         raise UnsupportedError(
@@ -270,10 +270,10 @@ def require_undivided(model: PipelineModule) -> None:
 
 
 def _topology(num_stages: int | None, topology: ProcessTopology | None) -> ProcessTopology:
-    """Return the axes that the arguments say.
+    """Return the topology that ``num_stages`` or ``topology`` describes.
 
     Raises:
-        ConfigError: They say nothing, or do not fit the ranks.
+        ConfigError: Neither or both are given, or they do not fit the ranks.
     """
     world = dist.get_world_size()
     if topology is None and num_stages is None:
@@ -294,6 +294,6 @@ def _trainable(module: nn.Module | None) -> int:
 
 
 def _repeated(model: PipelineModule) -> list[str]:
-    """Return the classes of layers with parameters that occur at several places: each of these layers is reduced separately."""
+    """Return the class names of layers with parameters that occur several times: each such layer becomes a block of the engine."""
     layers = [module for name, module in model.named_children() if name.isdigit() and next(module.parameters(), None) is not None]
     return [name for name, count in Counter(type(layer).__name__ for layer in layers).items() if count > 1]

@@ -1,4 +1,4 @@
-"""Layers that one stage runs one after the other, with or without keeping their activations."""
+"""Run the layers of one stage one after the other, and recompute them in backward if configured."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import nn
 
 @dataclass
 class Recomputation:
-    """Which layers are run again in backward in place of keeping their activations.
+    """The settings that select the layers to recompute in backward.
 
     Attributes:
-        interval: So many layers are one recomputation; 0 keeps all activations.
-        function: ``f(function, *args)`` that recomputes.
-        classes: Names of classes: a recomputation holds only such layers. None is all with parameters.
+        interval: Number of layers that are recomputed together; 0 keeps all activations.
+        function: Function ``f(function, *args)`` that recomputes.
+        classes: Class names of the layers that may be recomputed; None is all layers with parameters.
     """
 
     interval: int
@@ -25,7 +25,7 @@ class Recomputation:
     classes: Sequence[str] | None = None
 
     def fits(self, layers: Sequence[LayerCall]) -> bool:
-        """Return whether ``layers`` together may be recomputed: all of the named classes, or any with parameters."""
+        """Return whether ``layers`` may be recomputed together: all are of ``classes``; or, if that is None, one has parameters."""
         modules = [layer.module for layer in layers]
         if self.classes is not None:
             return all(type(module).__name__ in self.classes for module in modules)
@@ -34,11 +34,11 @@ class Recomputation:
 
 @dataclass(frozen=True)
 class LayerCall:
-    """One place in the list of layers.
+    """One entry in the list of layers.
 
     Attributes:
         module: The layer; None for a function.
-        run: Called with what the layer before returned.
+        run: Function that runs the entry on the result of the previous entry.
     """
 
     module: nn.Module | None
@@ -46,10 +46,10 @@ class LayerCall:
 
 
 class RunOfLayers(nn.Module):
-    """The layers of one stage as one module, which calls and does not register them: their names are those of the whole list.
+    """A module that runs the layers of one stage without registering them, because their names are those of the complete list.
 
     Args:
-        calls: The layers.
+        calls: Entries of the layers.
         recomputation: Layers to recompute; may be changed while the model trains.
     """
 
@@ -71,7 +71,7 @@ class RunOfLayers(nn.Module):
 
 
 class _Chain:
-    """Layers as a function of the parts of their input, which is how recomputation wants it."""
+    """A function that runs consecutive layers on the elements of their input as separate arguments, as recomputation requires."""
 
     __name__ = __qualname__ = "layers of a pipeline"
 

@@ -1,4 +1,4 @@
-"""Ranks as coordinates on named axes, as scripts of pipelines ask for them."""
+"""Map ranks to coordinates on named axes, with DeepSpeed's classes for pipelines."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from hf_zero.errors import ConfigError
 
 
 class ProcessTopology:
-    """A Cartesian grid of ranks. The last axis runs fastest: in axes (x, y) the neighbour of rank (x, y) is (x, y + 1).
+    """A Cartesian grid of ranks. The last axis varies fastest: with axes (x, y) the rank after (x, y) is (x, y + 1).
 
     Args:
-        axes: Their names, from the outside in.
-        dims: How many ranks each has.
+        axes: Names of the axes, outermost first.
+        dims: Number of ranks on each axis.
 
     Attributes:
-        axes: As given.
-        dims: As given.
-        ProcessCoord: The named tuple that coordinates are.
+        axes: The argument ``axes``.
+        dims: The argument ``dims``.
+        ProcessCoord: Class of coordinates, a named tuple.
 
     Raises:
-        ConfigError: Names are doubled, or a size is missing or below 1.
+        ConfigError: A name occurs twice, or a size is missing or below 1.
     """
 
     def __init__(self, axes: Sequence[str], dims: Sequence[int]) -> None:
@@ -37,10 +37,10 @@ class ProcessTopology:
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
 
     def get_rank(self, **coord_kwargs: int) -> int:
-        """Return the rank at a coordinate, which names every axis: ``get_rank(pipe=1, data=0)``.
+        """Return the rank at a coordinate with every axis: ``get_rank(pipe=1, data=0)``.
 
         Raises:
-            ConfigError: An axis is missing or unknown (``filter_match`` takes a part), or there is no rank at it.
+            ConfigError: An axis is missing (``filter_match`` takes fewer) or unknown, or the coordinate is outside of the grid.
         """
         if set(coord_kwargs) != set(self.axes):
             raise ConfigError(
@@ -55,7 +55,7 @@ class ProcessTopology:
         return rank
 
     def get_coord(self, rank: int) -> Any:
-        """Return where ``rank`` is: a named tuple with its place on every axis.
+        """Return the coordinate of ``rank``: a named tuple with its position on every axis.
 
         Raises:
             ConfigError: The grid has no such rank.
@@ -68,11 +68,11 @@ class ProcessTopology:
         return self.ProcessCoord(*reversed(places))
 
     def get_axis_names(self) -> list[str]:
-        """Return names of the axes, from the outside in."""
+        """Return the names of the axes, outermost first."""
         return list(self.axes)
 
     def get_dim(self, axis: str) -> int:
-        """Return the number of ranks of ``axis``; 0 where there is no such axis."""
+        """Return the number of ranks on ``axis``; 0 if there is no such axis."""
         return self.dims[self.axes.index(axis)] if axis in self.axes else 0
 
     def get_rank_repr(self, rank: int, omit_axes: Iterable[str] = ("data", "pipe"), inner_sep: str = "_", outer_sep: str = "-") -> str:
@@ -81,9 +81,9 @@ class ProcessTopology:
         return outer_sep.join(f"{axis}{inner_sep}{getattr(coord, axis):02d}" for axis in self.axes if axis not in omitted)
 
     def get_axis_comm_lists(self, axis: str) -> list[list[int]]:
-        """Return the lines of ranks along ``axis``, one for each place on the others; none where there is no such axis.
+        """Return the lists of ranks that differ only on ``axis``; an empty list if there is no such axis.
 
-        Axes (pipe, data, model) of 2 each along pipe: ``[[0, 4], [1, 5], [2, 6], [3, 7]]``.
+        For axes (pipe, data, model) of size 2, ``pipe`` gives ``[[0, 4], [1, 5], [2, 6], [3, 7]]``.
         """
         if axis not in self.axes:
             return []
@@ -94,10 +94,10 @@ class ProcessTopology:
         ]
 
     def filter_match(self, **filter_kwargs: int) -> list[int]:
-        """Return, in rising order, the ranks whose coordinates match: ``filter_match(pipe=0, data=1)``.
+        """Return the ranks whose coordinates match, in ascending order: ``filter_match(pipe=0, data=1)``.
 
         Raises:
-            ConfigError: There is no such axis.
+            ConfigError: An axis is unknown.
         """
         unknown = set(filter_kwargs) - set(self.axes)
         if unknown:
@@ -110,7 +110,7 @@ class ProcessTopology:
         ]
 
     def get_axis_list(self, axis: str, idx: int) -> list[int]:
-        """Return, in rising order, the ranks whose place on ``axis`` is ``idx``."""
+        """Return the ranks whose position on ``axis`` is ``idx``, in ascending order."""
         return self.filter_match(**{axis: idx})
 
     def world_size(self) -> int:
@@ -130,11 +130,11 @@ def _shown(places: dict[str, int]) -> str:
 
 
 class PipeDataParallelTopology(ProcessTopology):
-    """Stages, and the ranks that hold the same one: those are adjacent, since they exchange most.
+    """A topology of pipeline stages and data-parallel ranks; the ranks of a stage are adjacent, because they exchange most data.
 
     Args:
-        num_pp: Stages.
-        num_dp: Ranks of each stage.
+        num_pp: Number of stages.
+        num_dp: Number of data-parallel ranks of each stage.
     """
 
     def __init__(self, num_pp: int, num_dp: int) -> None:
@@ -142,12 +142,12 @@ class PipeDataParallelTopology(ProcessTopology):
 
 
 class PipeModelDataParallelTopology(ProcessTopology):
-    """Stages, data-parallel ranks of a stage, and in the innermost axis the ranks that divide layers between them.
+    """A topology of pipeline stages, data-parallel ranks and, on the innermost axis, the ranks that split layers.
 
     Args:
-        num_pp: Stages.
-        num_mp: Ranks that divide layers.
-        num_dp: Data-parallel ranks.
+        num_pp: Number of stages.
+        num_mp: Number of ranks that split a layer.
+        num_dp: Number of data-parallel ranks.
     """
 
     def __init__(self, num_pp: int, num_mp: int, num_dp: int) -> None:
@@ -155,18 +155,16 @@ class PipeModelDataParallelTopology(ProcessTopology):
 
 
 def default_topology(ranks: int) -> PipeDataParallelTopology:
-    """Return a topology with about as many stages as data-parallel ranks: the prime factors of ``ranks`` go to both in turn, as in
-    DeepSpeed.
-    """
+    """Return a topology with about as many stages as data-parallel ranks: both get prime factors of ``ranks`` in turn."""
     factors = prime_factors(ranks)
     return PipeDataParallelTopology(math.prod(factors[::2]), math.prod(factors[1::2]))
 
 
 def prime_factors(number: int) -> list[int]:
-    """Return the prime factors of ``number``, rising; none for 1.
+    """Return the prime factors of ``number`` in ascending order; an empty list for 1.
 
     Raises:
-        ConfigError: It is below 1.
+        ConfigError: ``number`` is below 1.
     """
     if number < 1:
         raise ConfigError(f"prime_factors({number}): a number from 1 on is allowed")

@@ -1,4 +1,4 @@
-"""Work of a stage of a ``PipelineModule`` on the parts of one batch."""
+"""Run one stage of a ``PipelineModule`` on the micro-batches of one batch."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from hf_zero.system.trees import map_tensors, tensors_in
 
 
 class Borders:
-    """Shapes and types of the tensors that cross each border, by the kind of the inputs.
+    """The shapes and types of the tensors that stages send to each other, by the kind (shapes and types) of the inputs.
 
-    [Note: what crosses a border] Only layers themselves know what they return. So for inputs of shapes that have not been seen the first
-    part goes through the stages once before the schedule, without gradients and with dropout and running statistics off, and each stage
-    tells the others what its result is made of.
+    [Note: what crosses a border] The result of a layer is known only after it has run. So for inputs of new shapes, the first micro-batch
+    runs through the stages once before the schedule, without gradients and with dropout and running statistics off, and each stage sends
+    the shapes and types of its result to the others.
 
     Args:
         module: The model.
-        pipe: The stages.
-        around: Context of each forward.
+        pipe: Collectives of the stages.
+        around: Context manager around each forward.
     """
 
     def __init__(self, module: PipelineModule, pipe: Collectives, around: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -37,7 +37,7 @@ class Borders:
         self._known: dict[str, list[Any]] = {}
 
     def of(self, parts: Sequence[MicroBatch], kinds: Sequence[str]) -> list[list[Any]]:
-        """Return for each part, of these ``kinds``, the results of all stages but the last, as shapes; collective over the stages."""
+        """Return, for micro-batches of ``kinds``, the results of all stages but the last, as meta tensors; collective over the stages."""
         for part, kind in zip(parts, kinds, strict=True):
             if kind not in self._known:
                 self._known[kind] = self._found(part.inputs)
@@ -60,7 +60,7 @@ class Borders:
         return found
 
     def _sent(self, outputs: Any, shape: Any, stage: int) -> Any:
-        """Return the result of ``stage`` on every one."""
+        """Send the description of the result of ``stage`` to all stages and return it; collective over the stages."""
         device = self._pipe.topology.device
         if stage != self._pipe.rank:
             outputs = map_tensors(shape, lambda meta: torch.empty(meta.shape, dtype=meta.dtype, device=device))
@@ -70,7 +70,7 @@ class Borders:
 
 
 def _described(outputs: Any) -> tuple[bool, list[tuple[torch.Size, torch.dtype]]]:
-    """Return whether they are a tuple, and shapes and types."""
+    """Return a description of a stage's result: whether it is a tuple, and the shapes and types of its tensors."""
     return isinstance(outputs, tuple), [(tensor.shape, tensor.dtype) for _, tensor in tensors_in(outputs)]
 
 
@@ -80,10 +80,10 @@ def _as_shapes(is_tuple: bool, described: Sequence[tuple[torch.Size, torch.dtype
 
 
 def require_tensors(outputs: Any, stage: int) -> Any:
-    """Return ``outputs`` of ``stage`` if they can be sent over a border; else raise an error.
+    """Return ``outputs`` of ``stage`` if they can be sent to the next stage; otherwise raise.
 
     Raises:
-        ConfigError: They are no tensor and no tuple of tensors.
+        ConfigError: ``outputs`` are neither a tensor nor a tuple of tensors.
     """
     if isinstance(outputs, torch.Tensor) or (isinstance(outputs, tuple) and all(isinstance(part, torch.Tensor) for part in outputs)):
         return outputs
@@ -94,7 +94,7 @@ def require_tensors(outputs: Any, stage: int) -> Any:
 
 
 def share_buffers(module: nn.Module, pipe: Collectives) -> None:
-    """Gives every stage the buffers (running statistics) of all layers as the stage has them that runs a layer first; collective."""
+    """Copy the buffers (running statistics) of all layers to every stage, from the first stage that runs the layer; collective."""
     assert isinstance(module, PipelineModule)
     shared: set[int] = set()
     for stage, run in enumerate(module.stages):
@@ -109,20 +109,20 @@ def share_buffers(module: nn.Module, pipe: Collectives) -> None:
 
 @dataclass
 class BatchWork:
-    """One batch on this rank's stage.
+    """The work of this rank's stage on one batch.
 
     Attributes:
         module: The model.
-        stage: Which stage.
-        parts: Its parts.
-        borders: For each part the results of all stages but the last, as shapes.
-        around: Context of each forward.
-        computes_loss: Whether the loss is wanted.
-        trains: Whether gradients are wanted.
-        losses: Of each part so far, on the last stage.
-        additional: Likewise the losses that the model reports beside, by name; none of a model that has none.
-        outputs: Results of the last layer, where they are wanted: without a loss, or ``keeps_outputs``.
-        keeps_outputs: Whether they are wanted beside the loss.
+        stage: Index of the stage.
+        parts: Micro-batches of the batch.
+        borders: Results of all stages but the last for each micro-batch, as meta tensors.
+        around: Context manager around each forward.
+        computes_loss: Whether the loss is computed.
+        trains: Whether gradients are computed.
+        losses: Losses of the micro-batches so far, on the last stage.
+        additional: Additional losses that the model reports for each micro-batch so far, by name, on the last stage.
+        outputs: Results of the last layer so far, if no loss is computed or ``keeps_outputs``.
+        keeps_outputs: Whether outputs are kept besides the loss.
     """
 
     module: PipelineModule
@@ -138,11 +138,11 @@ class BatchWork:
     outputs: list[Any] = field(default_factory=list)
 
     def expected(self, part: int) -> list[torch.Tensor]:
-        """Return the tensors that the previous stage sends of ``part``."""
+        """Return the tensors, without values, that the previous stage sends for micro-batch ``part``."""
         return [meta for _, meta in tensors_in(self.borders[part][self.stage - 1])]
 
     def forward(self, part: int, received: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Runs ``part``; on the last stage the loss, divided by the number of parts."""
+        """Run micro-batch ``part``; return the stage's result, on the last stage its loss divided by the number of micro-batches."""
         inputs = self.parts[part].inputs
         if self.stage > 0:
             arrived = iter(received)
@@ -155,7 +155,7 @@ class BatchWork:
             return self._end(part, outputs)
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """Yield the parameters of the whole model; those of other stages are empty."""
+        """Yield all parameters of the model; those of other stages are empty."""
         return self.module.parameters()
 
     def _end(self, part: int, outputs: Any) -> list[torch.Tensor]:

@@ -1,1 +1,1 @@
-"""Implementations behind the names of the alias, outside of the engine; each module serves one topic of DeepSpeed's own."""
+"""Implement the names of the alias that do not belong to the engine; each module has one topic of DeepSpeed's API."""

@@ -1,4 +1,4 @@
-"""`deepspeed.accelerator`: one small object for whatever device this PyTorch drives, the CPU included."""
+"""Implement `deepspeed.accelerator`: an object with DeepSpeed's interface for the device of this PyTorch, CPUs included."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ _DEVICE_FUNCTIONS = frozenset(
 
 
 class TorchAccelerator:
-    """Interface of DeepSpeed's accelerator object, answered by PyTorch; memory of the CPU is this process' resident set.
+    """DeepSpeed's accelerator object, implemented with PyTorch; on a CPU, memory is the resident set of this process.
 
-    It has as many methods as DeepSpeed's, whose users call them all.
+    It has all methods of DeepSpeed's object, because programs call all of them.
     """
 
     def device_name(self, device_index: int | str | None = None) -> str:
@@ -66,12 +66,12 @@ class TorchAccelerator:
         return self.device_name(self.current_device())
 
     def set_device(self, device_index: int) -> None:
-        """Selects the device of this process; nothing to select on a CPU."""
+        """Select the device of this process; does nothing on a CPU."""
         if not self._is_cpu:
             torch.accelerator.set_device_index(device_index)
 
     def device_count(self) -> int:
-        """Return the number of devices; on a CPU the ranks of this machine that ``LOCAL_SIZE`` names, as DeepSpeed's does, else 1."""
+        """Return the number of devices; on a CPU the value of the variable ``LOCAL_SIZE``, as in DeepSpeed, otherwise 1."""
         if not self._is_cpu:
             return torch.accelerator.device_count()
         ranks = os.environ.get("LOCAL_SIZE", "")
@@ -82,11 +82,11 @@ class TorchAccelerator:
         return True
 
     def communication_backend_name(self) -> str:
-        """Return backend of torch.distributed for this device (``"nccl"``, ``"gloo"`` ...)."""
+        """Return the backend of torch.distributed for this device (``"nccl"``, ``"gloo"`` ...)."""
         return default_backend()
 
     def synchronize(self, device_index: int | None = None) -> None:
-        """Waits for queued work; a CPU has none."""
+        """Wait for the queued work of the device; does nothing on a CPU."""
         if not self._is_cpu:
             torch.accelerator.synchronize(device_index)
 
@@ -103,18 +103,18 @@ class TorchAccelerator:
         return has is not None and bool(has())
 
     def supported_dtypes(self) -> list[torch.dtype]:
-        """Return dtypes that the device computes in itself."""
+        """Return the dtypes that the device computes in natively."""
         halves = {torch.bfloat16: self.is_bf16_supported(), torch.float16: self.is_fp16_supported()}
         return [torch.float32, *(dtype for dtype, supported in halves.items() if supported)]
 
     def total_memory(self, device_index: int | None = None) -> int:
-        """Return bytes of memory of the device (of the machine, on a CPU)."""
+        """Return the bytes of memory of the device, or of the machine on a CPU."""
         if self._is_cpu:
             return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return int(self._module.get_device_properties(self.current_device() if device_index is None else device_index).total_memory)
 
     def available_memory(self, device_index: int | None = None) -> int:
-        """Return bytes of it that are free."""
+        """Return the bytes of free memory of the device, or of the machine on a CPU."""
         if self._is_cpu:
             return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         return self.total_memory(device_index) - int(self._module.memory_allocated(device_index))
@@ -124,7 +124,7 @@ class TorchAccelerator:
         return torch.random
 
     def pin_memory(self, tensor: torch.Tensor, align_bytes: int = 1) -> torch.Tensor:
-        """Return page-locked copy of a host tensor where that speeds up transfers, else the tensor itself."""
+        """Return a page-locked copy of a host tensor if that speeds up transfers, otherwise the tensor itself."""
         return tensor if self._is_cpu else tensor.pin_memory()
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
@@ -132,7 +132,7 @@ class TorchAccelerator:
         return bool(not self._is_cpu and tensor.is_pinned())
 
     def is_fp64_supported(self) -> bool:
-        """Return whether tensors may be float64 here."""
+        """Return whether the device supports float64 tensors."""
         return default_device().type != "mps"
 
     def is_triton_supported(self) -> bool:
@@ -140,7 +140,7 @@ class TorchAccelerator:
         return default_device().type in ("cuda", "xpu")
 
     def is_synchronized_device(self) -> bool:
-        """Return whether operations are done when their call returns: on a CPU."""
+        """Return whether operations are complete when their call returns; True on a CPU only."""
         return self._is_cpu
 
     def use_host_timers(self) -> bool:
@@ -164,43 +164,43 @@ class TorchAccelerator:
         return int(self.max_memory_reserved(device_index))
 
     def range_push(self, msg: str) -> None:
-        """Begins a range in NVIDIA's profiler, where there is one."""
+        """Begin a range in NVIDIA's profiler; does nothing without CUDA."""
         if default_device().type == "cuda":
             torch.cuda.nvtx.range_push(msg)
 
     def range_pop(self) -> None:
-        """Ends it."""
+        """End the range that ``range_push`` has begun."""
         if default_device().type == "cuda":
             torch.cuda.nvtx.range_pop()
 
     def create_op_builder(self, class_name: str) -> OpBuilder | None:
-        """Return the builder of that class name; None where there is none."""
+        """Return a new operator builder of the class ``class_name``; None if there is no such class."""
         builder = BUILDERS.get(class_name)
         return builder() if builder is not None else None
 
     def get_op_builder(self, class_name: str) -> type[OpBuilder] | None:
-        """Return the class of an operator builder; None where there is none."""
+        """Return the class of an operator builder by name; None if there is no such class."""
         return BUILDERS.get(class_name)
 
     def get_compile_backend(self) -> str:
-        """Return backend of ``torch.compile``."""
+        """Return the name of the ``torch.compile`` backend for this device."""
         return "inductor"
 
     def visible_devices_envs(self) -> list[str]:
-        """Return environment variables that choose the devices of a process."""
+        """Return the names of the environment variables that select the devices of a process."""
         return {"cuda": ["CUDA_VISIBLE_DEVICES"], "xpu": ["ZE_AFFINITY_MASK"], "cpu": ["CPU_VISIBLE_DEVICES"]}.get(
             default_device().type, []
         )
 
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lives on the device."""
+        """Return whether ``tensor`` is on a device of this kind."""
         return tensor.device.type == default_device().type
 
     def __getattr__(self, name: str) -> Any:
-        """Return device functions by their torch name.
+        """Return a function of torch's device module by its name.
 
         Raises:
-            RefusedAttributeError: Another method of DeepSpeed's accelerator.
+            RefusedAttributeError: The name is a method of DeepSpeed's accelerator that hf_zero does not support.
         """
         if name.startswith("__") or name == "_name":
             raise AttributeError(name)
@@ -224,7 +224,7 @@ class TorchAccelerator:
 
 
 def _resident_bytes(device_index: int | None = None) -> int:
-    """Return the bytes of memory this process holds now (its peak, where the system reports nothing else)."""
+    """Return the bytes of resident memory of this process now (the peak, if the system reports nothing else)."""
     try:
         with open("/proc/self/statm", encoding="ascii") as file:
             return int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
@@ -233,7 +233,7 @@ def _resident_bytes(device_index: int | None = None) -> int:
 
 
 def _peak_resident_bytes(device_index: int | None = None) -> int:
-    """Return the largest number of bytes of memory this process has held."""
+    """Return the peak number of bytes of resident memory of this process."""
     import resource
     import sys
 

@@ -1,7 +1,7 @@
-"""DeepSpeed's questions about ``torch_autocast``: which parameters may be communicated in the lower type, and what that type is.
+"""Implement DeepSpeed's functions for ``torch_autocast``: which parameters may be communicated in the lower precision, and its dtype.
 
-The engine marks those parameters (``mark_lower_precision``) as the section asks. It is a permission: gradients are reduced in fp32, or in
-``communication_data_type``, all the same.
+The engine marks these parameters (``mark_lower_precision``) as the section configures. The mark is only a permission: gradients are still
+reduced in fp32, or in ``communication_data_type``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ _marked_with: list[torch.dtype] = []  # the type of the last engine with autocas
 
 
 def mark_lower_precision(model: nn.Module, dtype: torch.dtype, names: Sequence[str] | None) -> None:
-    """Marks the parameters of ``model`` that modules of the classes ``names`` own, with the type that they may be communicated in.
+    """Mark the parameters that modules of the classes ``names`` own with the dtype that they may be communicated in.
 
     Args:
         model: The module that is trained.
-        dtype: The type of autocast.
-        names: Dotted names of classes, exact ones; None is Linear and the convolutions.
+        dtype: Dtype of autocast.
+        names: Exact dotted names of classes; None is Linear and the convolutions.
 
     Raises:
-        ConfigError: A name that is none of a class.
+        ConfigError: A name is not the name of a class.
     """
     classes = LOWER_PRECISION_SAFE_MODULES if names is None else [_class_of(name) for name in names]
     for module in model.modules():
@@ -63,31 +63,31 @@ def is_autocast_initialized() -> bool:
 
 
 def get_autocast_dtype() -> torch.dtype | None:
-    """Return the type of autocast of the newest such engine; None without one."""
+    """Return the autocast dtype of the newest engine with ``torch_autocast``; None without one."""
     return _marked_with[0] if _marked_with else None
 
 
 def get_default_autocast_lower_precision_modules() -> list[str]:
-    """Return full names of ``LOWER_PRECISION_SAFE_MODULES``."""
+    """Return the dotted names of the classes in ``LOWER_PRECISION_SAFE_MODULES``."""
     return [f"{found.__module__}.{found.__name__}" for found in LOWER_PRECISION_SAFE_MODULES]
 
 
 def has_comm_dtype(param: torch.Tensor) -> bool:
-    """Return whether ``param`` is marked."""
+    """Return whether ``param`` is marked for communication in a lower precision."""
     return hasattr(param, PARAM_COMM_DTYPE_ATTR_NAME)
 
 
 def get_comm_dtype(param: torch.Tensor) -> torch.dtype:
-    """Return the type that ``param`` may be communicated in: its own where it is not marked."""
+    """Return the dtype that ``param`` may be communicated in: its own dtype if it is not marked."""
     found: torch.dtype = getattr(param, PARAM_COMM_DTYPE_ATTR_NAME, param.dtype)
     return found
 
 
 def get_all_comm_dtypes(params: Iterable[torch.Tensor]) -> set[torch.dtype]:
-    """Return the types of ``get_comm_dtype`` of all of ``params``."""
+    """Return the set of dtypes that ``get_comm_dtype`` returns for ``params``."""
     return {get_comm_dtype(param) for param in params}
 
 
 def sort_dtypes(dtypes: Iterable[torch.dtype]) -> list[torch.dtype]:
-    """Return ``dtypes`` in the order of their names."""
+    """Return ``dtypes`` sorted by name."""
     return sorted(dtypes, key=str)

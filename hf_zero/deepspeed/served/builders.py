@@ -1,4 +1,4 @@
-"""Answers whether an operator that DeepSpeed compiles on the user's machine is available; hf_zero compiles nothing at run time."""
+"""Provide DeepSpeed's operator builders, which report whether an operator is available; hf_zero compiles nothing at run time."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from hf_zero.deepspeed.alias.finder import RefusedAttributeError
 
 
 class OpBuilder:
-    """Replacement of one of DeepSpeed's builders, for code that asks by its name whether an operator can be used, or builds it early.
+    """A replacement of DeepSpeed's operator builders, for code that checks whether an operator is available, or builds it early.
 
     Args:
-        name: Ignored; a builder knows its name.
+        name: Has no effect, because each builder class has its own name.
     """
 
     NAME: ClassVar[str] = ""
@@ -22,7 +22,7 @@ class OpBuilder:
         self.name = name or self.NAME
 
     def is_compatible(self, verbose: bool = False) -> bool:
-        """Return whether hf_zero has what the operator is for."""
+        """Return whether hf_zero supports the feature that the operator is for."""
         return bool(self.USE)
 
     def builder_available(self) -> bool:
@@ -30,14 +30,14 @@ class OpBuilder:
         return self.is_compatible()
 
     def absolute_name(self) -> str:
-        """Return where DeepSpeed keeps it."""
+        """Return the dotted name of the operator in DeepSpeed."""
         return f"deepspeed.ops.{self.NAME}_op"
 
     def load(self, verbose: bool = True) -> LoadedOp:
         """Return an object without functions, because there is nothing to build.
 
         Raises:
-            RefusedAttributeError: hf_zero has no counterpart.
+            RefusedAttributeError: hf_zero does not support the feature.
         """
         if not self.USE:
             raise RefusedAttributeError(f"{type(self).__name__}().load(): hf_zero has no counterpart of the operator {self.NAME!r}")
@@ -47,7 +47,7 @@ class OpBuilder:
 
 
 class LoadedOp:
-    """A built operator; its functions are reached through the class that uses it."""
+    """A loaded operator without functions; scripts use the class that implements it (for example an optimizer)."""
 
     def __init__(self, builder: OpBuilder) -> None:
         self._builder = builder
@@ -94,7 +94,7 @@ COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_
 
 
 def __getattr__(name: str) -> Any:
-    """Return the builders by their class names."""
+    """Return the builder class of the given name."""
     if name in BUILDERS:
         return BUILDERS[name]
     raise AttributeError(name)

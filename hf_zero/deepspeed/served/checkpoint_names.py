@@ -1,4 +1,4 @@
-"""Files and keys of DeepSpeed's own checkpoints, for scripts that look into them; `hf-zero convert` reads them, ours have none."""
+"""Provide names of files and keys in DeepSpeed's own checkpoints, for scripts that read them; checkpoints of hf_zero do not use them."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ ZERO_STAGE: Final = "zero_stage"
 
 
 def get_model_ckpt_name_for_rank(base_folder: str | os.PathLike[str], mp_rank_str: str) -> str:
-    """Return the file with the module of a model-parallel rank ("00", ...)."""
+    """Return the path of the file with the module of a model-parallel rank ("00", ...)."""
     return os.path.join(base_folder, f"mp_rank_{mp_rank_str}_model_states.pt")
 
 
 def get_zero_ckpt_name_for_rank(base_folder: str | os.PathLike[str], dp_rank: int, mp_rank: int) -> str:
-    """Return the file with the optimizer's part of a data-parallel rank."""
+    """Return the path of the file with the optimizer state of a data-parallel rank."""
     return os.path.join(base_folder, f"zero_pp_rank_{dp_rank}_mp_rank_{mp_rank:02d}_optim_states.pt")
 
 
 def get_layer_ckpt_name_for_rank(base_folder: str | os.PathLike[str], layer_id: str, tp_rank: int) -> str:
-    """Return the file with a layer of a pipeline."""
+    """Return the path of the file with a layer of a pipeline."""
     return os.path.join(base_folder, f"{layer_id}-model_{tp_rank:02d}_model_states.pt")

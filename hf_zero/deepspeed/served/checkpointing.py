@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: DeepSpeed's names and arguments over ``hf_zero.activation_checkpointing``."""
+"""Implement `deepspeed.checkpointing` with ``hf_zero.activation_checkpointing``, under DeepSpeed's names and arguments."""
 
 from __future__ import annotations
 
@@ -47,18 +47,18 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Set the options of ``checkpoint``; arguments win over the configuration's ``activation_checkpointing`` section.
+    """Set the options of ``checkpoint``; arguments take precedence over the configuration's ``activation_checkpointing`` section.
 
     Args:
-        mpu_: Object whose ``get_model_parallel_group()`` names the ranks to divide activations over.
-        deepspeed_config: Path, dict, JSON or base64 text; only its ``activation_checkpointing`` section is looked at.
-        partition_activations: Divide saved inputs over those ranks; without them nothing is divided.
-        contiguous_checkpointing: Without effect: PyTorch's allocator reuses the memory of checkpoints of one size.
-        num_checkpoints: Without effect, likewise. Where ``contiguous_checkpointing`` is true it must be known all the same, from here,
-            the section or ``set_num_layers``, as DeepSpeed asks.
-        checkpoint_in_cpu: Saved inputs wait in pinned host memory; backward fetches them ahead.
-        synchronize: Synchronise the device before and after each checkpointed function.
-        profile: Log the time of each.
+        mpu_: Object whose ``get_model_parallel_group()`` returns the ranks to divide activations over.
+        deepspeed_config: Path, dict, JSON or base64 text; only its ``activation_checkpointing`` section is read.
+        partition_activations: Whether saved inputs are divided over these ranks; without ``mpu_`` nothing is divided.
+        contiguous_checkpointing: Has no effect, because PyTorch's allocator reuses the memory of checkpoints of equal size.
+        num_checkpoints: Has no effect. If ``contiguous_checkpointing`` is true, it must be given here, in the section or with
+            ``set_num_layers``, as in DeepSpeed.
+        checkpoint_in_cpu: Whether saved inputs are kept in page-locked host memory; backward prefetches them.
+        synchronize: Whether to synchronise the device before and after each checkpointed function.
+        profile: Whether to log the time of each checkpointed function.
 
     Raises:
         ConfigError: ``contiguous_checkpointing`` without a number of checkpoints.
@@ -95,20 +95,20 @@ def _section_only(source: Any) -> dict[str, Any]:
 
 
 def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    """Turns the division of saved inputs on or off; it needs the ``mpu_`` of ``configure``."""
+    """Turn the division of saved inputs over ranks on or off; it needs the argument ``mpu_`` of ``configure``."""
     global _settings
     _settings = _settings.model_copy(update={"partition_activations": bool(partition_activation)})
     activation_checkpointing.configure(_settings, _model_axis)
 
 
 def set_num_layers(nlayers: int) -> None:
-    """Counts as ``num_checkpoints`` of ``configure``: sizes DeepSpeed's contiguous buffer, which PyTorch's allocator replaces."""
+    """Set ``num_checkpoints`` of ``configure``, the size of DeepSpeed's contiguous buffer, which hf_zero does not need."""
     global _layers
     _layers = nlayers
 
 
 def non_reentrant_checkpoint(function: Callable[..., Any], *args: Any) -> Any:
-    """Return the same as ``checkpoint``, which is not reentrant either."""
+    """Run ``function`` like ``checkpoint``, which is not reentrant either."""
     return checkpoint(function, *args)
 
 
@@ -125,7 +125,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 
 def model_parallel_reconfigure_tp_seed(seed: int) -> None:
-    """Begins the state ``model-parallel-rng`` again from ``seed``; the default generator stays as it is."""
+    """Restart the random state ``model-parallel-rng`` from ``seed``; the default generator does not change."""
     states = random_states()
     states.reset()
     states.add("model-parallel-rng", seed + 2718 + (_model_axis.rank if _model_axis is not None else 0))

@@ -1,6 +1,6 @@
-"""`deepspeed.comm`: process start-up and questions about ranks, over torch.distributed.
+"""Implement `deepspeed.comm`: create the process group and return ranks and sizes, with torch.distributed.
 
-Collectives of `deepspeed.comm` are torch.distributed's own functions, mapped by the table.
+The table maps the collectives of `deepspeed.comm` to the functions of torch.distributed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,9 @@ def init_distributed(
     rank: int = -1,
     world_size: int = -1,
 ) -> None:
-    """Creates the default torch.distributed group, see :func:`hf_zero.comm.bootstrap.init_distributed` for the arguments.
+    """Create the default process group of torch.distributed; see :func:`hf_zero.comm.bootstrap.init_distributed` for the arguments.
 
-    Called by accelerate with ``dist_backend=None`` it also tells accelerate which backend was taken,
-    see [Note: accelerate without an accelerator].
+    If accelerate calls it with ``dist_backend=None``, it also sets accelerate's backend, see [Note: accelerate without an accelerator].
     """
     bootstrap.init_distributed(
         dist_backend, auto_mpi_discovery, distributed_port, verbose, timeout, init_method, dist_init_required, config, rank, world_size
@@ -44,15 +43,15 @@ def init_distributed(
 
 
 def _tell_accelerate(backend: str) -> None:
-    """[Note: accelerate without an accelerator]
+    """Set the backend in accelerate's state while accelerate builds it without one.
 
-    ``PartialState.__init__`` picks a backend from the accelerators it knows. On a machine without one it has None, asks us
-    whether there is a group, calls ``init_distributed(dist_backend=None)`` if there is none, and then takes "no backend" for
-    "one process": every rank would see ``num_processes == 1`` and ``is_main_process``, read the whole data set and write the
-    same files. The group exists, so the one missing fact is its backend; accelerate keeps it in the dictionary all states
-    share. We fill it in only while that object is being built (its counts are not there yet) and only if it found none itself,
-    at either of the two calls: a second state of a process, or one made after the script's own ``init_process_group``, stops
-    at the first.
+    [Note: accelerate without an accelerator] ``PartialState.__init__`` chooses a backend for the accelerators that it knows. On a machine
+    without accelerator it has None. It then calls ``is_initialized()``, calls ``init_distributed(dist_backend=None)`` if there is no group,
+    and treats "no backend" as "one process": every rank would see ``num_processes == 1`` and ``is_main_process``, read the complete data
+    set and write the same files. The group exists, so only the name of its backend is missing, which accelerate stores in the dictionary
+    that all its states share. It is set only while that object is being built (its counts do not exist yet), and only if accelerate found
+    no backend itself. Both calls set it, because a second state of a process, or one after the script's own ``init_process_group``, makes
+    only the first call.
     """
     state_module = sys.modules.get("accelerate.state")
     if state_module is None:
@@ -68,7 +67,7 @@ def is_available() -> bool:
 
 
 def is_initialized() -> bool:
-    """Return whether the default process group exists; a call from accelerate also passes the backend on (see the note above)."""
+    """Return whether the default process group exists; also set the backend if accelerate calls (see the note above)."""
     if not (dist.is_available() and dist.is_initialized()):
         return False
     _tell_accelerate(dist.get_backend())
@@ -86,60 +85,60 @@ def get_world_size(group: dist.ProcessGroup | None = None) -> int:
 
 
 def get_local_rank() -> int:
-    """Return the rank on this machine, as the launcher gives it."""
+    """Return the rank on this machine, from the launcher's variables."""
     return int(os.environ.get("LOCAL_RANK", "0"))
 
 
 def get_world_group() -> dist.ProcessGroup | None:
-    """Return the default process group, None before there is one."""
+    """Return the default process group; None before it is created."""
     return dist.group.WORLD if is_initialized() else None
 
 
 def barrier(group: dist.ProcessGroup | None = None, async_op: bool = False, device_ids: list[int] | None = None) -> Any:
-    """Waits for all ranks of ``group``; returns at once in a process without a group."""
+    """Wait for all ranks of ``group``; return immediately in a process without a group."""
     if not is_initialized():
         return None
     return dist.barrier(group=group, async_op=async_op, device_ids=device_ids)
 
 
 def initialize_mesh_device(mesh_shape: Sequence[int], mesh_dim_names: Sequence[str]) -> DeviceMesh:
-    """Return all ranks as torch's mesh of named dimensions; made once for a shape, collective.
+    """Return a torch DeviceMesh of all ranks with named dimensions, cached by shape; collective.
 
     Args:
-        mesh_shape: Sizes from the outside in; their product is the number of ranks.
-        mesh_dim_names: A name for each.
+        mesh_shape: Sizes of the dimensions, outermost first; their product is the number of ranks.
+        mesh_dim_names: Name of each dimension.
     """
     return device_mesh(dict(zip(mesh_dim_names, mesh_shape, strict=True)), default_device().type, {})
 
 
-# What DeepSpeed asks of the version of torch is always there.
+# DeepSpeed checks torch's version with these functions; every supported torch has the collectives.
 
 
 def has_all_gather_into_tensor() -> bool:
-    """Return True."""
+    """Return True, because torch.distributed has this collective."""
     return True
 
 
 def has_reduce_scatter_tensor() -> bool:
-    """Return True."""
+    """Return True, because torch.distributed has this collective."""
     return True
 
 
 def get_all_ranks_from_group(group: dist.ProcessGroup | None = None) -> list[int]:
-    """Return ranks of ``group`` (default: all) as the default group counts them, in the order of ``group``."""
+    """Return the global ranks of ``group`` (default: all ranks), in the order of ``group``."""
     return [0] if not is_initialized() else dist.get_process_group_ranks(group or dist.group.WORLD)
 
 
 def get_local_rank_from_launcher() -> int:
-    """Return this rank on its machine, as the launcher says; 0 without one."""
+    """Return the rank on this machine, from the launcher's variables; 0 without a launcher."""
     return get_local_rank()
 
 
 def get_world_rank_from_launcher() -> int:
-    """Return this rank, as the launcher says; 0 without one."""
+    """Return the global rank, from the launcher's variables; 0 without a launcher."""
     return int(os.environ.get("RANK", "0"))
 
 
 def get_world_size_from_launcher() -> int:
-    """Return the number of ranks, as the launcher says; 1 without one."""
+    """Return the number of ranks, from the launcher's variables; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))

@@ -1,4 +1,4 @@
-"""`deepspeed.comm.configure` and `log_summary`: DeepSpeed's names over ``hf_zero.comm.comms_log``."""
+"""Implement `deepspeed.comm.configure` and `log_summary` with ``hf_zero.comm.comms_log``."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def configure(
     verbose: bool | None = None,
     debug: bool | None = None,
 ) -> None:
-    """Turns the log of collectives on or off for engines made from now on; arguments win over the ``comms_logger`` section.
+    """Turn the log of collectives on or off for engines that are made later; arguments take precedence over the section ``comms_logger``.
 
     Args:
-        deepspeed_config: Path, dict, JSON or base64 text; only its ``comms_logger`` section is looked at.
-        enabled: Record.
-        prof_all: Record every operation.
-        prof_ops: Names of the operations to record, where ``prof_all`` is False.
-        verbose: Log every call on rank 0.
-        debug: Tell calls apart by unit and phase.
+        deepspeed_config: Path, dict, JSON or base64 text; only its ``comms_logger`` section is read.
+        enabled: Whether to record collectives.
+        prof_all: Whether to record every operation.
+        prof_ops: Names of the operations to record if ``prof_all`` is False.
+        verbose: Whether to log every call on rank 0.
+        debug: Whether to record calls separately by unit and phase.
 
     Raises:
         ConfigError: An operation is unknown.
@@ -46,14 +46,14 @@ def configure(
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:
-    """Prints the table of all collectives so far, on rank 0; collective with ``show_straggler``.
+    """Print the table of all recorded collectives, on rank 0; collective with ``show_straggler``.
 
     Args:
-        show_straggler: Compare ranks: how much longer than the last to arrive this rank was in each operation, and which rank that was.
-        return_dict: Return the numbers too, on every rank.
+        show_straggler: Whether to compare ranks: for each operation the rank that arrived last, and how much longer this rank took.
+        return_dict: Whether to return the numbers too, on every rank.
 
     Returns:
-        With ``return_dict`` operation -> bytes of a message -> count, milliseconds and Gbit/s.
+        With ``return_dict`` a dict: operation -> bytes of a message -> count, milliseconds and Gbit/s; otherwise None.
     """
     log = current_log()
     if log is None:

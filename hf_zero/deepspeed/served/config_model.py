@@ -1,4 +1,4 @@
-"""The base class of DeepSpeed's configuration sections, for programs that describe sections of their own with it."""
+"""Provide the base class of DeepSpeed's configuration sections, for programs that define their own sections."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from hf_zero.observe import logger
 
 
 class DeepSpeedConfigModel(BaseModel):
-    """A section whose keys are its pydantic fields; unknown keys are errors, values that are set later are checked too.
+    """A section whose keys are its pydantic fields; unknown keys are errors, and assigned values are validated too.
 
-    An old key says with ``Field(..., json_schema_extra={"deprecated": True, ...})`` what becomes of it: ``new_param`` is the key that it is
-    read as (dotted where that key belongs to a section inside this one), ``new_param_fn`` makes the new value of the old one,
-    ``set_new_param=False`` leaves it at the warning, and ``deprecated_msg`` is added to that.
+    A deprecated key has ``Field(..., json_schema_extra={"deprecated": True, ...})`` with further entries: ``new_param`` is the key that
+    replaces it (dotted if that key belongs to a section inside this one), ``new_param_fn`` converts the old value to the new one,
+    ``set_new_param=False`` only warns, and ``deprecated_msg`` is added to the warning.
 
     Args:
-        strict: Keep values that are "auto"; else they count as not given.
-        **data: The keys.
+        strict: Whether values "auto" are kept; otherwise these keys count as not given.
+        **data: Keys and values of the section.
 
     Raises:
         ValidationError: A key or a value is wrong.
-        AssertionError: An old key and the one that it is read as are both given.
+        AssertionError: A deprecated key and its replacement are both given.
     """
 
     model_config = ConfigDict(

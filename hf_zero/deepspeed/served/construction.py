@@ -1,4 +1,4 @@
-"""`deepspeed.OnDevice`, and the wrapper of tensor constructors that transformers reads, replaces and restores around `zero.Init`."""
+"""Implement `deepspeed.OnDevice`, and the wrapper of tensor constructors that transformers replaces and restores around `zero.Init`."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 class OnDevice:
-    """Context in which tensors are made on ``device`` and floating-point ones in ``dtype``.
+    """A context in which tensors are created on ``device``, and floating-point tensors in ``dtype``.
 
     ``device="meta"`` makes parameters without memory, to be filled by a checkpoint; ``zero.Init`` shards them instead.
 
     Args:
         dtype: Floating-point type.
         device: Device on which tensors are made.
-        enabled: False leaves everything as it is.
+        enabled: Whether the context has an effect.
 
     Raises:
-        ConfigError: ``dtype`` is no floating-point type.
+        ConfigError: ``dtype`` is not a floating-point type.
     """
 
     def __init__(self, dtype: torch.dtype, device: str | torch.device = "meta", enabled: bool = True) -> None:
@@ -53,15 +53,15 @@ class OnDevice:
 def zero_wrapper_for_fp_tensor_constructor(
     fn: Callable[..., torch.Tensor], target_fp_dtype: torch.dtype, target_device: torch.device | str
 ) -> Callable[..., torch.Tensor]:
-    """Wraps a tensor constructor so that it builds on ``target_device`` and floating results take ``target_fp_dtype``.
+    """Wrap a tensor constructor so that it creates tensors on ``target_device``, and floating-point tensors in ``target_fp_dtype``.
 
-    hf_zero's own `zero.Init` replaces no constructor (``torch.arange`` in a rotary embedding keeps its dtype by itself), so
-    nothing here calls it; it stands in the place where Hugging Face code looks for it and does what it says.
+    hf_zero's own `zero.Init` replaces no constructors, so hf_zero does not call this function; it exists because code of Hugging Face
+    libraries imports it.
 
     Args:
-        fn: A constructor such as ``torch.empty``; its result has any shape.
+        fn: A constructor such as ``torch.empty``.
         target_fp_dtype: Dtype of floating-point results.
-        target_device: Device when the caller names none.
+        target_device: Device if the caller passes none.
 
     Returns:
         A function with ``fn``'s arguments.

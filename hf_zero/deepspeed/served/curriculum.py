@@ -1,4 +1,4 @@
-"""The schedule of a curriculum, for scripts that shorten or choose their samples by it themselves; the engine has none."""
+"""Provide the schedule of curriculum learning, for scripts that shorten or choose samples themselves; the engine does not use it."""
 
 from __future__ import annotations
 
@@ -19,19 +19,20 @@ _NEEDED: Final[dict[str, tuple[str, ...]]] = {  # keys of schedule_config
 
 
 class CurriculumScheduler:
-    """Schedule of the difficulty that samples may have after a number of steps, in any unit: tokens of a sequence, say.
+    """A schedule of the largest difficulty of samples by step, in any unit, for example tokens of a sequence.
 
     Args:
         config: ``min_difficulty``, ``max_difficulty``, ``schedule_type`` and ``schedule_config``, as in DeepSpeed's sections of curricula.
-            ``fixed_linear`` rises from the one to the other in ``total_curriculum_step`` steps, in multiples of ``difficulty_step``;
-            ``fixed_root`` likewise with the root of ``root_degree`` of the share of steps; ``fixed_discrete`` has ``difficulty[i]`` up to
-            step ``max_step[i]``, and one difficulty more than steps; ``custom`` asks the function of ``set_custom_get_difficulty``.
+            ``fixed_linear`` rises from the minimum to the maximum in ``total_curriculum_step`` steps, in multiples of
+            ``difficulty_step``; ``fixed_root`` rises with the ``root_degree``-th root of the share of steps; ``fixed_discrete`` has
+            ``difficulty[i]`` up to step ``max_step[i]``, with one more difficulty than steps; ``custom`` calls the function of
+            ``set_custom_get_difficulty``.
 
     Attributes:
-        state: Difficulty now (``current_difficulty``) and the settings; what ``get_state`` gives.
+        state: The current difficulty (``current_difficulty``) and the settings, as returned by ``get_state``.
 
     Raises:
-        ConfigError: A key is missing, or the schedule is none of these.
+        ConfigError: A key is missing, or the schedule is unknown.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -55,11 +56,11 @@ class CurriculumScheduler:
         self.custom_get_difficulty: Callable[[int], Any] | None = None
 
     def get_current_difficulty(self) -> Any:
-        """Return the last result of ``update_difficulty``; the lowest difficulty at first."""
+        """Return the current difficulty, the last result of ``update_difficulty``; the lowest difficulty at first."""
         return self.state["current_difficulty"]
 
     def set_current_difficulty(self, difficulty: Any) -> None:
-        """Sets it by hand."""
+        """Set the current difficulty."""
         self.state["current_difficulty"] = difficulty
 
     def set_custom_get_difficulty(self, schedule_function: Callable[[int], Any]) -> None:

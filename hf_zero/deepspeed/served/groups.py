@@ -1,4 +1,4 @@
-"""DeepSpeed's process-group getters: the data-parallel axis, and the ranks that hold one model together."""
+"""Provide DeepSpeed's functions for process groups: of the data-parallel axis, and of the ranks that hold one model together."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from hf_zero.errors import StateError
 
 
 def _divided() -> Topology | None:
-    """Return the newest topology with a second axis; None where every rank has all of its model and whole sequences."""
+    """Return the newest topology that divides models or sequences over ranks; None if there is none."""
     return newest_with("sequence") or newest_with("model")
 
 
 def _get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """Return the process group that ZeRO shards over and gradients are averaged over; all ranks where they share the sequences of their
-    samples.
+    """Return the process group that ZeRO shards over and averages gradients over; with sequence parallelism it has all ranks.
 
     Raises:
         StateError: There is no process group yet.
@@ -42,11 +41,11 @@ def _get_sequence_data_parallel_rank() -> int:
 
 
 def get_data_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that train on samples of their own, this one among them: with sequence parallelism one of each group that shares
-    samples.
+    """Return the group of ranks with different samples that this rank belongs to; with sequence parallelism one rank of each group that
+    shares samples.
 
     Raises:
-        StateError: There is no process group yet, or a script's own groups share samples and are not of all ranks.
+        StateError: There is no process group yet, or the script has made sequence-parallel groups that do not cover all ranks.
     """
     topology = _divided()
     if topology is None:
@@ -57,12 +56,12 @@ def get_data_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_data_parallel_group_ranks() -> list[int]:
-    """Return the ranks of ``get_data_parallel_group()``, as the default group counts them."""
+    """Return the global ranks of ``get_data_parallel_group()``."""
     return dist.get_process_group_ranks(get_data_parallel_group())
 
 
 def _get_broadcast_src_rank() -> int:
-    """Return the first rank of ``_get_sequence_data_parallel_group()``, as the default group counts ranks."""
+    """Return the global rank of the first rank in ``_get_sequence_data_parallel_group()``."""
     return dist.get_process_group_ranks(_get_sequence_data_parallel_group())[0]
 
 
@@ -79,10 +78,10 @@ def get_data_parallel_rank() -> int:
 
 
 def get_model_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that hold one model together with this one.
+    """Return the process group of the ranks that hold one model together with this rank.
 
     Raises:
-        StateError: Every rank has all of its model.
+        StateError: Every rank has a complete model.
     """
     model = newest_axis("model")
     if model is None:
@@ -91,28 +90,28 @@ def get_model_parallel_group() -> dist.ProcessGroup:
 
 
 def get_model_parallel_world_size() -> int:
-    """Return the number of ranks that hold one model together; 1 where nothing is split."""
+    """Return the number of ranks that hold one model together; 1 if the model is not divided."""
     model = newest_axis("model")
     return 1 if model is None else model.world
 
 
 def get_model_parallel_rank() -> int:
-    """Return this rank's place among the ranks that hold one model together."""
+    """Return this rank's position among the ranks that hold one model together."""
     model = newest_axis("model")
     return 0 if model is None else model.rank
 
 
 def get_tensor_model_parallel_src_rank() -> int:
-    """Return the first of them, as the default group counts ranks; this rank itself where nothing is split."""
+    """Return the global rank of the first rank that holds this rank's model; this rank itself if the model is not divided."""
     model = newest_axis("model")
     return get_rank() if model is None else model.ranks[0]
 
 
 def _get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that hold slices of the same sequences.
+    """Return the process group of the ranks that hold slices of the same sequences.
 
     Raises:
-        StateError: There are no such groups.
+        StateError: There is no sequence parallelism.
     """
     sequence = newest_axis("sequence")
     if sequence is None:
@@ -123,13 +122,13 @@ def _get_sequence_parallel_group() -> dist.ProcessGroup:
 
 
 def _get_sequence_parallel_world_size() -> int:
-    """Return the number of ranks that hold slices of the same sequences; 1 where sequences are whole."""
+    """Return the number of ranks that hold slices of the same sequences; 1 if sequences are not divided."""
     sequence = newest_axis("sequence")
     return 1 if sequence is None else sequence.world
 
 
 def _get_sequence_parallel_rank() -> int:
-    """Return which slice is this rank's."""
+    """Return the index of this rank's slice of a sequence."""
     sequence = newest_axis("sequence")
     return 0 if sequence is None else sequence.rank
 

@@ -1,4 +1,4 @@
-"""Small functions, types and one class that scripts import from all over DeepSpeed."""
+"""Provide small functions, types and a class that scripts import from various modules of DeepSpeed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CPU = torch.device("cpu")
 
 
 def set_random_seed(seed: int) -> None:
-    """Seeds Python's, numpy's and torch's generators."""
+    """Seed the random generators of Python, numpy and torch."""
     import numpy
 
     random.seed(seed)
@@ -35,7 +35,7 @@ def set_random_seed(seed: int) -> None:
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> Any:
-    """Return ``item`` with ``function`` applied to its tensors, in whatever torch's pytree walks and in other mappings."""
+    """Return ``item`` with ``function`` applied to its tensors, in containers of torch's pytree and in other mappings."""
 
     def leaf(value: Any) -> Any:
         if isinstance(value, Mapping):  # of a kind that pytree does not know
@@ -47,29 +47,29 @@ def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], item: Any) -> 
 
 
 def move_to_device(item: Any, device: torch.device | str | int, criterion_func: Callable[[Any], bool] | None = None) -> Any:
-    """Return ``item`` with its tensors on ``device``; lists, tuples and dicts are walked.
+    """Return ``item`` with its tensors moved to ``device``, also inside lists, tuples and dicts.
 
     Args:
-        item: Anything.
+        item: A tensor, a container or any other object.
         device: Target device.
-        criterion_func: Tensors that it says no to stay where they are.
+        criterion_func: Function of a tensor that returns whether to move it.
     """
     return map_tensors(lambda tensor: tensor.to(device) if criterion_func is None or criterion_func(tensor) else tensor, item)
 
 
 def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -> Any:
-    """Clones every tensor in a nest of dicts, lists and tuples.
+    """Clone every tensor in nested dicts, lists and tuples.
 
-    A view of a unit's buffer would be written with the whole buffer behind it (or be dropped as shared memory); a clone
-    owns exactly its elements. Tensors that are the same view (tied weights under two names) get one clone, so that they stay tied: who
-    writes the clones then writes the file of a model that was never cloned.
+    ``torch.save`` would write a view of a unit's buffer together with the complete buffer (and safetensors would treat it as shared
+    memory); a clone has only its own elements. Tensors that are the same view (tied weights under two names) get one clone, so that they
+    stay tied in the file.
 
     Args:
-        item: A tensor, or any nesting of dict, list and tuple; other leaves are passed through.
+        item: A tensor, or nested dicts, lists and tuples; other leaves are returned unchanged.
         device: Device of the clones.
 
     Returns:
-        The same nesting (subclasses of dict and named tuples kept), each tensor detached and contiguous on ``device``.
+        The same structure (with subclasses of dict and named tuples), each tensor detached and contiguous on ``device``.
     """
     made: dict[tuple[Any, ...], torch.Tensor] = {}
 
@@ -85,8 +85,8 @@ def clone_tensors_for_torch_save(item: Any, device: torch.device | str = _CPU) -
 
 
 def _has_address(tensor: torch.Tensor) -> bool:
-    """Return whether equal addresses of ``tensor`` and another mean equal elements; not if it has no address, or is of a foreign
-    subclass.
+    """Return whether equal addresses of ``tensor`` and another tensor imply equal elements; False without an address, and for unknown
+    subclasses.
     """
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout == torch.strided and tensor.numel() > 0 and not tensor.is_meta
@@ -94,14 +94,12 @@ def _has_address(tensor: torch.Tensor) -> bool:
 
 
 def call_to_str(base: str, *args: Any, **kwargs: Any) -> str:
-    """Return the text of a call: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
+    """Return a call as text: ``call_to_str("f", 1, b=2)`` is ``"f(1, b=2)"``."""
     return f"{base}({', '.join([*map(repr, args), *(f'{name}={value!r}' for name, value in kwargs.items())])})"
 
 
 def partition_uniform(num_items: int, num_parts: int) -> list[int]:
-    """Return borders (num_parts + 1) that divide ``num_items`` items evenly; the last parts are one longer where it does not come out
-    even.
-    """
+    """Return borders (num_parts + 1) that divide ``num_items`` items evenly; with a remainder, the last parts are one item longer."""
     size, rest = divmod(num_items, num_parts)
     if size == 0:
         return [min(part, num_items) for part in range(num_parts + 1)]
@@ -109,7 +107,7 @@ def partition_uniform(num_items: int, num_parts: int) -> list[int]:
 
 
 def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
-    """Return borders (num_parts + 1) that divide items into runs whose heaviest is as light as can be."""
+    """Return borders (num_parts + 1) of contiguous parts that minimise the largest total weight of a part."""
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     sums = [0, *accumulate(weights)]
@@ -120,9 +118,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
 
 
 def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | None:
-    """Return borders of ``num_parts`` parts of at least one item and at most ``most``, filled from the front; None where they do not hold
-    all.
-    """
+    """Return borders of ``num_parts`` non-empty parts of a total weight of at most ``most`` each; None if that is impossible."""
     borders, items = [0], len(sums) - 1
     for part in range(num_parts):
         end = borders[-1]
@@ -135,12 +131,12 @@ def _borders(sums: Sequence[float], most: float, num_parts: int) -> list[int] | 
 
 
 def register_grad_hook(param: torch.Tensor, hook: Callable[[torch.Tensor], None]) -> Any:
-    """Calls ``hook`` with ``param`` when its gradient has been added; returns a handle with ``remove()``."""
+    """Register ``hook``, which is called with ``param`` after its gradient was accumulated; return a handle with ``remove()``."""
     return param.register_post_accumulate_grad_hook(hook)
 
 
 def is_compile_supported() -> bool:
-    """Return True: this PyTorch has ``torch.compile``."""
+    """Return True, because every supported PyTorch has ``torch.compile``."""
     return True
 
 
@@ -150,17 +146,17 @@ def noop_decorator(func: Function) -> Function:
 
 
 def empty_cache() -> None:
-    """Returns the allocator's unused memory to the device."""
+    """Release the allocator's unused memory to the device."""
     get_accelerator().empty_cache()
 
 
 def get_ma_status() -> int:
-    """Return bytes allocated on the device; of the process, on a CPU."""
+    """Return the bytes allocated on the device; on a CPU the bytes of the process."""
     return int(get_accelerator().memory_allocated())
 
 
 def required_torch_version(min_version: float | str | None = None, max_version: float | str | None = None) -> bool:
-    """Return whether torch's version (its first two numbers count) is between the two, both included."""
+    """Return whether torch's version (its first two numbers) is between ``min_version`` and ``max_version``, inclusive."""
     present = version.parse(".".join(torch.__version__.split(".")[:2]))
     return (min_version is None or present >= version.parse(str(min_version))) and (
         max_version is None or present <= version.parse(str(max_version))
@@ -168,40 +164,40 @@ def required_torch_version(min_version: float | str | None = None, max_version: 
 
 
 def is_model_parallel_parameter(param: torch.Tensor) -> bool:
-    """Return whether a script's own model parallelism marked the parameter as divided."""
+    """Return whether a script's own model parallelism has marked the parameter (``model_parallel``, ``tensor_model_parallel``)."""
     return bool(getattr(param, "model_parallel", False) or getattr(param, "tensor_model_parallel", False))
 
 
 def is_zero_param(parameter: Any) -> bool:
-    """Return whether a parameter is one that stage 3 shards."""
+    """Return whether stage 3 shards the parameter."""
     return isinstance(parameter, torch.Tensor) and hasattr(parameter, "ds_id")
 
 
 def recursive_getattr(model: Any, module_name: str) -> Any:
-    """Return the object that a dotted name means below ``model``: a module, or a parameter of one."""
+    """Return the module or parameter of ``model`` with a dotted name."""
     return attrgetter(module_name)(model)
 
 
 def recursive_setattr(model: Any, module_name: str, module: Any) -> None:
-    """Puts ``module`` in the place that a dotted name means below ``model``."""
+    """Replace the module of ``model`` with a dotted name by ``module``."""
     parent, _, name = module_name.rpartition(".")
     setattr(recursive_getattr(model, parent) if parent else model, name, module)
 
 
 def set_autotp_mode(training: bool = False) -> None:
-    """Do nothing: a model is split after it was built, for training, so nothing has to be prepared before."""
+    """Do nothing, because a model is split for training after it was built, without preparation."""
 
 
 def is_autotp_training_mode() -> bool:
-    """Return True: there is no other mode."""
+    """Return True, because training is the only mode."""
     return True
 
 
 class RepeatingLoader:
-    """Starts ``loader`` again whenever it ends; every pass counts as an epoch for a sampler that wants to know (``set_epoch``).
+    """An iterator that restarts ``loader`` whenever it ends; each pass is an epoch for a sampler with ``set_epoch``.
 
     Args:
-        loader: Anything that can be iterated several times and is not empty.
+        loader: A non-empty iterable that can be iterated several times.
     """
 
     def __init__(self, loader: Iterable[Any]) -> None:

@@ -1,4 +1,4 @@
-"""Hosts and slots under the names of DeepSpeed's launcher, for programs that start jobs of their own with its hostfiles and filters."""
+"""Provide the hostfile functions of DeepSpeed's launcher, for programs that start jobs themselves."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from hf_zero.observe import logger
 
 
 def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, int] | None:
-    """Return the hosts of a file and their numbers of slots; None, with a warning, where there is no such file.
+    """Return the hosts in a hostfile with their numbers of slots; None, with a warning, if the file does not exist.
 
     Raises:
-        ConfigError: A ``ValueError``; names file and line.
+        ConfigError: The file is wrong; the error is also a ``ValueError``, and its message names file and line.
     """
     if not os.path.isfile(hostfile_path):
         logger.warning(f"there is no hostfile {hostfile_path}: this machine alone is used")
@@ -27,7 +27,7 @@ def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, in
 
 
 def _parse_hostfile(hostfile_lines: Iterable[str]) -> OrderedDict[str, int]:
-    """Return the same as ``fetch_hostfile`` for the lines of a file."""
+    """Return the hosts in the lines of a hostfile with their numbers of slots, like ``fetch_hostfile``."""
     return _counts(hosts.parse_hostfile(hostfile_lines, "hostfile"))
 
 
@@ -36,18 +36,18 @@ def _counts(found: Sequence[Host]) -> OrderedDict[str, int]:
 
 
 def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = "") -> Mapping[str, Any]:
-    """Return the hosts and slots that a filter leaves.
+    """Return the hosts and slots that remain after a filter.
 
     Args:
-        host_info: Numbers of the slots by host.
-        include_str: Hosts to use, ``worker-0@worker-1:0,2``: a host without slots is used whole; a host may occur several times.
-        exclude_str: Hosts to leave out, in the same form.
+        host_info: Indices of the slots by host.
+        include_str: Hosts to use, ``worker-0@worker-1:0,2``: a host without slots is used with all slots; a host may occur several times.
+        exclude_str: Hosts to exclude, in the same notation.
 
     Returns:
-        An OrderedDict like ``host_info`` and in its order, hosts without slots left out; ``host_info`` itself where nothing is asked.
+        An OrderedDict like ``host_info`` and in its order, without hosts that have no slots left; ``host_info`` itself without filters.
 
     Raises:
-        ConfigError: A ``ValueError``: both filters, or a host or slot that is not there.
+        ConfigError: Both filters are given, or a host or slot does not exist; the error is also a ``ValueError``.
     """
     if not include_str and not exclude_str:
         return host_info
@@ -60,7 +60,7 @@ def parse_resource_filter(host_info: Mapping[str, Sequence[int]], include_str: s
 
 
 def _joined(text: str) -> str:
-    """Return a filter that names each host once; where a host occurs with and without slots, the slots count."""
+    """Return an equivalent filter that names each host once; if a host occurs with and without slots, the slots apply."""
     slots: dict[str, list[str]] = {}
     for part in text.split("@"):
         name, colon, numbers = part.partition(":")
@@ -69,10 +69,10 @@ def _joined(text: str) -> str:
 
 
 def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> Mapping[str, Any]:
-    """Return the same as ``parse_resource_filter`` for numbers of slots by host (``fetch_hostfile``)."""
+    """Return the result of ``parse_resource_filter`` for numbers of slots by host, as ``fetch_hostfile`` returns them."""
     return parse_resource_filter(OrderedDict((name, list(range(count))) for name, count in resource_pool.items()), inclusion, exclusion)
 
 
 def encode_world_info(world_info: Any) -> str:
-    """Return hosts and their slots as one word of a command line: JSON in URL-safe base64."""
+    """Return hosts and their slots as one command-line argument: JSON in URL-safe base64."""
     return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()

@@ -1,4 +1,4 @@
-"""DeepSpeed's logging helpers for scripts: on chosen ranks, and of memory."""
+"""Provide DeepSpeed's logging functions for scripts: on selected ranks, and of memory."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from hf_zero.system import own_files
 
 
 def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logging.INFO) -> None:
-    """Logs ``message`` on the given ranks.
+    """Log ``message`` on the given ranks.
 
     Args:
         message: The text.
-        ranks: Global ranks that log it; None, or -1 among them, means all.
+        ranks: Global ranks that log it; None, or a list with -1, means all ranks.
         level: Level of the record.
     """
     rank = global_rank()
@@ -33,17 +33,17 @@ def log_dist(message: str, ranks: Sequence[int] | None = None, level: int = logg
 
 
 def print_dist(message: str, ranks: Sequence[int] | None = None) -> None:
-    """Prints ``message`` on the given ranks, whatever the level of the log; None, or -1 among them, means all."""
+    """Print ``message`` on the given ranks, whatever the log level; None, or a list with -1, means all ranks."""
     rank = global_rank()
     if ranks is None or rank in ranks or -1 in ranks:
         print(f"[Rank {rank}] {message}", flush=True)
 
 
 def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None, path: str | os.PathLike[str] | None = None) -> None:
-    """Writes ``message``, with this rank in it, to a file on the given ranks; None, or -1 among them, means all.
+    """Write ``message``, with this rank added, to a file as JSON on the given ranks; None, or a list with -1, means all ranks.
 
     Raises:
-        ConfigError: There is no path.
+        ConfigError: No path is given.
     """
     if path is None:
         raise ConfigError("print_json_dist(path=None): name the file to write")
@@ -53,7 +53,7 @@ def print_json_dist(message: dict[str, Any], ranks: Sequence[int] | None = None,
 
 
 def warning_once(message: str, *args: Any) -> None:
-    """Warns once per process for the same text."""
+    """Log a warning, once per process for the same text."""
     warn_once(message % args if args else message)
 
 
@@ -62,10 +62,10 @@ log_levels = {name: getattr(logging, name.upper()) for name in ("debug", "info",
 
 
 def get_log_level_from_string(log_level_str: str) -> int:
-    """Return the number of a level.
+    """Return the number of a log level.
 
     Raises:
-        ConfigError: There is no such level.
+        ConfigError: The level is unknown.
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
@@ -74,7 +74,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
 
 
 def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger | None = None) -> None:
-    """Sets the level of the package's log, or of another, and of its handlers."""
+    """Set the level of a logger (default: the package's) and of its handlers."""
     chosen = custom_logger or logger
     chosen.setLevel(get_log_level_from_string(log_level_str))
     for handler in chosen.handlers:
@@ -82,24 +82,24 @@ def set_log_level_from_string(log_level_str: str, custom_logger: logging.Logger 
 
 
 def get_current_level() -> int:
-    """Return the level of the package's log."""
+    """Return the level of the package's logger."""
     return logger.getEffectiveLevel()
 
 
 def should_log_le(max_log_level_str: str) -> bool:
-    """Return whether the package's log is at this level or a more talkative one."""
+    """Return whether the package's logger has this level or a more verbose one."""
     return logger.getEffectiveLevel() <= get_log_level_from_string(max_log_level_str)
 
 
 class LoggerFactory:
-    """Makes loggers that write to standard output."""
+    """A factory of loggers that write to standard output."""
 
     @staticmethod
     def create_logger(name: str | None = None, level: int = logging.INFO) -> logging.Logger:
-        """Return a logger of that name and level with a handler of its own.
+        """Return a logger of this name and level with its own handler.
 
         Raises:
-            ConfigError: There is no name.
+            ConfigError: ``name`` is None.
         """
         if not name:
             raise ConfigError("LoggerFactory.create_logger(name=None): give the logger a name")
@@ -114,12 +114,12 @@ class LoggerFactory:
 
 
 def see_memory_usage(message: str, force: bool = False, ranks: Sequence[int] | None = None) -> None:
-    """Logs the memory of the accelerator, where there is one, and the most this process has had on the host, in GB.
+    """Log the memory of the accelerator, if there is one, and the peak memory of this process on the host, in GB.
 
     Args:
-        message: Description of the program's present step.
-        force: Log at all; scripts leave their calls in and switch them with this.
-        ranks: Ranks that log it; None is rank 0.
+        message: Text before the numbers, usually the current step of the program.
+        force: Whether to log; False does nothing, so that scripts can switch their calls off.
+        ranks: Ranks that log; None is rank 0.
     """
     if not force:
         return

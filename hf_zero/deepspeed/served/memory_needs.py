@@ -1,8 +1,9 @@
-"""`estimate_zero{2,3}_model_states_mem_needs*`: what model states take on a device and on its host, for the options people weigh.
+"""Estimate the memory of model states on a device and its host: `estimate_zero{2,3}_model_states_mem_needs*`.
 
 The names and arguments are DeepSpeed's (https://deepspeed.readthedocs.io/en/latest/memory.html), the numbers are hf_zero's:
-16-bit training with Adam on N ranks holds, per parameter, 2 bytes of weights, 12 of fp32 master and moments (a share of 1/N from stage 1
-on) and 4 of fp32 gradient shard (1/N). At stage 3 the weights are a share too, and the blocks in use are whole. Activations come on top.
+16-bit training with Adam on N ranks needs, per parameter, 2 bytes for weights, 12 bytes / N for fp32 master and moments (from stage 1 on)
+and 4 bytes / N for fp32 gradient shards. At stage 3 the weights need 2 bytes / N, and the blocks in use are unsharded. Activations are not
+included.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _BLOCKS_AT_ONCE = 3
 def estimate_zero2_model_states_mem_needs(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, cpu_offload: bool = True, additional_buffer_factor: float = 1.5
 ) -> tuple[int, int]:
-    """Return bytes at stage 2, with 16-bit weights and Adam.
+    """Return the estimated memory at stage 2, with 16-bit weights and Adam.
 
     Args:
         total_params: Parameters of the model.
         num_gpus_per_node: Ranks on one host.
         num_nodes: Hosts.
-        cpu_offload: Masters, moments and gradient shards rest on the host.
-        additional_buffer_factor: Margin for host memory.
+        cpu_offload: Whether masters, moments and gradient shards are on the host.
+        additional_buffer_factor: Factor of the margin for host memory.
 
     Returns:
         Host memory of one node while the model is loaded or trained, and memory of one device, in bytes.
@@ -53,20 +54,20 @@ def estimate_zero3_model_states_mem_needs(
     zero_init: bool = True,
     additional_buffer_factor: float = 1.5,
 ) -> tuple[int, int, int]:
-    """Return bytes at stage 3, with 16-bit weights and Adam.
+    """Return the estimated memory at stage 3, with 16-bit weights and Adam.
 
     Args:
         total_params: Parameters of the model.
         largest_layer_params: Parameters of its largest layer.
         num_gpus_per_node: Ranks on one host.
         num_nodes: Hosts.
-        cpu_offload: Masters, moments and gradient shards rest on the host.
-        cpu_offload_params: Shards of the weights do too.
-        zero_init: The model is built under ``zero.Init``: no rank ever holds it whole.
+        cpu_offload: Whether masters, moments and gradient shards are on the host.
+        cpu_offload_params: Whether shards of the weights are on the host too.
+        zero_init: Whether the model is built under ``zero.Init``, so that no rank holds it unsharded.
         additional_buffer_factor: Margin for host memory.
 
     Returns:
-        Host memory of one node, memory of one device, and the part of the latter that the layers in use take, in bytes.
+        Host memory of one node, memory of one device, and the part of the device memory for the layers in use, in bytes.
     """
     ranks = num_gpus_per_node * num_nodes
     layers = _BLOCKS_AT_ONCE * _WEIGHT * largest_layer_params
@@ -87,7 +88,7 @@ def estimate_zero2_model_states_mem_needs_all_live(
 def estimate_zero2_model_states_mem_needs_all_cold(
     total_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Do the same as ``..._all_live`` for a model of which only the size is known."""
+    """Print the memory at stage 2 like ``..._all_live``, for a model of which only the size is known."""
     rows = []
     for offload in (True, False):
         host, device = estimate_zero2_model_states_mem_needs(total_params, num_gpus_per_node, num_nodes, offload, additional_buffer_factor)
@@ -105,7 +106,7 @@ def estimate_zero3_model_states_mem_needs_all_live(
 def estimate_zero3_model_states_mem_needs_all_cold(
     total_params: int, largest_layer_params: int, num_gpus_per_node: int = 1, num_nodes: int = 1, additional_buffer_factor: float = 1.5
 ) -> None:
-    """Do the same as ``..._all_live`` for a model of which only the sizes are known."""
+    """Print the memory at stage 3 like ``..._all_live``, for a model of which only the sizes are known."""
     rows = []
     for optimizer, params in ((True, True), (True, False), (False, False)):
         for zero_init in (True, False):
@@ -119,7 +120,7 @@ def estimate_zero3_model_states_mem_needs_all_cold(
 
 
 def _sizes(model: nn.Module) -> tuple[int, int]:
-    """Return the number of parameters of the model, shared ones once, and of the largest single module; sharded or not."""
+    """Return the numbers of parameters of the model (shared ones counted once) and of its largest single module, sharded or not."""
     layers = [sum(full_shape(param).numel() for param in module.parameters(recurse=False)) for module in model.modules()]
     return sum(full_shape(param).numel() for param in model.parameters()), max(layers, default=0)
 

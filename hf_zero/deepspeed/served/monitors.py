@@ -1,4 +1,4 @@
-"""DeepSpeed's monitors for scripts that write records of their own: `MonitorMaster` over the configured sinks, and each kind alone."""
+"""Provide DeepSpeed's monitors for scripts that write their own records: `MonitorMaster` for all configured sinks, and one per kind."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ from hf_zero.observe import global_rank
 
 
 class MonitorMaster(EventWriter):
-    """Writes events to every monitor that is switched on; rank 0 does.
+    """A writer of events to every enabled monitor; only rank 0 writes.
 
     Args:
         monitor_config: ``DeepSpeedConfig(...).monitor_config``.
 
     Attributes:
-        tb_monitor: TensorBoard alone; None where it is off, and on other ranks than 0.
-        wandb_monitor: Weights & Biases, likewise.
-        comet_monitor: Comet, likewise.
-        csv_monitor: CSV files, likewise.
-        trackio_monitor: Trackio, likewise.
+        tb_monitor: Monitor of TensorBoard only; None if it is disabled, and on other ranks than 0 (as the following).
+        wandb_monitor: Monitor of Weights & Biases only.
+        comet_monitor: Monitor of Comet only.
+        csv_monitor: Monitor of CSV files only.
+        trackio_monitor: Monitor of Trackio only.
 
     Raises:
-        ConfigError: A monitor is on whose package is not installed.
+        ConfigError: A monitor is enabled, but its package is not installed.
     """
 
     def __init__(self, monitor_config: MonitorView) -> None:
@@ -36,17 +36,17 @@ class MonitorMaster(EventWriter):
         self.trackio_monitor = self._alone(TrackioMonitor, TrackioSink, monitor_config)
 
     def _alone(self, kind: type[_Kind], sink: type[Sink], monitor_config: MonitorView) -> _Kind | None:
-        """Return the monitor of one kind over the sink that there is."""
+        """Return a monitor of one kind for the open sink of that kind; None if there is no such sink."""
         own = [mine for mine in self.sinks if isinstance(mine, sink)]
         return kind(getattr(monitor_config, kind.kind), own) if own else None
 
 
 class _Single(EventWriter):
-    """One kind of monitor, from its section; the section's keys are attributes.
+    """Base class of a monitor of one kind; the keys of its section are attributes.
 
     Args:
-        config: The section.
-        sinks: Monitors that are already open; None opens them, on rank 0.
+        config: Section of the configuration.
+        sinks: Sinks that are already open; None opens the sink, on rank 0.
     """
 
     kind: str
@@ -68,41 +68,41 @@ class _Single(EventWriter):
 
 
 class TensorBoardMonitor(_Single):
-    """TensorBoard alone."""
+    """A monitor that writes to TensorBoard only."""
 
     kind = "tensorboard"
 
     @property
     def summary_writer(self) -> Any:
-        """Return torch's ``SummaryWriter``, for images, texts, histograms; None where it is off, and on other ranks than 0."""
+        """Return torch's ``SummaryWriter``, for images, texts, histograms; None if TensorBoard is disabled, and on other ranks than 0."""
         return next((sink.writer for sink in self.sinks if isinstance(sink, TensorboardSink)), None)
 
 
 class WandbMonitor(_Single):
-    """Weights & Biases alone."""
+    """A monitor that writes to Weights & Biases only."""
 
     kind = "wandb"
 
 
 class CometMonitor(_Single):
-    """Comet alone."""
+    """A monitor that writes to Comet only."""
 
     kind = "comet"
 
     @property
     def experiment(self) -> Any:
-        """Return comet_ml's experiment; None where it is off, and on other ranks than 0."""
+        """Return comet_ml's experiment object; None if Comet is disabled, and on other ranks than 0."""
         return next((sink.experiment for sink in self.sinks if isinstance(sink, CometSink)), None)
 
 
 class csvMonitor(_Single):  # noqa: N801  (DeepSpeed's name)
-    """CSV files alone."""
+    """A monitor that writes to CSV files only."""
 
     kind = "csv_monitor"
 
 
 class TrackioMonitor(_Single):
-    """Trackio alone."""
+    """A monitor that writes to Trackio only."""
 
     kind = "trackio"
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's helpers over gradients that a script holds itself, outside of an engine: norms, clipping, overflow."""
+"""Provide DeepSpeed's functions for gradients that a script holds itself, outside of an engine: norms, clipping, overflow."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from hf_zero.errors import UnsupportedError
 def clip_grad_norm_(
     parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2, mpu: Any = None
 ) -> torch.Tensor:
-    """Scales ``param.grad`` so that their common norm is at most ``max_norm``; collective where there is a process group.
+    """Scale the ``grad`` of ``parameters`` so that their joint norm is at most ``max_norm``; collective if there is a process group.
 
-    Ranks whose gradients differ use the mean of their norms, so that all scale alike. Parameters of an engine have a
-    ``param.grad`` at stage 0 alone: set ``gradient_clipping`` in the configuration for them.
+    If gradients differ between ranks, the mean of the ranks' norms is used, so that all ranks scale by the same factor. Parameters of an
+    engine have a ``param.grad`` at stage 0 only; set ``gradient_clipping`` in the configuration for them.
 
     Args:
-        parameters: Those with a ``grad`` count.
+        parameters: Parameters; those without a ``grad`` are skipped.
         max_norm: The largest norm.
-        norm_type: Kind of the norm; infinity is the largest absolute value.
-        mpu: Refused.
+        norm_type: Order of the norm; infinity is the largest absolute value.
+        mpu: Not supported; must be None.
 
     Returns:
-        The norm before, 0-dim.
+        The norm before clipping, 0-dim.
 
     Raises:
         UnsupportedError: ``mpu`` is given.
@@ -43,20 +43,20 @@ def clip_grad_norm_(
 
 
 def get_grad_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of all ``param.grad`` on this rank; -1 where one is not finite, as in DeepSpeed."""
+    """Return the joint norm of all ``param.grad`` on this rank; -1 if one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_grad_norm", mpu)
     return _finite_or_minus_one(_norm(_grads(parameters), norm_type))
 
 
 def get_weight_norm(parameters: torch.Tensor | Iterable[torch.Tensor], norm_type: float = 2, mpu: Any = None) -> float:
-    """Return the norm of the tensors themselves; -1 where one is not finite, as in DeepSpeed."""
+    """Return the joint norm of the parameters themselves; -1 if one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_weight_norm", mpu)
     tensors = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
     return _finite_or_minus_one(_norm([tensor.detach() for tensor in tensors], norm_type))
 
 
 def get_global_norm(norm_list: Iterable[float]) -> float:
-    """Return the norm of everything, from the norms of its parts; infinity where a part is not finite."""
+    """Return the joint norm from a list of norms; infinity if one of them is not finite."""
     norms = [float(norm) for norm in norm_list]
     return math.sqrt(sum(norm * norm for norm in norms)) if all(math.isfinite(norm) and norm >= 0 for norm in norms) else math.inf
 
@@ -64,7 +64,7 @@ def get_global_norm(norm_list: Iterable[float]) -> float:
 def get_global_norm_of_tensors(
     input_tensors: Sequence[torch.Tensor], norm_type: float = 2, mpu: Any = None, moe_ep_group: Any = None
 ) -> torch.Tensor:
-    """Return the norm of all elements of the tensors, 0-dim; -1 where one is not finite, as in DeepSpeed."""
+    """Return the norm of all elements of the tensors, 0-dim; -1 if one is not finite, as in DeepSpeed."""
     _refuse_mpu("get_global_norm_of_tensors", mpu)
     norm = _norm([tensor.detach() for tensor in input_tensors], norm_type)
     return mask_nan_or_inf_with_val_inplace(norm)
@@ -77,7 +77,7 @@ def clip_tensors_by_global_norm(
     mpu: Any = None,
     eps: float = 1e-6,
 ) -> float | torch.Tensor:
-    """Scales the tensors in place so that their common norm, or the one given, is at most ``max_norm``; returns that norm."""
+    """Scale the tensors in place so that their joint norm (``global_norm`` if given) is at most ``max_norm``; return the norm before."""
     norm = get_global_norm_of_tensors(input_tensors, mpu=mpu) if global_norm is None else global_norm
     factor = max_norm / (float(norm) + eps)
     if 0 <= factor < 1:
@@ -92,13 +92,13 @@ def mask_nan_or_inf_with_val_inplace(input: torch.Tensor, device: Any = None, va
 
 
 class CheckOverflow:
-    """Looks for values in gradients that are not finite, over all ranks.
+    """A check for non-finite values in gradients, over all ranks.
 
     Args:
-        param_groups: Lists of parameters whose ``grad`` are looked at.
-        mpu: Refused.
-        zero_reduce_scatter: Changes nothing.
-        deepspeed: Changes nothing.
+        param_groups: Lists of parameters whose ``grad`` is checked.
+        mpu: Not supported; must be None.
+        zero_reduce_scatter: Has no effect.
+        deepspeed: Has no effect.
 
     Raises:
         UnsupportedError: ``mpu`` is given.
@@ -115,19 +115,19 @@ class CheckOverflow:
         self.params = [param for group in param_groups or () for param in group]
 
     def check(self, param_groups: Sequence[Iterable[torch.Tensor]] | None = None) -> bool:
-        """Return whether any rank has such a value; collective where there is a process group."""
+        """Return whether any rank has a non-finite value in the gradients; collective if there is a process group."""
         return self.has_overflow(self.params if param_groups is None else [param for group in param_groups for param in group])
 
     def has_overflow(self, params: Iterable[torch.Tensor], has_moe_params: bool | None = None) -> bool:
-        """Return the same as ``check``, for these parameters."""
+        """Return whether any rank has a non-finite value in the gradients of ``params``; collective if there is a process group."""
         return _any_rank(self.has_overflow_serial(params))
 
     def has_overflow_serial(self, params: Iterable[torch.Tensor]) -> bool:
-        """Return the same as ``has_overflow``, on this rank only."""
+        """Return whether this rank has a non-finite value in the gradients of ``params``; local."""
         return not all(bool(grad.isfinite().all()) for grad in _grads(params))
 
     def check_using_norm(self, norm_group: Iterable[float], reduce_overflow: bool = True) -> bool:
-        """Return whether a norm shows an overflow: it is negative (``get_weight_norm``) or not finite; collective unless
+        """Return whether one of the norms is negative (as ``get_weight_norm`` returns on overflow) or not finite; collective unless
         ``reduce_overflow`` is False.
         """
         found = any(not math.isfinite(norm) or norm < 0 for norm in map(float, norm_group))

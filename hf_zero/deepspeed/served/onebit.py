@@ -1,4 +1,4 @@
-"""DeepSpeed's 1-bit Adam class, constructed with its arguments."""
+"""Provide DeepSpeed's class of 1-bit Adam, with its arguments."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from hf_zero.optim.onebit_adam import OneBitAdam
 
 
 class OnebitAdam(OneBitAdam):
-    """``OneBitAdam`` with DeepSpeed's order of arguments.
+    """The optimizer ``OneBitAdam`` with DeepSpeed's order of arguments.
 
     Args:
         params: Parameters, or groups as dicts.
-        deepspeed: Accepted; the engine comes with ``deepspeed.initialize``.
+        deepspeed: Accepted and ignored; ``deepspeed.initialize`` connects the engine.
         lr: Learning rate.
         freeze_step: Steps of warm-up, or "auto".
-        bias_correction: Divide the moments by ``1 - beta ** step``. DeepSpeed's class ignores its own argument; this one does not.
+        bias_correction: Whether to divide the moments by ``1 - beta ** step``. DeepSpeed's class ignores this argument.
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
-        eps_inside_sqrt: Add ``eps`` under the root.
+        eps_inside_sqrt: Whether ``eps`` is added inside the square root.
         weight_decay: Decoupled weight decay.
-        max_grad_norm: Clip gradients to this norm; 0 is off.
+        max_grad_norm: Clipping norm of the gradients; 0 turns clipping off.
         amsgrad: Must be False.
-        cuda_aware: Accepted; the process group's back end decides.
-        comm_backend_name: Accepted, likewise.
+        cuda_aware: Accepted and ignored; the backend of the process group decides.
+        comm_backend_name: Accepted and ignored.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""DeepSpeed's optimizer classes, constructed with its keywords; the host optimizers of ``hf_zero.ops`` do the work.
+"""Provide DeepSpeed's optimizer classes with its keyword arguments, as subclasses of the host optimizers in ``hf_zero.ops``.
 
-accelerate builds ``DeepSpeedCPUAdam(user_optimizer.param_groups, lr=, weight_decay=, adamw_mode=)`` in place of the user's
-optimizer when `offload_optimizer` is set, for every optimizer class that is not Adagrad or Lion. Groups given as dicts are kept, so
-schedulers that hold them go on working.
+If `offload_optimizer` is set, accelerate replaces the user's optimizer by ``DeepSpeedCPUAdam(user_optimizer.param_groups, lr=,
+weight_decay=, adamw_mode=)``, for every optimizer class except Adagrad and Lion. Param groups that are given as dicts are kept as the same
+objects, so that schedulers that refer to them still work.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
 
 class DeepSpeedCPUAdam(HostAdam):
-    """Adam or AdamW with DeepSpeed's keywords; the parameters may live on any device.
+    """An Adam or AdamW optimizer with DeepSpeed's keywords; the parameters may be on any device.
 
     Args:
         model_params: Parameters, or groups as dicts.
@@ -47,15 +47,15 @@ class DeepSpeedCPUAdam(HostAdam):
         betas: Decay rates of the two moments.
         eps: Added to the denominator.
         weight_decay: Decay, decoupled from the gradient with ``adamw_mode``.
-        amsgrad: Only false is provided, as in DeepSpeed.
-        adamw_mode: True is AdamW, false is Adam with decay added to the gradient; wins over the groups' own flags.
+        amsgrad: Only False is supported, as in DeepSpeed.
+        adamw_mode: True for AdamW, False for Adam with decay added to the gradient; takes precedence over flags of the groups.
         fp32_optimizer_states: False keeps the moments of bf16 parameters in bf16; fp16 would lose small second moments.
 
     Attributes:
-        adam_w_mode: As ``adamw_mode``.
+        adam_w_mode: The argument ``adamw_mode``.
 
     Raises:
-        UnsupportedError: A value that is not provided.
+        UnsupportedError: An argument has an unsupported value.
     """
 
     def __init__(
@@ -88,11 +88,11 @@ class DeepSpeedCPUAdam(HostAdam):
 
 
 class FusedLamb(Lamb):
-    """``Lamb`` under DeepSpeed's name; the same keywords."""
+    """The optimizer ``Lamb`` under DeepSpeed's name, with the same keywords."""
 
 
 class FusedAdam(DeepSpeedCPUAdam):
-    """Optimizer like ``DeepSpeedCPUAdam`` with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
+    """An optimizer like ``DeepSpeedCPUAdam``, with the keywords of DeepSpeed's GPU class (``adam_w_mode``, ``set_grad_none``)."""
 
     def __init__(
         self,
@@ -111,19 +111,19 @@ class FusedAdam(DeepSpeedCPUAdam):
 
 
 class DeepSpeedCPUAdagrad(HostAdagrad):
-    """Adagrad with DeepSpeed's keywords; ``adamw_mode`` is ignored, accelerate passes it to whatever class it picked.
+    """An Adagrad optimizer with DeepSpeed's keywords; ``adamw_mode``, which accelerate passes to every class, is ignored.
 
     Args:
         model_params: Parameters, or groups as dicts.
         lr: Learning rate.
         eps: Added to the denominator.
         weight_decay: Decay added to the gradient.
-        amsgrad: Only false exists.
-        fp32_optimizer_states: Only true is provided.
-        adamw_mode: Ignored.
+        amsgrad: Only False is supported.
+        fp32_optimizer_states: Only True is supported.
+        adamw_mode: Has no effect.
 
     Raises:
-        UnsupportedError: A value that is not provided.
+        UnsupportedError: An argument has an unsupported value.
     """
 
     def __init__(
@@ -142,18 +142,18 @@ class DeepSpeedCPUAdagrad(HostAdagrad):
 
 
 class DeepSpeedCPULion(HostLion):
-    """Lion with DeepSpeed's keywords; ``adamw_mode`` is ignored, accelerate passes it to whatever class it picked.
+    """A Lion optimizer with DeepSpeed's keywords; ``adamw_mode``, which accelerate passes to every class, is ignored.
 
     Args:
         model_params: Parameters, or groups as dicts.
         lr: Learning rate.
-        betas: Interpolation of the update, decay of the momentum.
+        betas: Interpolation factor of the update, and decay rate of the momentum.
         weight_decay: Decoupled weight decay.
-        fp32_optimizer_states: Only true is provided.
-        adamw_mode: Ignored.
+        fp32_optimizer_states: Only True is supported.
+        adamw_mode: Has no effect.
 
     Raises:
-        UnsupportedError: A value that is not provided.
+        UnsupportedError: An argument has an unsupported value.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class DeepSpeedCPULion(HostLion):
 
 
 class FusedLion(HostLion):
-    """Lion with the keywords of DeepSpeed's GPU class (``set_grad_none``)."""
+    """A Lion optimizer with the keywords of DeepSpeed's GPU class (``set_grad_none``)."""
 
     def __init__(
         self,
@@ -198,10 +198,10 @@ def _require_grad_none(owner: str, value: bool) -> None:
 
 
 def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:
-    """Warn that accelerate replaces any optimizer by Adam when the optimizer is offloaded, for example a user's SGD.
+    """Warn that accelerate replaces the user's optimizer (for example SGD) by Adam if the optimizer is offloaded.
 
     Raises:
-        UnsupportedError: The groups are those of an optimizer like Adafactor, of which Adam would make something else altogether.
+        UnsupportedError: The groups belong to an optimizer like Adafactor, whose settings have another meaning in Adam.
     """
     groups = [group for group in params if isinstance(group, dict)]
     odd = sorted({key for group in groups for key in _WHOLE_TENSOR_KEYS if key in group})

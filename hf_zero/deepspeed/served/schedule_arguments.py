@@ -1,4 +1,4 @@
-"""Script arguments that set a learning-rate schedule and its parameters."""
+"""Add command-line arguments to scripts that set a learning-rate schedule and its parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _ARGUMENTS: tuple[tuple[str, type, float | str | None, str], ...] = (
 
 
 def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-    """Adds ``--lr_schedule`` and one argument per parameter of the schedules, under their names in the configuration.
+    """Add ``--lr_schedule`` and one argument per parameter of the schedules, with its name in the configuration.
 
     Args:
         parser: The script's parser; it is changed.

@@ -1,4 +1,4 @@
-"""DeepSpeed's module of sequence-parallel groups, for scripts that make them and pass the module as ``mpu``."""
+"""Provide DeepSpeed's module of sequence-parallel groups, for scripts that create the groups and pass this module as ``mpu``."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from hf_zero.errors import StateError
 
 
 def initialize_sequence_parallel(sequence_parallel_size: int) -> None:
-    """Makes groups of adjacent ranks; collective.
+    """Create sequence-parallel groups of adjacent ranks; collective.
 
     Raises:
-        ConfigError: The size does not divide the number of ranks.
+        ConfigError: The number of ranks is not a multiple of the size.
     """
     sequence_topology(sequence_parallel_size)
 
@@ -32,22 +32,22 @@ def _joint() -> Topology:
 
 
 def get_sequence_parallel_group() -> dist.ProcessGroup:
-    """Return the ranks that share this rank's samples."""
+    """Return the process group of the ranks that share this rank's samples."""
     return _sequence().group
 
 
 def get_sequence_parallel_world_size() -> int:
-    """Return how many they are."""
+    """Return the number of ranks that share this rank's samples."""
     return _sequence().world
 
 
 def get_sequence_parallel_rank() -> int:
-    """Return which slice is this rank's."""
+    """Return the index of this rank's slice of a sequence."""
     return _sequence().rank
 
 
 def get_sequence_data_parallel_group() -> dist.ProcessGroup:
-    """Return all groups together."""
+    """Return the process group of all ranks of all sequence-parallel groups, which ZeRO shards over."""
     return _joint().group
 
 
@@ -57,7 +57,7 @@ def get_sequence_data_parallel_world_size() -> int:
 
 
 def get_sequence_data_parallel_rank() -> int:
-    """Return this rank's place among them."""
+    """Return this rank's position among the ranks of all groups."""
     return _joint().rank
 
 

@@ -1,4 +1,4 @@
-"""DeepSpeed's configuration classes, and the names that it gives to choices: devices, states, stages, optimizers."""
+"""Provide DeepSpeed's configuration classes, and its enumerations of devices, states, stages and optimizers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ TORCH_INFO = {
 
 
 class OffloadDeviceEnum(str, Enum):
-    """Place of offloaded state."""
+    """Devices of offloaded state."""
 
     none = "none"
     cpu = "cpu"
@@ -64,12 +64,12 @@ class ZeroStageEnum(int, Enum):
 
 
 class DeepSpeedConfig(ConfigView):
-    """A configuration, read and checked for the ranks there are.
+    """A configuration that was read and checked for the present number of ranks.
 
     Args:
-        config: Path, dictionary, JSON or base64 text; "auto" takes defaults.
-        mpu: Object that tells the data-parallel ranks.
-        mesh_device: Ignored.
+        config: Path, dictionary, JSON or base64 text; "auto" is replaced by defaults.
+        mpu: Object of the script that returns the data-parallel group.
+        mesh_device: Has no effect.
 
     Raises:
         ConfigError: The configuration is wrong.
@@ -81,7 +81,7 @@ class DeepSpeedConfig(ConfigView):
 
 
 def _replicas(config: dict[str, Any], mpu: Any) -> int:
-    """Return how many ranks, or groups of ranks, train on samples of their own."""
+    """Return the number of data-parallel replicas: ranks, or groups of ranks, with their own samples."""
     if hasattr(mpu, "get_data_parallel_world_size"):
         return int(mpu.get_data_parallel_world_size())
     found = (
@@ -97,7 +97,7 @@ def _with_section(keys: dict[str, Any]) -> ResolvedConfig:
 
 
 class DeepSpeedZeroConfig(ZeroView):
-    """The ``zero_optimization`` section, from its keys.
+    """The section ``zero_optimization``, constructed from its keys.
 
     Raises:
         ConfigError: A key or a value is wrong.
@@ -112,7 +112,7 @@ class DeepSpeedZeroConfig(ZeroView):
 
 
 class DeepSpeedMonitorConfig(MonitorView):
-    """The monitors' sections, from their keys.
+    """The sections of the monitors, constructed from their keys.
 
     Raises:
         ConfigError: A key or a value is wrong.
@@ -123,7 +123,7 @@ class DeepSpeedMonitorConfig(MonitorView):
 
 
 def get_monitor_config(param_dict: Any) -> MonitorView:
-    """Return the monitors' sections of a whole configuration; its other sections are not looked at."""
+    """Return the sections of the monitors from a complete configuration; its other sections are not checked."""
     sections = {
         key: value for key, value in read_config(param_dict).items() if key in ("tensorboard", "wandb", "comet", "csv_monitor", "trackio")
     }

@@ -1,4 +1,4 @@
-"""Present place of an engine's state, for scripts that offload it."""
+"""Return the current devices of an engine's state, for scripts that offload it."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from hf_zero.errors import ConfigError
 
 
 def get_state_devices(model: Any, state: Any) -> set[torch.device]:
-    """Return the devices of one kind of state of an engine; local.
+    """Return the current devices of one kind of state of an engine; local.
 
     Args:
         model: The engine.
         state: A member of ``OffloadStateTypeEnum``, or its name.
 
     Returns:
-        Empty where there is none of it now (gradients after a step).
+        A set of devices; empty if no such state exists now (for example gradients after a step).
 
     Raises:
-        ConfigError: There is no such kind.
+        ConfigError: The kind is unknown.
     """
     kind = str(getattr(state, "value", state))
     if kind not in KINDS:

@@ -1,8 +1,8 @@
-"""Files that callers of DeepSpeed's converter `torch.load`: whole weights, and on demand `get_model_state_file` and `get_optim_files`.
+"""Write files that callers of DeepSpeed's converter read with `torch.load`: unsharded weights, `get_model_state_file`, `get_optim_files`.
 
-Lightning's converter to one file takes the weights from ``get_fp32_state_dict_from_zero_checkpoint`` and then reads the stage and its
-own state out of DeepSpeed's pickles. Our checkpoints hold none, and do not get any: what it reads is written to a folder for
-temporary files, in this process, from values that JSON and safetensors gave, and goes when the process ends.
+Lightning's converter to one file takes the weights from ``get_fp32_state_dict_from_zero_checkpoint``, and then reads the stage and its own
+state from DeepSpeed's pickle files. Checkpoints of hf_zero contain no pickle files. So this process writes the files that Lightning reads
+to a temporary folder, from values in JSON and safetensors files, and deletes them at its end.
 """
 
 from __future__ import annotations
@@ -38,38 +38,38 @@ def convert_zero_checkpoint_to_state_dict(
     tag: str | None = None,
     exclude_frozen_parameters: bool = False,
 ) -> None:
-    """Do the same as ``convert_zero_checkpoint_to_fp32_state_dict``, in any type: "fp32", "bf16" or "fp16".
+    """Convert a checkpoint to unsharded weights like ``convert_zero_checkpoint_to_fp32_state_dict``, in "fp32", "bf16" or "fp16".
 
-    Safetensors; `pytorch_model.bin` where ``safe_serialization=False`` is said, as no pickle is written by default.
+    The files are safetensors; ``safe_serialization=False`` writes `pytorch_model.bin`, a pickle file.
 
     Raises:
-        FileNotFoundError, ValueError: There is no such checkpoint, or it is damaged; or no such type.
+        FileNotFoundError, ValueError: The checkpoint does not exist or is damaged, or the type is unknown.
     """
     convert(checkpoint_dir, output_dir, max_shard_size, safe_serialization, tag, exclude_frozen_parameters, dtype)
 
 
 def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Return one file for `torch.load` that tells the ZeRO stage of a checkpoint, where DeepSpeed has one per rank.
+    """Return a list with one file for `torch.load` that has the ZeRO stage of a checkpoint; DeepSpeed has one file per rank.
 
     Args:
-        checkpoint_dir: The folder of the tag.
+        checkpoint_dir: Folder of the checkpoint (with its tag).
 
     Raises:
-        CheckpointError: It is no complete checkpoint.
+        CheckpointError: The folder is not a complete checkpoint.
     """
     _, index = _open(checkpoint_dir)
     return [_write({"optimizer_state_dict": {"zero_stage": index.stage}}, "optim_states")]
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Return a file for `torch.load` with the counters of the engine and the caller's own state; the weights are not in it.
+    """Return a file for `torch.load` with the engine's counters and the caller's own state, without weights.
 
     Args:
-        checkpoint_dir: The folder of the tag.
-        zero_stage: Has no effect: the folder knows its stage.
+        checkpoint_dir: Folder of the checkpoint (with its tag).
+        zero_stage: Has no effect, because the checkpoint contains its stage.
 
     Raises:
-        CheckpointError: It is no complete checkpoint.
+        CheckpointError: The folder is not a complete checkpoint.
     """
     folder, index = _open(checkpoint_dir)
     reader = RangeReader(folder, index.files)

@@ -1,4 +1,4 @@
-"""DeepSpeed's two divided linear layers, for scripts that put them into a model by hand; the engine divides layers without them."""
+"""Provide DeepSpeed's two tensor-parallel linear layers, for scripts that put them into a model by hand; the engine does not need them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from hf_zero.tensor_parallel.plan import SplitParameter
 
 
 class _OfKind(type(nn.Module)):  # type: ignore[misc]
-    """A linear layer that the engine has divided keeps its class, and is an instance of the layer that computes the same."""
+    """Metaclass whose ``isinstance`` also accepts a linear layer that the engine has split in the same way, which keeps its own class."""
 
     def __instancecheck__(cls, instance: object) -> bool:
         if super().__instancecheck__(instance) or not isinstance(instance, nn.Linear):
@@ -58,27 +58,27 @@ class _Divided(nn.Linear, metaclass=_OfKind):
 
 
 def _join(group: ModelGroup, part: Part, params: list[torch.Tensor]) -> None:
-    """Makes parameters whole; collective."""
+    """Replace split parameters by complete ones; collective."""
     for param in params:
         param.data = part.join(group.gather(param.detach(), "divided layer"))
 
 
 def _cut(rank: int, part: Part, params: list[torch.Tensor]) -> None:
-    """Keeps this rank's part of whole parameters."""
+    """Replace complete parameters by this rank's part; local."""
     for param in params:
         param.data = part.take(param.detach(), rank).clone(memory_format=torch.contiguous_format)
 
 
 class LinearLayer(_Divided):
-    """A linear layer of which each rank computes some outputs, from whole inputs.
+    """A column-parallel linear layer: each rank computes a part of the outputs, from complete inputs.
 
     Args:
-        module: The whole layer, the same on every rank; its parameters become this layer's.
-        mp_group: The ranks that hold it together.
-        gather_output: Give all outputs to every rank.
+        module: The complete layer, the same on every rank; this layer takes over its parameters.
+        mp_group: Ranks that hold the layer together.
+        gather_output: Whether every rank gets all outputs.
 
     Raises:
-        ConfigError: The ranks do not divide the outputs.
+        ConfigError: The number of outputs is not a multiple of the number of ranks.
     """
 
     divided = 0
@@ -88,21 +88,21 @@ class LinearLayer(_Divided):
         self.gather_output = gather_output
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return this rank's outputs, or all outputs."""
+        """Return this rank's outputs, or all outputs if ``gather_output`` was set."""
         outputs = functional.linear(copy(input, self.group, "divided layer"), self.weight, self.bias)
         part = Part(-1, self.ranges, self.ranges[-1][0][1])
         return gather(outputs, self.group, part, "divided layer") if self.gather_output else outputs
 
 
 class LinearAllreduce(_Divided):
-    """A linear layer of which each rank has some inputs; every rank gets the sum.
+    """A row-parallel linear layer: each rank has a part of the inputs, and every rank gets the sum of the partial outputs.
 
     Args:
-        module: The whole layer, the same on every rank; its parameters become this layer's.
-        mp_group: The ranks that hold it together.
+        module: The complete layer, the same on every rank; this layer takes over its parameters.
+        mp_group: Ranks that hold the layer together.
 
     Raises:
-        ConfigError: The ranks do not divide the inputs.
+        ConfigError: The number of inputs is not a multiple of the number of ranks.
     """
 
     divided = 1
@@ -111,6 +111,6 @@ class LinearAllreduce(_Divided):
         super().__init__(module, mp_group)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Return all outputs, from this rank's inputs."""
+        """Return all outputs, summed over ranks, from this rank's inputs; collective."""
         outputs = reduce(functional.linear(input, self.weight), self.group, "divided layer")
         return outputs if self.bias is None else outputs + self.bias

@@ -1,4 +1,4 @@
-"""`ds_to_universal`, DeepSpeed's step between a save and a load on other ranks: every checkpoint of ours is universal, so it is copied."""
+"""Implement `ds_to_universal`, DeepSpeed's conversion for a load on other ranks: hf_zero's checkpoints need none, so it copies them."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ LATEST_UNIVERSAL = "latest_universal"
 
 
 def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
-    """Return the parsed command line; options that divide the work, or leave out parts of DeepSpeed's conversion, have no effect on a
-    copy.
-    """
+    """Return the parsed command line; options of DeepSpeed's conversion are accepted but have no effect."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--input_folder", required=True, help="folder of one checkpoint")
     parser.add_argument("--output_folder", required=True, help="folder that becomes the universal checkpoint")
@@ -31,14 +29,14 @@ def parse_arguments(words: list[str] | None = None) -> argparse.Namespace:
 
 
 def main(args: Any = None) -> None:
-    """Copies a checkpoint, whole or not at all, and names the copy in ``latest_universal`` beside it.
+    """Copy a checkpoint atomically, and write the name of the copy to the file ``latest_universal`` beside it.
 
     Args:
-        args: Its ``input_folder`` and ``output_folder`` are read; None reads the command line.
+        args: Namespace with ``input_folder`` and ``output_folder``; None reads the command line.
 
     Raises:
-        CheckpointError: The input is no complete checkpoint of ours, or something else is in the place of the output.
-        OSError: The file system refuses.
+        CheckpointError: The input is not a complete checkpoint of hf_zero, or the output exists and is something else.
+        OSError: A file cannot be read or written.
     """
     args = parse_arguments() if args is None else args
     source, target = Path(args.input_folder), Path(args.output_folder)

@@ -261,7 +261,8 @@ class Zero(Side):
         return {}
 
     def zero_grad(self, how: str) -> Seen:
-        {"engine": self.engine, "module": self.model, "optimizer": self.engine.optimizer}[how].zero_grad()
+        objects = {"engine": self.engine, "module": self.model, "optimizer": self.engine.optimizer, "client": self.client}
+        (objects[how] if how in objects else self.model.get_submodule(how)).zero_grad()
         return {}
 
     # -- what is compared -------------------------------------------------------------------------------------------------------

@@ -154,7 +154,7 @@ KINDS: dict[str, Kind] = {
     "get_master": Kind(_ONE, "abc"),
     "set_moments": Kind(_ONE, "ac", "any"),
     "set_lr": Kind({"lr": (0.002, 0.05)}, "abc"),
-    "zero_grad": Kind({"how": ("engine", "module", "optimizer")}, "ac"),
+    "zero_grad": Kind({"how": ("engine", "module", "optimizer", "client", "blocks.0", "head")}, "abc"),
 }
 
 
@@ -213,7 +213,7 @@ class Course:
             "write_grad": self.waits and cell.accumulation == 1 and (cell.stage < 3 or operation.get("who") == "all"),
             "set_grad": self.waits and cell.accumulation == 1,
             "get_grad": self.waits,
-            "zero_grad": between or operation.get("how") == "engine",
+            "zero_grad": cell.client or operation.get("how") != "client",
             "fail_backward": between,
             "bad_save": between,
             "gather_write": cell.ranks > 1 or operation.get("modifier") != 1,

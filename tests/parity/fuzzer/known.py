@@ -29,18 +29,7 @@ class Known(NamedTuple):
 
 
 _TRAIN = "forward data=0; backward; step"
-KNOWN_OPEN: tuple[Known, ...] = (
-    Known(
-        "37 C",
-        "stage=3 ranks=2 | write how=mul at=b | forward | write how=data_mul/data_copy at=b",
-        "a parameter written in place between forward and backward, and through data after the next forward: that forward's backward reads "
-        "the values before the second write, plain PyTorch's those after it",
-        (
-            "cell stage=3 ranks=2; forward data=0; write param=blocks.0.up.weight how=mul; forward data=0; "
-            "write param=blocks.0.up.weight how=data_mul; backward; step",
-        ),
-    ),
-)
+KNOWN_OPEN: tuple[Known, ...] = ()
 
 _UP, _GAIN, _BIAS = "blocks.0.up.weight", "blocks.1.gain", "blocks.0.up.bias"
 _IN_PLACE = ("mul", "clamp", "copy", "data_mul", "data_copy")
@@ -171,6 +160,31 @@ MENDED: tuple[str, ...] = (
     *(f"cell stage={stage} ranks=2; fail_forward layer=blocks.0 who=0 data={data}; {_TRAIN}" for stage in range(4) for data in (0, 20)),
     *(f"cell stage={stage} ranks=2; bad_save who=0 what=none" for stage in (0, 3)),
     f"cell stage=3 ranks=2; forward data=24; state_dict; gather_write param={_UP} modifier=none who=all; backward; step",
+    *(
+        f"cell stage=3 ranks=2 {more}; forward data=24; {first}; {second}; backward; step"
+        for more, first, second in (
+            ("frozen=blocks.0", "state_dict", f"gather_write param={_UP} modifier=none who=all"),
+            ("frozen=blocks.0 dtype=bf16", "state_dict", f"write param={_UP} how=data_mul"),
+            ("", f"write param={_UP} how=mul; forward data=0", f"write param={_UP} how=data_mul"),
+            ("tied=1", "gather_write param=head.weight modifier=0 who=all", "write param=head.weight how=data_copy"),
+        )
+    ),
+    # Values that are assigned before others are loaded.
+    *(f"cell stage={stage} ranks=2; save; write param={_UP} how=assign; load which=last; {_TRAIN}" for stage in (0, 2, 3)),
+    # Gradients that a script clears: of the whole model, by whatever object, or of a part; in the middle of an accumulation all are kept.
+    *(
+        f"cell stage={stage} ranks=2 {more}; {_TRAIN}; forward data=1; backward; zero_grad how={how}; step; forward data=2; backward; step"
+        for stage, more, how in ((0, "client=1", "client"), (1, "tied=1", "head"), (2, "", "blocks.0"), (3, "dtype=bf16", "module"))
+    ),
+    *(
+        f"cell stage={stage} dtype=bf16 accumulation=2; add_adapter layer=blocks.0 how=group trains=1; {_TRAIN}; zero_grad how=module; "
+        "forward data=1; backward; zero_grad how=blocks.0; step; forward data=2; backward; step"
+        for stage in (0, 3)
+    ),
+    *(
+        f"cell stage={stage} dtype=bf16; forward data=0; backward; set_grad param={_UP}; zero_grad how=optimizer; step; {_TRAIN}"
+        for stage in (0, 2)
+    ),
     *(  # everything is frozen when its backward runs
         f"cell stage={stage} ranks=2 frozen=embed client=1 tied=1; {_TRAIN}; forward data=8; freeze layer=blocks.0; freeze layer=blocks.1; "
         f"backward; step; {_TRAIN}"

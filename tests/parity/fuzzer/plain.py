@@ -62,6 +62,7 @@ class Plain(Side):
         self.masters: dict[str, Tensor] = {}
         self.groups: list[list[str]] = []
         self.optimizer: Any = None
+        self.at_first = {name for name, parameter in self.model.named_parameters() if parameter.requires_grad}
         self._add_group([name for name, _ in self.model.named_parameters()])
         self.sums: dict[str, Tensor] = {}  # of gradients over ranks and micro-steps
         self.gone: dict[str, Tensor] = {}  # of parameters that were removed since their backward
@@ -111,17 +112,19 @@ class Plain(Side):
         idle = [name for name in grouped & model.keys() if name not in sums and model[name].requires_grad]
         fresh = [name for name in idle if self.masters[name] not in self.optimizer.state]  # those wait for their first gradient
         idle = [name for name in idle if name not in fresh]
+        later = [name for name in fresh if name not in self.at_first]
+        fresh = [name for name in fresh if name in self.at_first]  # cleared before their first step
         bare = [name for name in model if name not in grouped and model[name].requires_grad]
         before = self.state()
-        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, bare, gone)]):
+        for choice in itertools.product(*[(False, True) if names else (False,) for names in (idle, fresh, later, bare, gone)]):
             self.restore(before)
             used = dict(sums)
-            for names, chosen in zip((idle, fresh), choice[:2], strict=True):
+            for names, chosen in zip((idle, fresh, later), choice[:3], strict=True):
                 used.update({name: torch.zeros_like(self.masters[name]) for name in names if chosen})
-            if choice[2]:
+            if choice[3]:
                 self._join(bare)
                 used.update({name: torch.zeros_like(self.masters[name]) for name in bare if name not in used})
-            self._update(used, gone if choice[3] else {})
+            self._update(used, gone if choice[4] else {})
             self.candidates.append(self.state())
         return {}
 
@@ -352,8 +355,13 @@ class Plain(Side):
         return {}
 
     def zero_grad(self, how: str) -> Seen:
-        if self.awaits and self.calls + 1 >= self.cell.accumulation:  # in the middle of an accumulation gradients are kept
+        if not (self.awaits and self.calls + 1 >= self.cell.accumulation):  # in the middle of an accumulation gradients are kept
+            return {}
+        if how in ("engine", "module", "optimizer", "client"):
             self._forget()
+        else:
+            for name, _ in self.model.get_submodule(how).named_parameters():
+                self.sums.pop(self._canonical(f"{how}.{name}"), None)
         return {}
 
     # -- states -----------------------------------------------------------------------------------------------------------------
