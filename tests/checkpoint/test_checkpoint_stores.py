@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from hf_zero.errors import CheckpointError
 from tests.support import ranks
 from tests.support.checkpoints import IN_BACKGROUND, differences, full_state, start, steps
+from tests.support.processes import REPO, run
 from tests.support.stores import Fault, Faulty, faulty, objects
 
 
@@ -233,3 +235,32 @@ def test_an_url_is_refused_where_it_cannot_work(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with pytest.raises(CheckpointError, match=r"^s3://\*\*\*@bucket/run needs fsspec: pip install 'hf_zero\[stores\]'$"):
         place_of("s3://me:secret@bucket/run")
+
+
+_ENDS_FIRST = """
+    import threading, time
+    import torch, hf_zero
+    from hf_zero.checkpoint.commit.store_saves import StoreSave
+
+    files = StoreSave.files
+
+    def after_the_script(self, direct):
+        while threading.current_thread() is not threading.main_thread() and not threading._SHUTTING_DOWN:
+            time.sleep(0.01)
+        return files(self, direct)
+
+    StoreSave.files = after_the_script
+    model = torch.nn.Linear(4, 4)
+    config = {"train_micro_batch_size_per_gpu": 1, "checkpoint": {"writer": {"decoupled": True}}}
+    engine = hf_zero.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=config)[0]
+    engine.save_checkpoint("URL", "t")
+    print("script ends")
+"""
+
+
+def test_a_script_may_end_before_its_save_is_in_the_store(tmp_path: Path) -> None:
+    """No pool of threads takes work once the interpreter ends, and every request to a store needs one."""
+    code = textwrap.dedent(_ENDS_FIRST.replace("URL", f"file://{tmp_path}/store"))
+    told = run([sys.executable, "-c", code], env={"PYTHONPATH": str(REPO)})
+    assert "script ends" in told
+    assert {"latest", "t/complete"} <= set(objects(tmp_path / "store"))
