@@ -109,8 +109,14 @@ def _options(protocol: str) -> dict[str, Any]:
     return {}
 
 
-def tried(path: ObjectPath, work: Callable[[], T]) -> T:
+def tried(path: ObjectPath, work: Callable[[], T], uploads: bool = False) -> T:
     """Return the result of ``work``, which asks a store for ``path``; see [Note: a store that refuses].
+
+    Args:
+        path: Path of the object.
+        work: Makes the request.
+        uploads: It writes the whole object anew. "Not found" may pass then: S3 says so of an upload whose completion it has carried out
+            and not answered, when a client repeats that request.
 
     Raises:
         OSError: The store refused for good, or ``TRIES`` times; names the object.
@@ -121,7 +127,8 @@ def tried(path: ObjectPath, work: Callable[[], T]) -> T:
         except Exception as error:
             if isinstance(error, CheckpointError):
                 raise
-            if number == TRIES or not _may_pass(error):
+            passes = _may_pass(error) or (uploads and isinstance(error, FileNotFoundError))
+            if number == TRIES or not passes:
                 raise _told(error, path, number) from (None if _has_secret(error) else error)
             wait = min(_FIRST_WAIT_SECONDS * 2 ** (number - 1), _LONGEST_WAIT_SECONDS)
             logger.debug("%s: %s; trying again in about %.1f s", path, without_credentials(str(error)), wait)

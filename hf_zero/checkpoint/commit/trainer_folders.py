@@ -157,7 +157,7 @@ def send(folder: Path, place: ObjectPath, names: Iterable[str]) -> None:
     for name in names:
         path = folder / name
         if path.is_file():
-            tried(place / name, lambda path=path: _send(path, place))  # type: ignore[misc]
+            tried(place / name, lambda path=path: _send(path, place), uploads=True)  # type: ignore[misc]
 
 
 def _send(path: Path, place: ObjectPath) -> None:

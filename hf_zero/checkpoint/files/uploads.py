@@ -45,7 +45,7 @@ class Uploads:
 
     def repeated(self, path: Place, work: Callable[[], T]) -> T:
         """Return the result of ``work``, which writes ``path`` from its beginning; it runs again when the store refuses."""
-        return tried(path, work) if isinstance(path, ObjectPath) else work()
+        return tried(path, work, uploads=True) if isinstance(path, ObjectPath) else work()
 
     @contextmanager
     def writing(self, path: Place, nbytes: int, _folder: Folder | None = None) -> Iterator[ObjectFile]:
