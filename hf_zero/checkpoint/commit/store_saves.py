@@ -124,6 +124,7 @@ class StoreSave:
         """
         self._require_record()
         self._require_parts(index)
+        self.folder.end_uploads()  # begun twice, because the answer to the first request was lost
         text = index.to_json()
         note("checkpoint_written", self.tag)
         (self.folder / INDEX_FILE).put(text.encode())
