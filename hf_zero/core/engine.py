@@ -351,7 +351,7 @@ class Engine(nn.Module):
         """Write ``<save_dir>/<tag>/`` with everything that a run needs to resume, with any number of ranks; collective.
 
         Args:
-            save_dir: Folder of all checkpoints of the run.
+            save_dir: Folder of all checkpoints of the run, or its URL in an object store (``s3://bucket/run``).
             tag: Name of this checkpoint; ``global_step{N}`` when None. Rank 0's value is used, as for the other arguments.
             client_state: Values of the caller, returned by ``load_checkpoint``; no pickle, so plain values and tensors only.
             save_latest: Write the tag into ``<save_dir>/latest``.
@@ -378,7 +378,7 @@ class Engine(nn.Module):
         """Restore what ``save_checkpoint`` wrote, with any number of ranks and any stage; collective.
 
         Args:
-            load_dir: Folder of all checkpoints of the run.
+            load_dir: Folder of all checkpoints of the run, or its URL in an object store.
             tag: Name of the checkpoint; None is the one that ``<load_dir>/latest`` names.
             load_module_strict: The checkpoint must hold exactly this model's parameters and buffers.
             load_optimizer_states: Restore moments, param groups and loss scale; if False, masters come from the weights.

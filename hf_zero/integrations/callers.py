@@ -271,6 +271,12 @@ STEP_END = Method(
     _UNSAVED,
     around="hf_zero.integrations.preemption:log_save_evaluate",
 )
+SAVE_CHECKPOINT = Method(
+    "transformers.trainer",
+    "Trainer._save_checkpoint",
+    "Trainer's own files of a checkpoint stay in output_dir, whatever hf_zero.checkpoint_url says",
+    around="hf_zero.integrations.checkpoint_urls:save_checkpoint",
+)
 JIT = Method(
     "transformers.trainer_jit_checkpoint",
     "JITCheckpointCallback.set_trainer",
@@ -333,7 +339,8 @@ LIGHTNING_SIGNALS = (
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
+    ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
 )  # fmt: skip
 
