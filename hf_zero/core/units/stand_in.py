@@ -35,8 +35,8 @@ def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
 class StandIn(torch.Tensor):
     """A tensor without memory that represents a sharded parameter by its name; operations that need values raise.
 
-    It reports the device that it was made for but is on none: torch then refuses to make it the ``data`` of an ordinary
-    tensor, which would read from no memory.
+    It reports the device that it was made for, but its real device is meta: torch then refuses to make it the ``data`` of an ordinary
+    tensor, whose reads would access no memory.
 
     Attributes:
         parameter: Name of the parameter that it represents.
@@ -76,12 +76,12 @@ class StandIn(torch.Tensor):
         return other
 
     def refused(self, attempt: str) -> StateError:
-        """Return the error for ``attempt``, a clause, which needs values."""
+        """Return the error for ``attempt``, a clause that names an operation which needs values."""
         return refusal(self.parameter, attempt)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return the device, or a copy for ``detach``; raise for all other operations."""
+        """Return the device, or another placeholder for ``detach`` and empty padding; raise for all other operations."""
         first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
         if func is torch.ops.prim.device.default:
             return first.shown_device
@@ -103,7 +103,7 @@ class StandIn(torch.Tensor):
         raise self.refused("a copy of it would have no values")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage that no other tensor has."""
+        """Return a storage of one byte that no other tensor shares."""
         return self._own_storage
 
     def __reduce_ex__(self, protocol: Any) -> Any:
