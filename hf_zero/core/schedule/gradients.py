@@ -61,10 +61,9 @@ class Collector:
         pool: Pool of flat buffers.
         places: Shape, strides and first element of each parameter inside the unit.
         used: For each parameter, whether a gradient arrived since the last step.
-        piecemeal: Whether gradients arrive in several pieces for each parameter in this backward, so that the unit is reduced when backward
-            is over. Set by the block and by the reducer.
-        in_place: Positions of parameters to whose gradients autograd itself adds later gradients of this backward; always the same set
-            object.
+        piecemeal: Whether parameters get several gradients in this backward, which delays the unit's reduction to the end of backward. Set
+            by the block and by the reducer.
+        in_place: Positions of parameters to whose gradients autograd itself adds later gradients of this backward; always the same set.
     """
 
     def __init__(self, unit: Unit, policy: GradientPolicy, pool: BufferPool) -> None:
@@ -190,9 +189,7 @@ class Collector:
         return flat
 
     def own(self) -> torch.Tensor:
-        """Return all gradients of this rank that were not reduced, late ones included, (padded_numel,); allocates no buffer for a
-        message.
-        """
+        """Return all gradients of this rank that were not reduced, (padded_numel,), including late ones; allocates no message buffer."""
         if self.flat is not None:
             flat = self.whole()
         else:

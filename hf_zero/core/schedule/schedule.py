@@ -143,7 +143,7 @@ class UnshardSchedule:
         """Return whether the last forward raised on this rank and was not run again, while other ranks still run it; collective if it
         raised.
 
-        In this case the forward raises on all ranks.
+        In this case the forward returns on no rank.
         """
         if not self._broke:
             return False
