@@ -164,7 +164,7 @@ class AveragedWeights:
             for average, buffer in pairs:
                 average.copy_(buffer)
 
-    # -- in the place of the weights ----------------------------------------------------------------------------------
+    # -- replacing the weights ----------------------------------------------------------------------------------------
 
     @contextmanager
     def applied(self) -> Iterator[AveragedWeights]:

@@ -144,7 +144,7 @@ class OffloadedStates:
             StateError: Some state was moved and not moved back.
         """
         if self._moved:
-            raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
+            raise StateError(f"{what} while state of the engine is on the host; call engine.reload_states() first")
 
     def close(self) -> None:
         """Free the references to the optimizer and the gradients, and the memory for copies."""
@@ -182,7 +182,7 @@ class OffloadedStates:
 
 def _refuse(what: str) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
-        raise StateError(f"{what} while state of its engine waits on the host; call engine.reload_states() first")
+        raise StateError(f"{what} while state of its engine is on the host; call engine.reload_states() first")
 
     return refuse
 

@@ -158,20 +158,20 @@ def assign_owners(spread: Sequence[Spread], world: int) -> tuple[Owned, ...]:
     return tuple(Owned(entry, rank) for entry, rank in zip(spread, ranks, strict=True))
 
 
-def share_out(sizes: Sequence[int], world: int, wish: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
+def share_out(sizes: Sequence[int], world: int, preferred: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
     """Assign items to ranks, from the largest to the smallest; the result is the same on all ranks.
 
     Args:
         sizes: Sizes of the items.
         world: Number of ranks.
-        wish: Returns the preferred rank of an item, given its position and the load of each rank, or None for the rank with the least load.
+        preferred: Called with an item's position and the load of each rank; returns a rank, or None for the rank with the least load.
 
     Returns:
         The rank of each item.
     """
     loads, ranks = [0] * world, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
-        rank = wish(index, loads) if wish is not None else None
+        rank = preferred(index, loads) if preferred is not None else None
         ranks[index] = rank if rank is not None else loads.index(min(loads))
         loads[ranks[index]] += sizes[index]
     return ranks

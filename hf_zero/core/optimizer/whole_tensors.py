@@ -213,7 +213,7 @@ def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collective
     found = []
     for index, unit in enumerate(units):
         if index in shared:
-            layouts, parts = zip(*(told[shared.index(index)] for told in everyones), strict=True)
+            layouts, parts = zip(*(theirs[shared.index(index)] for theirs in everyones), strict=True)
             found += spread_of_experts(index, layouts, parts, collectives.world)
         else:
             found += [dense[slot.name] for slot in unit.layout.slots if slot.name in dense]

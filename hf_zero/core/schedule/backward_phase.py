@@ -315,9 +315,9 @@ class BackwardPhase:
             self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
-            tell = self.on_broken_off() if self.on_broken_off is not None else None
-            if tell is not None:
-                tell()
+            notify = self.on_broken_off() if self.on_broken_off is not None else None
+            if notify is not None:
+                notify()
         self._finish()
 
     def _finish(self) -> None:

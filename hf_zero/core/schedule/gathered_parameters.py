@@ -170,7 +170,7 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
     total = zlib.crc32(repr(sums).encode()) & 0xFFFFFF  # votes have 24 bits
     largest, smallest, somewhere = network.largest_of([total, -total, failed], "gathered parameters")
     if somewhere:
-        return StateError("another rank has left the block of GatheredParameters with an exception; its own message says why")
+        return StateError("another rank has left the block of GatheredParameters with an exception; see that rank's message")
     if largest == -smallest:
         return None
     by_rank: list[dict[str, int]] = network.gather_objects(sums, "gathered parameters")

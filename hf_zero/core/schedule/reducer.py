@@ -141,7 +141,7 @@ class Reducer:
         exchange: See the attribute.
         overlap: Whether reductions run while backward continues.
         agree: Collective function; returns for each flag whether it is True on any rank.
-        tell: Collective function; returns the texts of all ranks.
+        gather_texts: Collective function; returns the texts of all ranks.
         device: Device where gradients are computed.
     """
 
@@ -151,7 +151,7 @@ class Reducer:
         exchange: GradientExchange,
         overlap: bool,
         agree: Callable[[list[bool]], list[bool]],
-        tell: Callable[[str], list[str]],
+        gather_texts: Callable[[str], list[str]],
         device: torch.device = _HOST,
     ) -> None:
         self.gradients = list(gradients)
@@ -166,7 +166,7 @@ class Reducer:
         self._home = HomeStream(device)
         self._overlap = overlap
         self._agree = agree
-        self._tell = tell
+        self._gather_texts = gather_texts
         self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # order of this backward's reductions and unshards; None if it unshards nothing
@@ -359,7 +359,7 @@ class Reducer:
         """Reduce gradients that were set aside on any rank; collective. The argument and the result are those of ``flush``."""
         broken, *answers = self._agree([bool(error), *(entry.collected.late for entry in self._queue)])
         if broken:
-            return "; ".join(text for text in self._tell(error) if text)
+            return "; ".join(text for text in self._gather_texts(error) if text)
         late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
         if not late:
             return ""

@@ -335,7 +335,7 @@ class UnshardSchedule:
         anyone, given_up, _ = self._collectives.any_of([again, False, True], "another round")
         if given_up:
             raise StateError(
-                "the forward raised an error on another rank, and that rank went on without it; see the error in that rank's "
+                "the forward raised an error on another rank, and that rank did not run it again; see the error in that rank's "
                 "log. Let the error end the run, or catch it and run the forward again, with the same batch"
             )
         return anyone

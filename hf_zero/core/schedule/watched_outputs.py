@@ -128,12 +128,12 @@ class WatchedOutputs:
             return
         newest = max(tensors, key=lambda tensor: number_of(tensor.grad_fn))
         is_last = number_of(newest.grad_fn) == next_node() - 1
-        told = WatchedForward(block, below, is_last, fired)
-        hook = outside_compile(told)
+        watched = WatchedForward(block, below, is_last, fired)
+        hook = outside_compile(watched)
         for tensor in tensors:
             tensor.register_hook(hook)
         block.watched()
-        self._hooks.add(told)
+        self._hooks.add(watched)
         if block is not self._root and self._root.open:
             self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), hook
 

@@ -126,10 +126,10 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         different = next(pair for pair in zip_longest(*(kind.lines for kind in kinds)) if len(set(pair)) > 1)
         if any(is_fact(line) for line in different):
             raise _other_optimizer(kinds)
-        told = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
+        text = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
         counts = " and ".join(str(len(kind.lines)) for kind in kinds)
         raise StateError(
-            f"the model is not the same on all data-parallel ranks: {told} ({counts} entries in all). Build it from the same "
+            f"the model is not the same on all data-parallel ranks: {text} ({counts} entries in all). Build it from the same "
             "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
         )
 
@@ -147,9 +147,9 @@ def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> No
 
 
 def _other_optimizer(kinds: Sequence[Kind]) -> StateError:
-    told = "; ".join(differing(kinds))
+    text = "; ".join(differing(kinds))
     return StateError(
-        f"the optimizer is not the same on all ranks: {told}. Each rank updates its part of the parameters by its own rule: make the same "
+        f"the optimizer is not the same on all ranks: {text}. Each rank updates its part of the parameters by its own rule: make the same "
         "optimizer with the same hyper-parameters on every rank"
     )
 
@@ -282,9 +282,9 @@ def same_pace(micro_steps: int) -> Alike:
         by_count: dict[int, list[int]] = {}
         for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
             by_count.setdefault(count, []).append(rank)
-        told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        text = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
         raise StateError(
-            f"the ranks have begun different numbers of micro-steps: {told}, so they would train on different batches. Either "
+            f"the ranks have begun different numbers of micro-steps: {text}, so they would train on different batches. Either "
             "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "
             "evenly), or the script caught an exception in a forward or backward and went on. Give all ranks the same number "
             "of batches, and let an exception end the run"
@@ -321,7 +321,7 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
         kinds = ranks_by_facts(facts_of(optimizer), collectives, "param groups")
         raise StateError(
             f"hyper-parameters are not the same on all ranks: {'; '.join(differing(kinds))}. A scheduler, a callback or the script has "
-            "changed them on some ranks only, and each rank updates its part of the parameters by its own: change them on every rank alike"
+            "changed them on some ranks only, and each rank updates its part of the parameters by its own: change them on all ranks alike"
         )
 
     numbers = array("f")

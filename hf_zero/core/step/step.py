@@ -153,14 +153,14 @@ class Stepper:
             alike.append(look.alike())
         alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else int(have_written(self.reducer))
-        told = [written, signals.heard(), int(self.trained.waits())]
+        answers = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
-            told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
-        if told[0] == _REFUSED:
+            answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
+        if answers[0] == _REFUSED:
             look.refuse(self.everyone)
-        if told[0] == _ADDED:
+        if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(bool(told[0]), told[1], bool(told[2]))
+        return Agreed(bool(answers[0]), answers[1], bool(answers[2]))
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for

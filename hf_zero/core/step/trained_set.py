@@ -116,13 +116,13 @@ class TrainedSet:
         by_rank: list[list[str]] = collectives.gather_objects([*self._trained_names(), *self._foreign], "trained parameters")
         everywhere = set(by_rank[0]).intersection(*by_rank[1:])
         differing = list(dict.fromkeys(name for names in by_rank for name in names if name not in everywhere))
-        told = []
+        clauses = []
         for name in differing[:5]:
             ranks = ", ".join(str(rank) for rank, names in enumerate(by_rank) if name in names)
-            told.append(f"{name} on rank(s) {ranks}")
+            clauses.append(f"{name} on rank(s) {ranks}")
         more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise StateError(
-            f"the ranks train different parameters: {'; '.join(told)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
+            f"the ranks train different parameters: {'; '.join(clauses)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
             "param group was added, on some ranks only: do the same on all ranks"
         )
 
@@ -134,7 +134,7 @@ class TrainedSet:
         """
         if self._foreign:
             raise StateError(
-                f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is no parameter of the engine's model: "
+                f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is not a parameter of the model: "
                 "add the module to the model first, then its parameters to the optimizer, or train it with an optimizer of its own"
             )
 
@@ -367,9 +367,9 @@ class TrainedUnits:
         for new in joining:
             new.param.grad = None
         joined = self._join(joining) if joining else []
-        told = self.on_joined() if joined and self.on_joined is not None else None
-        if told is not None:
-            told(joined)
+        notify = self.on_joined() if joined and self.on_joined is not None else None
+        if notify is not None:
+            notify(joined)
         self._reducer.train(self._reducer.gradients)
         self._reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
 

@@ -158,7 +158,7 @@ def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -
     if parameters_sharded:
         first = next((line[0] for line in by_rank if line), "a parameter that ranks with other parts of the model hold")
         raise StateError(
-            f"{first}.grad was written by hand, and at stage 3 a rank has parts of parameters only. Call "
+            f"{first}.grad was written by hand, and at stage 3 a rank has only parts of parameters. Call "
             "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
         )
 
@@ -214,15 +214,15 @@ class WrittenValues:
         Raises:
             StateError: Always, on all ranks.
         """
-        told: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
-        for rank, (refused, _) in enumerate(told):
+        by_rank: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
+        for rank, (refused, _) in enumerate(by_rank):
             if refused:
                 raise StateError(f"{refused} (rank {rank})")
-        everywhere = set(told[0][1]).intersection(*(names for _, names in told[1:]))
-        written = next(name for _, names in told for name in names if name not in everywhere)
-        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
+        everywhere = set(by_rank[0][1]).intersection(*(names for _, names in by_rank[1:]))
+        written = next(name for _, names in by_rank for name in names if name not in everywhere)
+        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(by_rank) if written in names)
         raise StateError(
-            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)}, and not written, or "
+            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or "
             "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
             "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )

@@ -82,7 +82,7 @@ class AloneParams:
     def _unit(self) -> Divided:
         unit = self._owner()
         if unit is None:
-            raise StateError("a parameter was gathered after its unit had gone")
+            raise StateError("a parameter was gathered after its unit was freed")
         return unit
 
     def __bool__(self) -> bool:
@@ -108,7 +108,7 @@ class AloneParams:
             slot = self._unit.layout.slots[index]
             self._held[index] = _Held(self._whole(index).view(slot.shape), 1)
             self._show(index)
-        self.tell()
+        self.notify()
 
     def remove(self, indices: Iterable[int]) -> None:
         """Undo ``add``. When no parameter is left, unpin the unit if it was unsharded meanwhile, which may reshard it."""
@@ -178,7 +178,7 @@ class AloneParams:
         for index in self._held if not self._joined else ():
             self._show(index)
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Notify the listener that the held parameters are unsharded; local."""
         self._unit.listener.state_changed([self._unit.params[index] for index in self._held], UnitState.UNSHARDED)
 

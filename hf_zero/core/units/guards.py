@@ -79,8 +79,8 @@ def called_before_engine(module: nn.Module, what: str) -> StateError:
     """Return the error for a forward of ``module``, of which this rank has loaded only ``what``."""
     return StateError(
         f"{type(module).__name__} was called directly, but this rank has loaded only {what}. Call the model that "
-        "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model whole (a "
-        "teacher, say), load it before the configuration is created"
+        "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model unsharded (a "
+        "teacher, for example), load it before the configuration is created"
     )
 
 
@@ -183,7 +183,7 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and entry.numel() and is_sharded(param) and not isinstance(entry, StandIn):
             raise StateError(
-                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no whole tensor "
+                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no full tensor "
                 "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
                 "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
             )

@@ -206,7 +206,7 @@ def require_memory(tensor: torch.Tensor, what: str) -> None:
         StateError: ``what`` was moved to the host.
     """
     if not has_memory(tensor):
-        raise StateError(f"{what} was read while it waits on the host; call engine.reload_states() first")
+        raise StateError(f"{what} was read while it is on the host; call engine.reload_states() first")
 
 
 class SecondaryCopy:
@@ -254,7 +254,7 @@ class SecondaryCopy:
     def all_gather(self, full: torch.Tensor, unit: str) -> Pending:
         """Fill ``full`` from the parts of the node; collective over the node."""
         if self._node is None or self._part is None:
-            raise StateError(f"unit {unit}: no secondary copy is here")
+            raise StateError(f"unit {unit}: this rank has no secondary copy")
         return self._node.all_gather(full, self._part, unit)
 
     def fill(self, axis: Collectives, shard: torch.Tensor, quantized: bool, unit: str) -> Pending:
@@ -268,7 +268,7 @@ class SecondaryCopy:
             unit: Name for labels.
         """
         if self._node is None:
-            raise StateError(f"unit {unit}: nobody keeps a secondary copy")
+            raise StateError(f"unit {unit}: secondary copies are off, so there is none to fill")
         nodes, mine = axis.world // self._node.world, message_of(shard) if quantized else shard
         first, keeper = self._node.rank * nodes, axis.rank // nodes  # first owner of the kept elements; keeper of this shard
         rows = mine.new_empty(nodes, mine.numel())

@@ -175,7 +175,7 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _refused(param: Any, called: str) -> StateError:
     owner = vars(param).get(OWNER)
     if owner is not None and owner[0].own.offloaded:
-        return StateError(f"{called} needs values of parameter {_name(param)}, which wait on the host; call engine.reload_states() first")
+        return StateError(f"{called} needs values of parameter {_name(param)}, which are on the host; call engine.reload_states() first")
     return refusal(_name(param), f"{called} needs its values")
 
 
@@ -229,7 +229,7 @@ def _name(param: Any) -> str:
 
 def _refusal(param: Any, value: torch.Tensor) -> StateError:
     return StateError(
-        f"{_name(param)}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: divided over the ranks "
+        f"{_name(param)}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: sharded over the ranks "
         "(ZeRO stage 3), or offloaded. Call hf_zero.utils.safe_set_full_grad(param, gradient) on all ranks between backward and step(), "
         "or use stage 0, 1 or 2"
     )

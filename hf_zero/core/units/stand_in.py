@@ -107,11 +107,11 @@ class StandIn(torch.Tensor):
         return self._own_storage
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self.refused("its bytes were asked for")
+        raise self.refused("its bytes were requested")
 
     def data_ptr(self) -> int:
         """Raise, because the caller needs the bytes."""
-        raise self.refused("its bytes were asked for")
+        raise self.refused("its bytes were requested")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raise, because the caller needs the values."""
@@ -122,13 +122,13 @@ class StandIn(torch.Tensor):
         raise self.refused("it was converted to a list")
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self.refused("its memory was asked for")
+        raise self.refused("its memory was requested")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise self.refused("it was converted to an array")
 
     def __bool__(self) -> bool:
-        raise self.refused("it was asked for a truth value")
+        raise self.refused("its truth value was requested")
 
 
 class EmptyValues(StandIn):

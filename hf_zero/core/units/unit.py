@@ -290,7 +290,7 @@ class Unit:
             raise StateError(
                 f"parameter{'s' * several} {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''} "
                 f"{'were' if several else 'was'} given data while {'they were' if several else 'it was'} divided (ZeRO stage 3) or "
-                "offloaded, and the data is dropped. Set it on all ranks inside "
+                "offloaded, so the data was discarded. Set it on all ranks inside "
                 "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 
@@ -402,7 +402,7 @@ class Unit:
             observe.note(state.value, self.name)
             self.listener.state_changed(self.params, state)
             if self.alone:
-                self.alone.tell()
+                self.alone.notify()
 
     # -- holders ------------------------------------------------------------------------------------------------------
 

@@ -292,8 +292,8 @@ def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateErr
 
 def _needed(name: str) -> StateError:
     return StateError(
-        f"parameter {name} was given data between a forward and its backward, which needs the values before. They cannot be replaced "
-        "before the backward, to save the model or to read it: do that after the backward"
+        f"parameter {name} was given data between a forward and its backward, which needs the previous values. Assign data, or save or "
+        "read the model with it, after the backward"
     )
 
 
