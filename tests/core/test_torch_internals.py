@@ -1,4 +1,4 @@
-"""What the hooks take from torch without a public name is there and means what it meant; a new torch fails here first."""
+"""Test that the functions of torch without a public name that the hooks use exist and behave as expected; a new torch fails here first."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def test_a_backward_is_noticed_and_its_end_is_called() -> None:
 
 
 def test_backward_runs_the_nodes_made_last_first() -> None:
-    """[Note: what tells of a backward] depends on it; numbers rise by one with each node, and a node is known to run or not."""
+    """Check the basis of [Note: what tells of a backward]: numbers rise by one with each node, and torch reports whether a node will
+    run.
+    """
     seen: list[tuple[int, list[bool]]] = []
     x = torch.ones(3, requires_grad=True)
     first = next_node()
@@ -102,7 +104,7 @@ def test_backward_runs_the_nodes_made_last_first() -> None:
 
 
 def _reached(start: str) -> bool:
-    """What ``reaches`` says of a weight in a hook, in a backward begun by ``start``."""
+    """Return the result of ``reaches`` for a weight in a hook, in a backward begun by ``start``."""
     seen: list[bool] = []
     weight = nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
@@ -123,7 +125,7 @@ def test_who_gets_a_gradient_is_known_in_a_hook(start: str, expected: bool) -> N
 
 
 def test_this_torch_tells_whether_anything_compiles() -> None:
-    """Where it does not, every hook goes through torch.compile's wrapper as soon as that is imported, which is slow and no error."""
+    """Check that torch reports this; otherwise every hook uses torch.compile's wrapper once it is imported, which is slow and no error."""
     assert torch_internals._compiling is not None
     assert torch_internals._compiling() is None
 
