@@ -38,8 +38,8 @@ _IN_PLACE = ("mul", "clamp", "copy", "data_mul", "data_copy")
 MENDED: tuple[str, ...] = (
     # The gradient of a parameter that joins at the coming step is read.
     *(
-        f"cell stage={stage} dtype=bf16 ranks=2 accumulation=2 frozen=embed tied=1 looks=end; unfreeze layer=head; forward data=3; backward; "
-        "get_grad param=head.weight; step; forward data=4; backward; get_grad param=head.weight; step"
+        f"cell stage={stage} dtype=bf16 ranks=2 accumulation=2 frozen=embed tied=1 looks=end; unfreeze layer=head; forward data=3; "
+        "backward; get_grad param=head.weight; step; forward data=4; backward; get_grad param=head.weight; step"
         for stage in (0, 3)
     ),
     *(
