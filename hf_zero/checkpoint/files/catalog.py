@@ -153,7 +153,7 @@ class Catalog:
             part = wanted.intersect(Range(rank * shard_numel, (rank + 1) * shard_numel))
             file = self._file(unit, kind, rank)
             if file not in self.index.files or unit.name not in self.index.files[file].tensors:
-                raise CheckpointError(f"parameter {name}: the checkpoint lacks unit {unit.name} in {file}")
+                raise CheckpointError(f"parameter {name}: the checkpoint lacks {file} with unit {unit.name}")
             yield Copy(file, unit.name, part.start - rank * shard_numel, target[part.start - wanted.start : part.stop - wanted.start])
 
     def _file(self, unit: UnitRecord, kind: str | None, rank: int) -> str:

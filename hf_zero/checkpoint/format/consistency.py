@@ -131,7 +131,7 @@ def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_worl
     for rank in range(unit.world):  # the loop ends at the first missing file, so it is bounded by the index
         name = shard_file(unit.kind, rank, unit.world, unit.tensor_rank, tensor_world)
         if name not in files or unit.name not in files[name].tensors:
-            raise CheckpointError(f"the checkpoint lacks unit {unit.name!r} in {name}")
+            raise CheckpointError(f"the checkpoint lacks {name} with unit {unit.name!r}")
         dtypes.add(files[name].tensors[unit.name].dtype)
     if len(dtypes) != 1:
         raise CheckpointError(f"unit {unit.name!r}: its shards have the types {sorted(dtypes)}, expected one")
