@@ -95,9 +95,7 @@ class ModelFiles:
         """
         planned = self._planned[name]
         if tuple(value.shape) != planned.shape or value.dtype != planned.dtype:
-            raise CheckpointError(
-                f"{name} has shape {tuple(value.shape)} and dtype {value.dtype}, expected {planned.shape} and {planned.dtype}"
-            )
+            raise CheckpointError(f"{name} is {tuple(value.shape)} of {value.dtype}, but {planned.shape} of {planned.dtype} was planned")
         hidden, offset = self._where[name]
         flat = value.detach().reshape(-1)
         step = _WINDOW_BYTES // planned.dtype.itemsize
