@@ -23,7 +23,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "real_dp_process_group": lambda engine: [engine.seq_data_parallel_group for _ in engine.optimizer.param_groups],
     "partition_count": lambda engine: [engine.collectives.topology.world for _ in engine.optimizer.param_groups],
     "parallel_partitioned_bit16_groups": _parts_by_rank,
-    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's; parts of units start at multiples of 16 elements
+    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's value; parts of units start at multiples of 16 elements
     "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
     "dtype": lambda engine: engine.optimizer.low_precision_dtype,
     "device": lambda engine: engine.device,

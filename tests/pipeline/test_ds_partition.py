@@ -53,7 +53,7 @@ def test_borders_of_stages(method: str, stages: int, borders: list[int] | None) 
         ("profile", 2, "'uniform', 'parameters' or 'type:REGEX'"),
         ("type:", 2, "'uniform', 'parameters' or 'type:REGEX'"),
         ("type:Attention", 2, "matches no layer; there are Embedding, Block, LayerNorm, Head"),
-        ("type:(", 2, "is no regular expression"),
+        ("type:(", 2, "is not a regular expression"),
     ],
 )
 def test_what_gives_no_borders_is_an_error(method: str, stages: int, text: str) -> None:
@@ -120,7 +120,7 @@ def test_names_are_those_of_classes_and_functions() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: LayerSpec(torch.tanh), "the class of a torch.nn.Module"),  # type: ignore[arg-type]
+        (lambda: LayerSpec(torch.tanh), "pass a class of torch.nn.Module"),  # type: ignore[arg-type]
         (lambda: require_layers([]), "at least one layer"),
         (lambda: require_layers([nn.ReLU(), 3]), "layer 1 is 3"),
         (lambda: require_layers([nn.ReLU]), "layer 0 is <class"),

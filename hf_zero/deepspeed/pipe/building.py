@@ -63,7 +63,7 @@ def without_values(layer: Layer) -> nn.Module | None:
     try:
         with kept_random_states(), torch.device("meta"):
             module = layer.build()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # its constructor reads values; an error of its own comes again
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # the constructor reads values; other errors recur in the real build
         with kept_random_states():
             module = layer.build()
     if isinstance(layer, TiedLayerSpec):
@@ -147,7 +147,7 @@ class HeldElsewhere:
     """
 
     def __init__(self, here: Iterable[nn.Module]) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # beside each copy its original, whose id must not serve again
+        self._made: dict[int, tuple[Any, Any]] = {}  # id of original -> (copy, original); holding the original keeps its id unique
         for module in here:
             for shared in (*module.modules(), *module.parameters(), *module.buffers()):
                 self._made[id(shared)] = (shared, shared)
