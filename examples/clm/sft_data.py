@@ -84,6 +84,6 @@ def encode_splits(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: ar
         encoded = raw[split].map(encode, remove_columns=raw[split].column_names, **options)
         kept = first_samples(encoded.filter(lambda sample: any(label != IGNORED for label in sample["labels"])), limit)
         if len(kept) == 0:
-            raise FlagError(f"--block_size {args.block_size} leaves no space for an answer after any prompt of the {split} data; raise it.")
+            raise FlagError(f"--block_size {args.block_size} leaves no room for an answer after any prompt of the {split} data; raise it.")
         splits.append(kept)
     return splits[0], splits[1]

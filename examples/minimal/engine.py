@@ -1,7 +1,8 @@
 """Train with DeepSpeed's interface: hf_zero.initialize has the arguments and results of deepspeed.initialize.
 
 A script with `import deepspeed` runs unchanged; hf_zero provides that module too.
-Start: hf-zero launch --num_gpus 2 examples/minimal/engine.py
+
+hf-zero launch --num_gpus 2 examples/minimal/engine.py
 """
 
 from pydoc_data.topics import topics  # training text: the language reference, which is part of every Python

@@ -1,6 +1,6 @@
 """Train LoRA adapters (PEFT) with transformers' Trainer, under ZeRO stage 3.
 
-Start: torchrun --nproc_per_node 2 examples/minimal/lora.py
+torchrun --nproc_per_node 2 examples/minimal/lora.py
 """
 
 import os

@@ -1,6 +1,6 @@
 """Train a causal language model with transformers' Trainer, under ZeRO stage 3.
 
-Start: torchrun --nproc_per_node 2 examples/minimal/trainer.py
+torchrun --nproc_per_node 2 examples/minimal/trainer.py
 """
 
 from pydoc_data.topics import topics  # training text: the language reference, which is part of every Python

@@ -98,7 +98,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         name: lambda optimizer, *args, name=name, **kwargs: getattr(optimizer._engine(), name)(*args, **kwargs)
         for name in ("empty_partition_cache", "offload_states", "reload_states")
     },
-    # DeepSpeed's stage 3 puts masters into the inner optimizer's groups for a step; here no other parameters are ever in them.
+    # DeepSpeed's stage 3 puts masters into the inner optimizer's groups during a step; hf_zero never changes these groups.
     **dict.fromkeys(("_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"), lambda optimizer: None),
 }
 

@@ -172,7 +172,7 @@ def test_levels_and_files_of_the_log(tmp_path: Path, capsys: pytest.CaptureFixtu
     own = logging.Logger("own")
     logs.set_log_level_from_string("warning", own)
     assert own.level == logging.WARNING == logs.get_log_level_from_string("WARNING")
-    with pytest.raises(ConfigError, match="'loud' is no level"):
+    with pytest.raises(ConfigError, match="'loud' is not a log level"):
         logs.get_log_level_from_string("loud")
     logs.print_json_dist({"a": 1}, ranks=[0], path=tmp_path / "a.json")
     logs.print_json_dist({"a": 1}, ranks=[3], path=tmp_path / "b.json")

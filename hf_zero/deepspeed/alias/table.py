@@ -431,7 +431,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 
-# Classes and functions that scripts import at their top for an isinstance, or for a part of them that does not run: importing is no use.
+# Classes and functions that scripts import for an isinstance check, or for code that does not run; an import alone is no use of them.
 UNUSED: Final = frozenset(
     {
         *(f"deepspeed.runtime.fp16.onebit.{name}" for name in _OTHER_ONEBIT),

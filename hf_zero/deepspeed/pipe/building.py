@@ -93,7 +93,7 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
             found = getattr(found, part, None)
         if not isinstance(found, torch.Tensor):
             names = ", ".join(name for name, _ in module.named_parameters()) or "none"
-            raise ConfigError(f"TiedLayerSpec {spec.key!r}: tied_weight_attr {name!r} is no parameter of {spec!r}, which has {names}")
+            raise ConfigError(f"TiedLayerSpec {spec.key!r}: tied_weight_attr {name!r} is not a parameter of {spec!r}, which has {names}")
 
 
 def build_layers(
