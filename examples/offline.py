@@ -1,6 +1,6 @@
-"""What stands in for the hub without network: text made of the installed Python's docstrings, tokenizers trained on it, published shapes.
+"""Replace the hub on a machine without network: text from the installed Python's docstrings, trained tokenizers, published model shapes.
 
-One file for the three experiments, each of which has a link to it in its folder.
+The three experiments share this file; each of their folders has a link to it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
-# Third-party code is not part of Python, and tests and demos are hardly prose: what is left is the same on every machine with this Python.
+# Third-party code is not part of Python, and tests and demos contain little prose. The rest is equal on every machine with this Python.
 SKIPPED_FOLDERS = frozenset({"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "turtledemo"})
 SENTENCE_END = re.compile(r"(?<=[.!?])\s")
 
@@ -31,12 +31,12 @@ Item = TypeVar("Item")
 
 END_OF_TEXT = "<|endoftext|>"
 DEFAULT_VOCAB_SIZE = 4096
-# Roles of special tokens by kind of model, in the order of their ids. No passwords (B105), though "token" is in the names.
+# Special tokens by role, for each kind of model, in the order of their ids. They are not passwords (B105).
 DECODER_TOKENS = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT, "unk_token": END_OF_TEXT}
 ENCODER_TOKENS = {"pad_token": "[PAD]", "cls_token": "[CLS]", "sep_token": "[SEP]", "unk_token": "[UNK]", "mask_token": "[MASK]"}  # nosec B105
 SEQ2SEQ_TOKENS = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}  # nosec B105
 
-# Published shapes; what is not named is the default of the configuration class of the model type.
+# Published shapes; other values are the defaults of the model type's configuration class.
 _BLENDERBOT_400M = {
     "model_type": "blenderbot",
     "vocab_size": 8008,
@@ -62,7 +62,7 @@ _DEBERTA_V2 = {
     "max_relative_positions": -1,
     "type_vocab_size": 0,
 }
-GLUE = "nyu-mll/glue"  # the dataset behind --task_name
+GLUE = "nyu-mll/glue"  # dataset of --task_name
 KNOWN_SHAPES: dict[str, dict[str, Any]] = {
     "gpt2": {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12},
     "gpt2-medium": {"model_type": "gpt2", "n_layer": 24, "n_embd": 1024, "n_head": 16},
@@ -100,18 +100,18 @@ class Function:
 
 @dataclass(frozen=True)
 class Documentation:
-    """What stands in the docstrings of some files."""
+    """The docstrings of some files."""
 
     texts: list[str] = field(default_factory=list)  # whole docstrings
-    functions: list[Function] = field(default_factory=list)  # special methods (``__eq__``) left out
-    descriptions: list[str] = field(default_factory=list)  # first sentences about modules and classes
+    functions: list[Function] = field(default_factory=list)  # without special methods (``__eq__``)
+    descriptions: list[str] = field(default_factory=list)  # first sentences of docstrings of modules and classes
 
 
 def standard_library_files(root: Path | None = None) -> list[Path]:
-    """Python files of the standard library, sorted, without tests and installed packages.
+    """Return the Python files of the standard library, sorted, without tests and installed packages.
 
     Args:
-        root: Folder to look in; None is the standard library of the running interpreter.
+        root: Folder to search; None is the standard library of the running interpreter.
     """
     root = library_root() if root is None else root
     files = (path for path in root.rglob("*.py") if not SKIPPED_FOLDERS & set(path.relative_to(root).parts[:-1]))
@@ -119,14 +119,14 @@ def standard_library_files(root: Path | None = None) -> list[Path]:
 
 
 def library_root() -> Path:
-    """Folder of the running interpreter's standard library."""
+    """Return the folder of the running interpreter's standard library."""
     return Path(sysconfig.get_paths()["stdlib"])
 
 
 def parse(source: bytes) -> Documentation:
-    """Docstrings of a module, its classes and functions in the order of the file; the code is parsed, never run.
+    """Return the docstrings of a module, its classes and functions in the order of the file; parse the code without running it.
 
-    Files that this Python cannot parse (templates, other syntax) hold nothing.
+    The result is empty for files that this Python cannot parse (templates, other syntax).
     """
     try:
         tree = ast.parse(source)
@@ -149,7 +149,7 @@ def parse(source: bytes) -> Documentation:
 
 
 def first_sentence(text: str) -> str:
-    """First sentence of a docstring on one line; empty where its first paragraph holds no two words."""
+    """Return the first sentence of a docstring on one line; "" if its first paragraph has fewer than two words."""
     paragraph = " ".join(text.strip().split("\n\n")[0].split())
     sentence = SENTENCE_END.split(paragraph)[0]
     return sentence if len(sentence.split()) > 1 else ""
@@ -157,10 +157,10 @@ def first_sentence(text: str) -> str:
 
 @functools.lru_cache(maxsize=1)
 def standard_library(root: Path) -> Documentation:
-    """All docstrings of the library under ``root``; parsed once per process.
+    """Return all docstrings of the library under ``root``; files are parsed once per process.
 
     Raises:
-        FlagError: The interpreter comes without the sources of its library.
+        FlagError: The interpreter does not have the sources of its library.
     """
     found = Documentation()
     for path in standard_library_files(root):
@@ -176,26 +176,26 @@ def standard_library(root: Path) -> Documentation:
 
 
 def standard_library_text(root: Path | None = None, end_of_text: str = "") -> list[str]:
-    """All docstrings of the standard library, each on lines of its own, followed by ``end_of_text``."""
+    """Return all docstrings of the standard library, each followed by ``end_of_text``."""
     return [f"{text}\n{end_of_text}" for text in standard_library(root or library_root()).texts]
 
 
 def standard_library_functions(root: Path | None = None) -> list[Function]:
-    """All documented functions of the standard library, special methods and repetitions left out."""
+    """Return the documented functions of the standard library without special methods and repetitions."""
     return list(dict.fromkeys(standard_library(root or library_root()).functions))
 
 
 def standard_library_descriptions(root: Path | None = None) -> list[str]:
-    """First sentences about all modules and classes of the standard library, repetitions left out."""
+    """Return the first sentences of all docstrings of modules and classes in the standard library, without repetitions."""
     return list(dict.fromkeys(standard_library(root or library_root()).descriptions))
 
 
 def split_items(items: Sequence[Item], held_out_percent: int) -> tuple[list[Item], list[Item]]:
-    """Hold out items spread evenly over the list, the same ones every time.
+    """Divide items into a training and a held-out part; the held-out items are evenly spaced and always the same.
 
     Args:
         items: Documents in a fixed order.
-        held_out_percent: Share to hold out, 1 to 99.
+        held_out_percent: Percentage to hold out, 1 to 99.
 
     Returns:
         Items to train on and items held out, both in the order of ``items``.
@@ -209,13 +209,13 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Mappi
     """Train a byte-level BPE tokenizer on ``texts``.
 
     Args:
-        texts: Documents to learn the merges from.
-        vocab_size: Entries including 256 bytes and the special tokens; small texts may give fewer.
-        special_tokens: Role to token. With ``cls_token`` and ``sep_token`` a text becomes ``[CLS] a [SEP] b [SEP]``;
-            with ``bos_token`` and another ``eos_token`` it ends with the latter; otherwise nothing is added.
+        texts: Documents from which merges are learnt.
+        vocab_size: Number of entries, including 256 bytes and the special tokens; short texts may result in fewer.
+        special_tokens: Special tokens by role. With ``cls_token`` and ``sep_token`` a text becomes ``[CLS] a [SEP] b [SEP]``;
+            with ``bos_token`` and another ``eos_token`` it ends with the latter; otherwise no token is added.
 
     Raises:
-        FlagError: ``vocab_size`` leaves no room for the 256 bytes and the special tokens.
+        FlagError: ``vocab_size`` is too small for the 256 bytes and the special tokens.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -243,7 +243,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int, special_tokens: Mappi
 
 
 def _template(special_tokens: Mapping[str, str], specials: list[str]) -> object | None:
-    """Post-processor that puts the special tokens around a text or a pair of texts; None adds nothing."""
+    """Return a post-processor that adds special tokens around a text or a pair of texts; None if no tokens are added."""
     from tokenizers import processors
 
     ids = [(token, index) for index, token in enumerate(specials)]
@@ -259,11 +259,11 @@ def _template(special_tokens: Mapping[str, str], specials: list[str]) -> object 
 def build_tokenizer(
     args: argparse.Namespace, texts: Callable[[], list[str]], special_tokens: Mapping[str, str] = DECODER_TOKENS
 ) -> PreTrainedTokenizerBase:
-    """The tokenizer that the flags name, or one trained on the text: the same one on every rank.
+    """Return the tokenizer that the flags name, or train one on the text; it is equal on every rank.
 
     Args:
         args: The model flags.
-        texts: Gives the documents to learn from.
+        texts: Function that returns the documents to train on.
         special_tokens: See `train_tokenizer`.
     """
     tokenizer = named_tokenizer(args)
@@ -273,10 +273,10 @@ def build_tokenizer(
 
 
 def named_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer that the flags name, or return None when one has to be trained.
+    """Load the tokenizer that the flags name, or return None if one must be trained.
 
     Raises:
-        FlagError: The named tokenizer cannot be loaded; without a name the example trains one itself.
+        FlagError: The named tokenizer cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -287,12 +287,12 @@ def named_tokenizer(args: argparse.Namespace) -> PreTrainedTokenizerBase | None:
         return AutoTokenizer.from_pretrained(name)
     except OSError as error:
         flag = "--tokenizer_name" if args.tokenizer_name else "--model_name_or_path"
-        advice = "Give a local folder with a tokenizer, or leave the flag out: a tokenizer is then trained on the text."
+        advice = "Give a local folder with a tokenizer, or leave the flag out to train a tokenizer on the text."
         raise FlagError(f"{flag} {name}: {error}\n{advice}") from error
 
 
 def is_reachable(timeout_s: float = 3.0) -> bool:
-    """Whether the hub answers; the hub's own client would first retry for half a minute."""
+    """Return whether the hub responds within ``timeout_s`` seconds; the hub's own client would retry for half a minute."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -307,7 +307,7 @@ def is_reachable(timeout_s: float = 3.0) -> bool:
 
 
 def known_config(name: str) -> PretrainedConfig:
-    """Configuration of a model in ``KNOWN_SHAPES``, without network."""
+    """Return the configuration of a model in ``KNOWN_SHAPES`` without network access."""
     from transformers import CONFIG_MAPPING
 
     shape = dict(KNOWN_SHAPES[name])
@@ -321,10 +321,10 @@ def named_config(name: str) -> tuple[PretrainedConfig, str]:
         name: A folder, a hub name, or a key of ``KNOWN_SHAPES``.
 
     Returns:
-        The configuration, and one line for the user: empty, or why the published values were filled in.
+        The configuration, and one line for the user: why the built-in shape is used, or "".
 
     Raises:
-        FlagError: The name is not known here and cannot be loaded.
+        FlagError: The name is not built in and cannot be loaded.
     """
     from transformers import AutoConfig
 
@@ -343,18 +343,18 @@ def named_config(name: str) -> tuple[PretrainedConfig, str]:
 
 
 def check_offline(args: Any, *names: str) -> str:
-    """Settle before anything is loaded whether the flags need the hub: refuse at once, or replace what cannot be had.
+    """Check before loading whether the flags need the hub; raise an error at once, or replace unavailable models and data.
 
     Args:
-        args: Parsed flags. With ``offline`` the flags of ``names`` and ``model_name_or_path`` are emptied in place; the model's shape
-            is kept as ``config_name`` where it is known here.
-        *names: Flags that name something on the hub besides the model: a dataset, a tokenizer.
+        args: Parsed flags. With ``offline`` the flags of ``names`` and ``model_name_or_path`` are set to None; the model's shape
+            stays as ``config_name`` if it is built in.
+        *names: Flags, besides the model, that name something on the hub: a dataset, a tokenizer.
 
     Returns:
-        One line for the user about what was replaced; empty when nothing was.
+        One line for the user that lists the replacements; "" if there are none.
 
     Raises:
-        FlagError: Something named is neither here nor in the cache, the hub does not answer, and there is no ``--offline``.
+        FlagError: A named item is neither local nor in the cache, the hub does not respond, and ``--offline`` is not set.
     """
     wanted = {name: getattr(args, name) for name in ("model_name_or_path", *names)}
     remote = {name: value for name, value in wanted.items() if value and not Path(value).exists()}
@@ -378,7 +378,7 @@ def check_offline(args: Any, *names: str) -> str:
 
 
 def _is_cached(flag: str, name: str) -> bool:
-    """Whether this machine's caches hold the model or dataset."""
+    """Return whether this machine's caches have the model or dataset."""
     from huggingface_hub import try_to_load_from_cache
 
     if flag not in ("dataset_name", "task_name"):
@@ -390,11 +390,11 @@ def _is_cached(flag: str, name: str) -> bool:
 
 
 def load_samples(args: argparse.Namespace, to_columns: Callable[[Sequence[Function]], dict[str, list[Any]]]) -> DatasetDict:
-    """From the hub, from files, or made from the functions of the standard library when neither is named.
+    """Load samples from the hub or from files; without either flag, make them from the functions of the standard library.
 
     Args:
         args: The data flags.
-        to_columns: Makes samples of functions.
+        to_columns: Function that makes columns of samples from documented functions.
     """
     if args.dataset_name:
         return load_hub_dataset(args, *filter(None, (args.dataset_name, args.dataset_config_name)))
@@ -408,8 +408,8 @@ def load_hub_dataset(args: argparse.Namespace, *source: str) -> DatasetDict:
     """Load a dataset from the hub or its cache.
 
     Args:
-        args: ``validation_split_percentage`` is held out where the dataset has no validation split.
-        *source: Name, and configuration if there is one.
+        args: The data flags; ``validation_split_percentage`` is held out if the dataset has no validation split.
+        *source: Name of the dataset, and of its configuration if it has one.
     """
     return _with_validation(args, source, {})
 
@@ -419,7 +419,7 @@ def load_files(args: argparse.Namespace, **options: Any) -> DatasetDict:
 
     Args:
         args: The data flags.
-        **options: For the builder of ``datasets``.
+        **options: Options of the file builder of ``datasets``.
     """
     extension = args.train_file.rsplit(".", 1)[-1]
     files = {"train": args.train_file} | ({"validation": args.validation_file} if args.validation_file else {})
@@ -427,14 +427,14 @@ def load_files(args: argparse.Namespace, **options: Any) -> DatasetDict:
 
 
 def from_columns(train: dict[str, list[Any]], validation: dict[str, list[Any]]) -> DatasetDict:
-    """Make a dataset of columns in memory."""
+    """Return a dataset made from columns in memory."""
     from datasets import Dataset, DatasetDict
 
     return DatasetDict(train=Dataset.from_dict(train), validation=Dataset.from_dict(validation))
 
 
 def first_samples(dataset: Dataset, limit: int | None) -> Dataset:
-    """The first ``limit`` samples; all of them for None."""
+    """Return the first ``limit`` samples, or all if ``limit`` is None."""
     return dataset if limit is None else dataset.select(range(min(limit, len(dataset))))
 
 

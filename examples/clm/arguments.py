@@ -1,4 +1,4 @@
-"""Command line of the language modelling examples: the flags of the Hugging Face script of the same name, and a few of ours."""
+"""Define the command line of the language modelling examples: the flags of the Hugging Face script of the same name, and a few more."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Args:
-        argv: Words after the program's name; None reads ``sys.argv``.
+        argv: Arguments after the program's name; None reads ``sys.argv``.
 
     Returns:
         One attribute per flag, names as on the command line.
 
     Raises:
-        SystemExit: A flag is unknown or two flags contradict each other (argparse prints which, and the usage).
+        SystemExit: A flag is unknown, or two flags contradict each other; argparse prints the flags and the usage.
     """
     parser = Parser(
         description=(
-            "Train a causal language model with Accelerate. The launcher decides how: one process, DDP or ZeRO 0-3. "
+            "Train a causal language model with Accelerate. The launcher file selects one process, DDP or ZeRO 0-3. "
             "With neither --dataset_name nor --train_file it needs no network: it trains on the docstrings of the installed Python."
         )
     )
@@ -53,7 +53,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def parse_mlm_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line of the masked language model; see `parse_arguments`."""
+    """Read the command line of the masked language model, like `parse_arguments`."""
     parser = Parser(
         description=(
             "Train a masked language model (BERT) with Accelerate, under a launcher file, or with --deepspeed_config under torchrun. "
@@ -63,10 +63,10 @@ def parse_mlm_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
     add_data_flags(parser)
     add_model_flags(parser, model_type="bert")
     group = parser.add_argument_group("masks")
-    group.add_argument("--mlm_probability", type=float, default=0.15, help="Share of the tokens that the model has to find (default 0.15).")
+    group.add_argument("--mlm_probability", type=float, default=0.15, help="Share of tokens that the model must predict (default 0.15).")
     group = parser.add_argument_group("DeepSpeed")
-    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON; it decides the batch sizes that it names.")
-    group.add_argument("--freeze_step", type=int, help="1-bit Adam's uncompressed steps, in place of the number in the JSON.")
+    group.add_argument("--deepspeed_config", metavar="FILE", help="DeepSpeed JSON file; its batch sizes replace those of the flags.")
+    group.add_argument("--freeze_step", type=int, help="1-bit Adam's number of uncompressed steps; replaces the number in the JSON file.")
     add_training_flags(parser)
     add_output_flags(parser, report_name="mlm_no_trainer")
     args = parser.parse_args(argv)
@@ -74,14 +74,14 @@ def parse_mlm_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
     check_run(parser, args)
     check_at_least(parser, args, 1, "freeze_step")
     if not 0 < args.mlm_probability < 1:
-        parser.error(f"--mlm_probability {args.mlm_probability}: must lie between 0 and 1.")
+        parser.error(f"--mlm_probability {args.mlm_probability}: must be between 0 and 1.")
     if args.freeze_step and not args.deepspeed_config:
         parser.error("--freeze_step needs --deepspeed_config.")
     return args
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of the text and how it is cut."""
+    """Add flags of the data: its source and the lengths of samples."""
     group = parser.add_argument_group("data")
     group.add_argument("--dataset_name", help="Name of a dataset on the hub, e.g. wikitext.")
     group.add_argument("--dataset_config_name", help="Its configuration, e.g. wikitext-2-raw-v1.")
@@ -96,11 +96,11 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser, model_type: str = "gpt2") -> None:
-    """Flags of model and tokenizer.
+    """Add flags of model and tokenizer.
 
     Args:
-        parser: Where to add them.
-        model_type: Architecture where none is named.
+        parser: Parser that receives the flags.
+        model_type: Default architecture.
     """
     group = parser.add_argument_group("model")
     add_name_flags(group, "GPT-2 (gpt2 to gpt2-xl) or BERT")
@@ -111,22 +111,22 @@ def add_model_flags(parser: argparse.ArgumentParser, model_type: str = "gpt2") -
     group.add_argument(
         "--low_cpu_mem_usage",
         action="store_true",
-        help="Accepted for old command lines: transformers 5 always loads this way.",
+        help="No effect; accepted for old command lines, because transformers 5 always loads this way.",
     )
 
 
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse data flags that cannot work, in the words of the command line."""
+    """Raise a command-line error for invalid data flags."""
     check_files(parser, args, ("txt", "csv", "json"))
     check_at_least(parser, args, 1, "block_size", "max_train_samples", "max_eval_samples")
 
 
 def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
-    """The JSON of ``--deepspeed_config`` with what Accelerate asks for and DeepSpeed's own scripts leave to its defaults.
+    """Return the JSON of ``--deepspeed_config``, completed with the keys that Accelerate requires and DeepSpeed's own scripts leave out.
 
     Args:
-        args: The batch size that the file names replaces that of the flags.
-        ranks: Data-parallel ranks.
+        args: Parsed flags; the batch sizes in the file replace those of the flags.
+        ranks: Number of data-parallel ranks.
 
     Raises:
         FlagError: The file cannot be read, or its batch sizes do not fit the number of ranks.
@@ -142,7 +142,7 @@ def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any
     micro, total = args.per_device_train_batch_size, config.get("train_batch_size", "auto")
     if isinstance(total, int) and not isinstance(config.get("gradient_accumulation_steps"), int):
         if total % (micro * ranks):
-            raise FlagError(f"--deepspeed_config {path}: train_batch_size {total} is no multiple of {micro} per rank x {ranks} ranks.")
+            raise FlagError(f"--deepspeed_config {path}: train_batch_size {total} is not a multiple of {micro} per rank x {ranks} ranks.")
         config["gradient_accumulation_steps"] = total // (micro * ranks)
     config.setdefault("gradient_accumulation_steps", args.gradient_accumulation_steps)
     config.setdefault("zero_optimization", {"stage": 0})
@@ -152,6 +152,6 @@ def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any
 
 
 def launched_ranks() -> int:
-    """Processes that torchrun, Open MPI, MPICH or Slurm started."""
+    """Return the number of processes that torchrun, Open MPI, MPICH or Slurm started."""
     names = ("WORLD_SIZE", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_NTASKS")
     return int(next((os.environ[name] for name in names if os.environ.get(name)), "1"))

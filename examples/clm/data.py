@@ -1,4 +1,4 @@
-"""Text for the language modelling examples, cut into blocks of equal length."""
+"""Load the text of the language modelling examples and cut it into blocks of equal length."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
-    """Training and validation text: from the hub, from files, or from the standard library when neither is named.
+    """Load training and validation text from the hub or from files; without either flag, from Python's standard library.
 
     Args:
         args: The data flags of `arguments.parse_arguments`.
 
     Returns:
-        Splits ``train`` and ``validation``; text in the column ``text``, or in the first column.
+        Splits ``train`` and ``validation``; the text is in the column ``text``, or else in the first column.
     """
     if args.dataset_name:
         return load_hub_dataset(args, *filter(None, (args.dataset_name, args.dataset_config_name)))
@@ -32,13 +32,13 @@ def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
 
 
 def text_column(raw: DatasetDict) -> str:
-    """The column ``text``, or else the first."""
+    """Return the name of the text column: ``text``, or else the first column."""
     columns = raw["train"].column_names
     return "text" if "text" in columns else str(columns[0])
 
 
 def group_into_blocks(examples: dict[str, list[list[int]]], block_size: int) -> dict[str, list[list[int]]]:
-    """Join token lists and cut them into blocks of equal length; the rest shorter than a block is dropped.
+    """Join token lists and cut them into blocks of equal length; a remainder shorter than a block is dropped.
 
     Args:
         examples: One list of token ids per document and column.
@@ -66,7 +66,7 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
         Training and validation sequences with columns ``input_ids``, ``attention_mask``, ``labels``.
 
     Raises:
-        FlagError: A split holds less text than one block.
+        FlagError: The text of a split is shorter than one block.
     """
     column = text_column(raw)
 
@@ -86,16 +86,16 @@ def make_blocks(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argp
 
 
 def mask_blocks(blocks: Dataset, tokenizer: PreTrainedTokenizerBase, probability: float, seed: int) -> Dataset:
-    """Hide tokens for a masked language model, once and for all, as BERT's own training data was made.
+    """Hide tokens for a masked language model once, before training, as in BERT's own training data.
 
     Args:
-        blocks: Sequences of `make_blocks`.
-        tokenizer: With a mask token.
-        probability: Share of the tokens to find; of these 80 % are masked, 10 % replaced, 10 % left.
+        blocks: Sequences from `make_blocks`.
+        tokenizer: Tokenizer with a mask token.
+        probability: Share of tokens to predict; 80 % of them are masked, 10 % replaced by random tokens, 10 % unchanged.
         seed: The same seed hides the same tokens.
 
     Returns:
-        The sequences with hidden tokens; ``labels`` is -100 where nothing is to be found.
+        The sequences with hidden tokens; ``labels`` is -100 for tokens that the model does not predict.
     """
     from transformers import DataCollatorForLanguageModeling
 

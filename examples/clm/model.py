@@ -1,4 +1,4 @@
-"""The language models of the examples: by name, or small ones with random weights."""
+"""Build the language model of the examples: a named one, or a small one with random weights."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoModelForMaske
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-SMALL_TYPES = ("bert", "gpt2", "llama")  # of which a small model is made where none is named
+SMALL_TYPES = ("bert", "gpt2", "llama")  # types of which the example can make a small model
 SMALL_SHAPE: dict[str, Any] = {"num_hidden_layers": 4, "hidden_size": 256, "num_attention_heads": 4}
-# What the size flags are called in configurations; GPT-2 answers to both names.
+# Names of the size flags in configurations; GPT-2 has both names.
 SIZE_FLAGS = {"n_layer": "num_hidden_layers", "n_embd": "hidden_size", "n_head": "num_attention_heads", "vocab_size": "vocab_size"}
 
 
 def build_config(args: argparse.Namespace) -> tuple[PretrainedConfig | None, str]:
-    """Find the configuration that the flags ask for, size flags not yet applied.
+    """Return the configuration that the flags name, before the size flags are applied.
 
     Returns:
-        The configuration, or None when the flags name none, and one line for the user (see `offline.named_config`).
+        The configuration (None if the flags name none), and one line for the user (see `offline.named_config`).
     """
     name = args.config_name or args.model_name_or_path
     if name:
@@ -36,15 +36,15 @@ def finish_config(config: PretrainedConfig | None, tokenizer: PreTrainedTokenize
     """Apply the size flags and fit the configuration to the tokenizer.
 
     Args:
-        config: Result of `build_config`; None makes a small model with as many positions as a block has tokens.
-        tokenizer: Its length bounds the vocabulary from below.
+        config: Result of `build_config`; None makes a small model with one position per token of a block.
+        tokenizer: Tokenizer of the model; the vocabulary gets at least its length.
         args: ``n_layer``, ``n_embd``, ``n_head``, ``vocab_size``, ``block_size``.
 
     Returns:
         The configuration to build the model from.
 
     Raises:
-        FlagError: A block is longer than the model has positions.
+        FlagError: A block has more tokens than the model has positions.
     """
     if config is None:
         config = CONFIG_MAPPING[args.model_type](**SMALL_SHAPE, max_position_embeddings=args.block_size, vocab_size=len(tokenizer))
@@ -72,13 +72,13 @@ def build_model(
 ) -> PreTrainedModel:
     """Build the model, pretrained or with random weights.
 
-    Under ZeRO-3 transformers constructs it inside ``zero.Init``: no rank ever holds it whole.
+    Under ZeRO stage 3 transformers constructs it inside ``zero.Init``, so that each rank creates only its shards.
 
     Args:
         config: Result of `finish_config`.
-        tokenizer: A pretrained model's embedding grows to its length.
+        tokenizer: Tokenizer of the model; a pretrained model's embedding is enlarged to its length.
         args: ``model_name_or_path``.
-        masked: A masked language model instead of a causal one.
+        masked: Build a masked language model instead of a causal one.
     """
     family = AutoModelForMaskedLM if masked else AutoModelForCausalLM
     if not args.model_name_or_path:

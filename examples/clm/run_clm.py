@@ -1,4 +1,4 @@
-"""The same task on transformers' Trainer; ``--deepspeed`` names the DeepSpeed JSON, and without it Trainer runs DDP.
+"""Do the same task with transformers' Trainer; ``--deepspeed`` names the DeepSpeed JSON file, without it Trainer uses DDP.
 
 torchrun --nproc_per_node 2 examples/clm/run_clm.py --deepspeed examples/clm/zero3.json --output_dir runs/clm_trainer --max_steps 320
 """
@@ -18,7 +18,7 @@ from transformers import HfArgumentParser, Trainer, TrainingArguments, default_d
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     parser = HfArgumentParser(TrainingArguments, description="Train a language model with transformers' Trainer.")
     add_data_flags(parser)
     add_model_flags(parser)
@@ -43,8 +43,8 @@ def main() -> None:
     metrics = trainer.evaluate()
     metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
     for split, measured in (("train", trained.metrics), ("eval", metrics)):
-        trainer.log_metrics(split, measured)  # a table
-        trainer.save_metrics(split, measured)  # all_results.json
+        trainer.log_metrics(split, measured)  # print a table
+        trainer.save_metrics(split, measured)  # write all_results.json
 
 
 if __name__ == "__main__":

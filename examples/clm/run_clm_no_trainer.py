@@ -1,8 +1,8 @@
-"""Train a causal language model with stock Accelerate: one process, DDP, or ZeRO 0-3, whatever the launcher says.
+"""Train a causal language model with stock Accelerate: one process, DDP, or ZeRO 0-3, as the launcher file selects.
 
     accelerate launch --config_file examples/clm/accelerate_zero3.yaml examples/clm/run_clm_no_trainer.py --output_dir runs/zero3
 
-Nothing in here knows which engine runs underneath. Beside this file: arguments.py (flags), data.py, model.py, README.md (commands).
+The script does not depend on the engine. In the same folder: arguments.py (flags), data.py, model.py, README.md (commands).
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForCausalLM, default_data_collator, get_scheduler
 
-# Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
+# Under ZeRO stage 3 a parameter has shape [0], so recognise biases and norms by name and not by the number of dimensions.
 NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
 GENERATED_TOKENS = 40
 
 
 @dataclass
 class Counts:
-    """How long a run is."""
+    """The length of a run."""
 
     steps: int  # optimizer steps of the whole run
     steps_per_epoch: int
@@ -45,21 +45,21 @@ class Counts:
 
 
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
-    """The DeepSpeed configuration that the launcher chose; empty where it chose something else."""
+    """Return the DeepSpeed configuration that the launcher selected; empty without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return {} if plugin is None else plugin.deepspeed_config
 
 
 def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
-    """AdamW and schedule by the flags, or placeholders with their values for what the DeepSpeed configuration holds itself."""
+    """Return AdamW and schedule from the flags, or Accelerate's placeholders for those that the DeepSpeed configuration has."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
     held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
-    if not held:  # Accelerate moves the schedule once per rank and step
+    if not held:  # Accelerate advances the schedule once per rank and step
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
-    from accelerate.utils import DummyOptim, DummyScheduler  # there where Accelerate finds DeepSpeed, or hf_zero in its place
+    from accelerate.utils import DummyOptim, DummyScheduler  # exist if Accelerate finds DeepSpeed or hf_zero
 
     kind = DummyOptim if "optimizer" in held else torch.optim.AdamW
     optimizer = kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -74,7 +74,7 @@ def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: A
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> dict[str, float]:
-    """Mean loss in nats per token over the evaluation sequences of all ranks, and the perplexity (collective)."""
+    """Return the mean loss in nats per token over the evaluation sequences of all ranks, and the perplexity; collective."""
     model.eval()
     losses = []
     for batch in loader:
@@ -86,7 +86,7 @@ def evaluate(accelerator: Accelerator, model: Any, loader: Any) -> dict[str, flo
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Save everything a resumed run needs (collective); the step comes last: a folder without it is no whole checkpoint."""
+    """Save the state that a resumed run needs; collective. The step is written last and marks the checkpoint as complete."""
     accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -96,7 +96,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
 
 
 def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
-    """Continue where --resume_from_checkpoint says (collective); the optimizer steps that are done."""
+    """Load the checkpoint of --resume_from_checkpoint and return its number of optimizer steps; collective."""
     found = [Path(args.resume_from_checkpoint or "", "progress.json")]
     if args.resume_from_checkpoint == "latest":
         found = list(Path(args.output_dir).glob("*/progress.json"))
@@ -112,7 +112,7 @@ def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
 
 
 def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, counts: Counts) -> dict[str, Any]:
-    """Train, evaluating after each epoch (collective); what was measured, as results.json keeps it."""
+    """Train, evaluate after each epoch, and return the measurements for results.json; collective."""
     model, optimizer, train_loader, eval_loader, scheduler = prepared
     results: dict[str, Any] = asdict(counts) | {"before": {}, "log": [], "epochs": []}
     steps = load_checkpoint(args, accelerator)
@@ -167,14 +167,14 @@ def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, cou
 
 
 def reload_and_generate(args: argparse.Namespace, tokenizer: Any, batch: dict[str, torch.Tensor], loss: float) -> None:
-    """Load the saved folder as any user would, compare it with the trained model and let it continue the prompt."""
+    """Load the saved folder with from_pretrained, compare its loss with the trained model's, and continue the prompt."""
     model = AutoModelForCausalLM.from_pretrained(args.output_dir).to(batch["input_ids"].device).eval()
     with torch.no_grad():
         found = model(**batch).loss.item()
     print(f"\nThe model lies in {args.output_dir}. Reloaded with from_pretrained: loss {found:.4f} on the first evaluation sequence")
     print(f"(in training: {loss:.4f}). It continues {args.prompt!r}:")
     prompt = tokenizer(args.prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    room = max(1, min(GENERATED_TOKENS, args.block_size - prompt["input_ids"].shape[1]))  # a small model has no positions beyond a block
+    room = max(1, min(GENERATED_TOKENS, args.block_size - prompt["input_ids"].shape[1]))  # a small model has no more positions than a block
     torch.manual_seed(args.seed)
     options = {"do_sample": True, "top_k": 20, "pad_token_id": tokenizer.eos_token_id}
     output = model.generate(**prompt, min_new_tokens=room, max_new_tokens=room, **options)
@@ -183,14 +183,14 @@ def reload_and_generate(args: argparse.Namespace, tokenizer: Any, batch: dict[st
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     args = parse_arguments()
     say(check_offline(args, "tokenizer_name", "dataset_name"))
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=trackers(args),
         project_dir=args.output_dir,
-        # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
+        # The order of batches depends only on the epoch's number, so a resumed run continues with the next batches.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
     )
     transformers.utils.logging.set_verbosity_error()
@@ -199,7 +199,7 @@ def main() -> None:
     train_data, eval_data = material.data
     set_seed(args.seed)
     model = build_model(material.config, material.tokenizer, args)
-    set_seed(args.seed, device_specific=True)  # from here on dropout differs from rank to rank
+    set_seed(args.seed, device_specific=True)  # from here on, dropout differs between ranks
     config, batch_size = deepspeed_config(accelerator), args.per_device_train_batch_size
     accumulation = config.get("gradient_accumulation_steps")
     accumulation = accumulation if isinstance(accumulation, int) else accelerator.gradient_accumulation_steps
@@ -208,7 +208,7 @@ def main() -> None:
     counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
     say(f"{len(train_data):,} samples to train, {len(eval_data)} to evaluate; {counts.steps} steps on {accelerator.num_processes} ranks")
     if config.get("train_micro_batch_size_per_gpu") == "auto":
-        config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
+        config["train_micro_batch_size_per_gpu"] = batch_size  # else Accelerate uses the smaller batch size of the two loaders
     options = {"collate_fn": default_data_collator, "generator": torch.Generator().manual_seed(args.seed)}
     train_loader: Any = DataLoader(train_data, batch_size, shuffle=True, **options)
     eval_loader: Any = DataLoader(eval_data, args.per_device_eval_batch_size, **options)
@@ -222,16 +222,16 @@ def main() -> None:
         loss = prepared[0].eval()(**first).loss.item()
     if args.output_dir:
         model = accelerator.unwrap_model(prepared[0])
-        weights = accelerator.get_state_dict(prepared[0])  # at stage 3 every rank sends its shards
+        weights = accelerator.get_state_dict(prepared[0])  # collective: at stage 3 every rank sends its shards
         model.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
         if accelerator.is_main_process:
             material.tokenizer.save_pretrained(args.output_dir)
             Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            # While a stage 3 configuration is registered, from_pretrained builds shards and waits for the other ranks; unregister it.
             transformers.integrations.deepspeed.unset_hf_deepspeed_config()
             reload_and_generate(args, material.tokenizer, first, loss)
     del model, prepared
-    accelerator.free_memory()  # a DDP model that outlives its group may wait for ever for a thread of gloo
+    accelerator.free_memory()  # free a DDP model before its process group, else it may wait forever for a gloo thread
     accelerator.end_training()
 
 

@@ -1,9 +1,10 @@
-"""Supervised fine-tuning with transformers' Trainer: only answers count in the loss; ZeRO, tensor parallelism or both, as the JSON says.
+"""Fine-tune on instructions and answers with transformers' Trainer, under ZeRO, tensor parallelism or both, as the JSON file selects.
 
     torchrun --nproc_per_node 4 examples/clm/run_sft.py --deepspeed examples/clm/sft/zero1_tp.json --output_dir runs/sft \
         --per_device_train_batch_size 16 --learning_rate 1e-3 --max_steps 40
 
-With ``"tensor_parallel": {"autotp_size": 2}`` on four ranks there are two copies of the model: the global batch is 16 x 2.
+With ``"tensor_parallel": {"autotp_size": 2}`` on four ranks there are two copies of the model, so the global batch is 16 x 2.
+Only the tokens of answers count in the loss.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ DESCRIPTION = (
 
 
 def load_material(args: argparse.Namespace, first_rank_first: Callable[[], AbstractContextManager[Any]]) -> Material:
-    """Load instructions and tokenizer and work out the configuration of the model; arguments as of `task.load_material`."""
+    """Load instructions and tokenizer, and build the configuration of the model; arguments as in `task.load_material`."""
     config, note = build_config(args)
     say(note)
     with files_first(args, first_rank_first):
@@ -43,7 +44,7 @@ def load_material(args: argparse.Namespace, first_rank_first: Callable[[], Abstr
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     parser = HfArgumentParser(TrainingArguments, description=DESCRIPTION)
     add_data_flags(parser)
     add_model_flags(parser, model_type="llama")
@@ -68,8 +69,8 @@ def main() -> None:
     metrics = trainer.evaluate()
     metrics["eval_perplexity"] = math.exp(min(metrics["eval_loss"], 700))
     for split, measured in (("train", trained.metrics), ("eval", metrics)):
-        trainer.log_metrics(split, measured)  # a table
-        trainer.save_metrics(split, measured)  # all_results.json
+        trainer.log_metrics(split, measured)  # print a table
+        trainer.save_metrics(split, measured)  # write all_results.json
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Instructions and answers for supervised fine-tuning: Alpaca's format from the hub or a file, or made from the standard library."""
+"""Load instructions and answers in Alpaca's format from the hub or a file, or make them from Python's standard library."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # label that the loss leaves out
+IGNORED = -100  # label of tokens that the loss ignores
 INSTRUCTION = "Say in one sentence what this Python function does."
 PROMPT = "### Instruction\n{instruction}\n\n### Input\n{input}\n\n### Response\n"
 PROMPT_WITHOUT_INPUT = "### Instruction\n{instruction}\n\n### Response\n"
 
 
 def load_instructions(args: argparse.Namespace) -> DatasetDict:
-    """Samples with the columns ``instruction``, ``input`` (may be empty) and ``output``.
+    """Load samples with the columns ``instruction``, ``input`` (may be empty) and ``output``.
 
     Args:
         args: The data flags of `arguments.add_data_flags`.
@@ -39,7 +39,7 @@ def load_instructions(args: argparse.Namespace) -> DatasetDict:
 
 
 def to_columns(functions: Sequence[Function]) -> dict[str, list[str]]:
-    """The same instruction for every function: its signature is the input, its summary the output."""
+    """Return samples of functions: one fixed instruction, the signature as input, the summary as output."""
     return {
         "instruction": [INSTRUCTION] * len(functions),
         "input": [function.signature for function in functions],
@@ -48,18 +48,18 @@ def to_columns(functions: Sequence[Function]) -> dict[str, list[str]]:
 
 
 def prompt_of(sample: dict[str, str]) -> str:
-    """Text in front of the answer."""
+    """Return the text before the answer."""
     template = PROMPT if sample.get("input") else PROMPT_WITHOUT_INPUT
     return template.format(instruction=sample["instruction"], input=sample.get("input", ""))
 
 
 def encode(sample: dict[str, str], tokenizer: PreTrainedTokenizerBase, length: int) -> dict[str, list[int]]:
-    """Tokens of prompt and answer, padded to ``length``; only the answer and its end count in the loss.
+    """Return the tokens of prompt and answer, padded to ``length``; only the answer and its end-of-text token count in the loss.
 
     Args:
-        sample: One row of `load_instructions`.
-        tokenizer: With an end-of-text token, which also pads.
-        length: Tokens; what is longer is cut at the end.
+        sample: One row from `load_instructions`.
+        tokenizer: Tokenizer with an end-of-text token, which also serves as padding.
+        length: Number of tokens; longer samples are cut at the end.
     """
     prompt = tokenizer(prompt_of(sample), add_special_tokens=False)["input_ids"]
     answer = [*tokenizer(sample["output"], add_special_tokens=False)["input_ids"], tokenizer.eos_token_id]
@@ -73,10 +73,10 @@ def encode(sample: dict[str, str], tokenizer: PreTrainedTokenizerBase, length: i
 
 
 def encode_splits(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> tuple[Dataset, Dataset]:
-    """Encode both splits; samples whose prompt leaves no room for an answer are left out.
+    """Encode both splits; leave out samples whose prompt leaves no space for an answer.
 
     Raises:
-        FlagError: None is left.
+        FlagError: No sample is left.
     """
     splits = []
     for split, limit in (("train", args.max_train_samples), ("validation", args.max_eval_samples)):
@@ -84,6 +84,6 @@ def encode_splits(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: ar
         encoded = raw[split].map(encode, remove_columns=raw[split].column_names, **options)
         kept = first_samples(encoded.filter(lambda sample: any(label != IGNORED for label in sample["labels"])), limit)
         if len(kept) == 0:
-            raise FlagError(f"--block_size {args.block_size} leaves no room for an answer behind any prompt of the {split} data: raise it.")
+            raise FlagError(f"--block_size {args.block_size} leaves no room for an answer after any prompt of the {split} data; raise it.")
         splits.append(kept)
     return splits[0], splits[1]

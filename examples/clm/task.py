@@ -1,4 +1,4 @@
-"""What the scripts of this example do in the same way: text, tokenizer, blocks and configuration."""
+"""Load text, tokenizer, blocks and configuration; the scripts of this example share these functions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class Material:
-    """What a run starts from."""
+    """The inputs of a run: data, tokenizer and configuration of the model."""
 
     tokenizer: PreTrainedTokenizerBase
     data: tuple[Dataset, Dataset]
@@ -32,12 +32,12 @@ def load_material(
     first_rank_first: Callable[[], AbstractContextManager[Any]],
     special_tokens: Mapping[str, str] = DECODER_TOKENS,
 ) -> Material:
-    """Load text and tokenizer and work out the configuration of the model.
+    """Load text and tokenizer, and build the configuration of the model.
 
     Args:
         args: The data and model flags.
-        first_rank_first: Context that the other ranks enter when the first has left it.
-        special_tokens: Of a tokenizer that is trained here.
+        first_rank_first: Function that returns a context which the other ranks enter after the first rank has left it.
+        special_tokens: Special tokens of a tokenizer that is trained here, by role.
     """
     config, note = build_config(args)
     say(note)

@@ -1,8 +1,8 @@
-"""What hf_zero promises, shown on this machine in about a minute: `make demo`, or `python examples/demo/demo.py [--steps 120]`.
+"""Compare hf_zero with PyTorch DDP on this machine in about a minute: `make demo`, or `python examples/demo/demo.py [--steps 120]`.
 
-One small GPT-2 learns the Zen of Python by heart, four times from the same weights and on the same data: under plain PyTorch (DDP), under
-ZeRO stages 2 and 3, each on two ranks of this machine's CPU, and resumed on one rank from the checkpoint that two ranks wrote. The loss
-curves must lie on top of each other. The model that stage 3 saved is then loaded with `from_pretrained` and continues the first two words.
+The demo trains a small GPT-2 on the Zen of Python four times, from the same weights and on the same data: with PyTorch DDP and with ZeRO
+stages 2 and 3 on two CPU ranks, and on one rank, resumed from the checkpoint of two ranks. The four loss curves must be equal. Then it
+loads the model that stage 3 saved with `from_pretrained` and continues the first two words.
 Needs no network and no GPU. Writes `runs/demo/demo.png`, `runs/demo/demo.json` and the model in `runs/demo/model`.
 """
 
@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-RANKS, BATCH, LENGTH = 2, 16, 32  # BATCH: sequences per step of all ranks together; LENGTH: words of one
+RANKS, BATCH, LENGTH = 2, 16, 32  # BATCH: sequences per step on all ranks together; LENGTH: words per sequence
 SHAPE = {"n_positions": LENGTH, "n_embd": 256, "n_layer": 2, "n_head": 4, "bos_token_id": 0, "eos_token_id": 0}
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
 LEARNING_RATE, CLIPPING = 1e-3, 1.0
@@ -35,26 +35,26 @@ PROMPT, WRITTEN = ("Beautiful", "is"), 55  # words
 
 @dataclass
 class Curve:
-    """One run: loss by step, and what its rank held after a backward pass."""
+    """The results of one run: losses by step, and bytes of state on one rank after a backward pass."""
 
     losses: dict[int, float] = field(default_factory=dict)
     state_bytes: int = 0  # weights, gradients and Adam's moments of one rank
 
 
 def words() -> list[str]:
-    """The Zen of Python, word by word; every Python carries it, in a module that prints itself when it is imported."""
+    """Return the words of the Zen of Python, from the module `this`, which prints it on import."""
     with contextlib.redirect_stdout(io.StringIO()):
         import this
     return re.findall(r"\S+|\n", codecs.decode(this.s, "rot13"))
 
 
 def vocabulary() -> list[str]:
-    """Its different words; a word's place is its token."""
+    """Return the distinct words of the text; the token of a word is its index."""
     return sorted(set(words()))
 
 
 def batch_of(step: int) -> Any:
-    """The sequences of one step, the same for every method and number of ranks: tokens (BATCH, LENGTH), int64."""
+    """Return the tokens of one step, (BATCH, LENGTH) int64; they are equal for all methods and numbers of ranks."""
     import torch
 
     known = {word: token for token, word in enumerate(vocabulary())}
@@ -64,10 +64,10 @@ def batch_of(step: int) -> Any:
 
 
 class Run:
-    """One model in training.
+    """A model in training under one method.
 
     Args:
-        stage: ZeRO's; None for DDP.
+        stage: ZeRO stage; None for DDP.
     """
 
     def __init__(self, stage: int | None) -> None:
@@ -90,7 +90,7 @@ class Run:
             self.model = hf_zero.initialize(model=model, optimizer=optimizer, config=config)[0]
 
     def backward(self) -> float:
-        """Forward and backward of the next step; the mean loss of all ranks."""
+        """Run forward and backward of the next step, and return the mean loss over all ranks."""
         import torch.distributed as dist
 
         self.step += 1
@@ -102,7 +102,7 @@ class Run:
         return mean.item() / dist.get_world_size()
 
     def update(self) -> None:
-        """The optimizer's part of the step."""
+        """Run the optimizer step."""
         import torch
 
         if self.zero:
@@ -113,16 +113,16 @@ class Run:
             self.optimizer.zero_grad()
 
     def close(self) -> None:
-        """Let go of the engine's memory and hooks."""
+        """Free the engine's memory and remove its hooks."""
         if self.zero:
             self.model.destroy()
 
 
 def state_bytes(build: Callable[[], Run]) -> int:
-    """Bytes of tensors that a run holds after its second backward pass, by torch's own record of what it allocates and frees."""
+    """Return the bytes of a run's tensors after its second backward pass, from torch's record of allocations and frees."""
     from torch.profiler import ProfilerActivity, profile
 
-    gc.collect()  # what an earlier run leaves must not be freed, and counted, in this one
+    gc.collect()  # free garbage of an earlier run before the measurement
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
         run = build()
         run.backward()
@@ -133,7 +133,7 @@ def state_bytes(build: Callable[[], Run]) -> int:
 
 
 def train_all(rank: int, port: int, folder: Path, steps: int, results: Any) -> None:
-    """One of the two ranks: trains with each method; the first rank reports every loss and saves what stage 3 learnt."""
+    """Train with each method as one of two ranks; the first rank reports all losses and saves the model of stage 3."""
     start(rank, RANKS, port)
     for name, stage in METHODS.items():
         held = state_bytes(lambda stage=stage: Run(stage))
@@ -153,7 +153,7 @@ def train_all(rank: int, port: int, folder: Path, steps: int, results: Any) -> N
 
 
 def start(rank: int, ranks: int, port: int) -> None:
-    """Join the process group, as torchrun's environment would have it, and say nothing but warnings."""
+    """Set torchrun's environment variables, join the process group, and show only warnings."""
     os.environ |= {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
@@ -169,19 +169,19 @@ def start(rank: int, ranks: int, port: int) -> None:
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    torch.set_num_threads(1)  # the model is so small that more would wait for each other
+    torch.set_num_threads(1)  # more threads would only slow down such a small model
     hf_zero.init_distributed()
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
 
 
 def train_on_two_ranks(folder: Path, steps: int, report: Callable[[str, int, float], None]) -> dict[str, Curve]:
-    """Every method on two ranks, one after the other in the same two processes."""
+    """Run all methods on two ranks, one after the other in the same two processes, and return their curves."""
     import torch.multiprocessing as processes
 
     results = processes.get_context("spawn").SimpleQueue()
@@ -198,7 +198,7 @@ def train_on_two_ranks(folder: Path, steps: int, report: Callable[[str, int, flo
 
 
 def resume_on_one_rank(folder: Path, steps: int, report: Callable[[str, int, float], None]) -> Curve:
-    """Continue stage 3 in this process alone, from what two ranks wrote in the middle of their run."""
+    """Continue stage 3 on one rank, in this process, from the checkpoint that two ranks wrote in the middle of their run."""
     start(0, 1, free_port())
     run, curve = Run(3), Curve()
     run.model.load_checkpoint(folder / "checkpoint")
@@ -212,14 +212,14 @@ def resume_on_one_rank(folder: Path, steps: int, report: Callable[[str, int, flo
 
 
 def recite(folder: Path) -> str:
-    """What the saved model, loaded as any user would load it, writes behind the first two words."""
+    """Load the saved model with from_pretrained and return its continuation of the first two words."""
     import torch
     from transformers import AutoModelForCausalLM
 
     model, known = AutoModelForCausalLM.from_pretrained(folder).eval(), vocabulary()
     tokens = torch.tensor([[known.index(word) for word in PROMPT]])
     with torch.no_grad():
-        for _ in range(WRITTEN):  # the last of the LENGTH positions was never asked for a next word
+        for _ in range(WRITTEN):  # the model was never trained to predict a word after the last position
             following = model(input_ids=tokens[:, 1 - LENGTH :]).logits[:, -1].argmax(dim=-1)
             tokens = torch.cat([tokens, following[:, None]], dim=1)
     lines = " ".join(known[token] for token in tokens[0].tolist()).split("\n")
@@ -227,12 +227,12 @@ def recite(folder: Path) -> str:
 
 
 def largest_difference(curve: Curve, reference: Curve) -> float:
-    """Largest difference of two losses at the same step, over the steps of ``curve``."""
+    """Return the largest difference of the two losses over the steps of ``curve``."""
     return max(abs(loss - reference.losses[step]) for step, loss in curve.losses.items())
 
 
 def draw(path: Path, curves: dict[str, Curve]) -> None:
-    """The loss curves on top of each other, how far they are apart, and the memory of each method."""
+    """Plot the loss curves, their differences from DDP, and the memory of each method."""
     from matplotlib.figure import Figure
 
     plain = curves["PyTorch DDP"]
@@ -264,7 +264,7 @@ def draw(path: Path, curves: dict[str, Curve]) -> None:
 
 
 def show(folder: Path, curves: dict[str, Curve], text: str, steps: int, seconds: float) -> None:
-    """The screen at the end."""
+    """Print the table and the model's text."""
     from rich.console import Console
     from rich.table import Table
 
@@ -278,16 +278,16 @@ def show(folder: Path, curves: dict[str, Curve], text: str, steps: int, seconds:
         table.add_row(name, "1" if name == RESUMED else str(RANKS), f"{curve.losses[steps]:.6f}", difference, *memory)
     console = Console()
     console.print(table)
-    console.print("Difference: the largest of a loss from PyTorch DDP's at the same step.", style="dim")
-    console.print("Memory: weights, gradients, Adam's moments of a rank after a backward pass.", style="dim")
-    console.print(f"Resumed: from step {steps // 2}, whose checkpoint {RANKS} ranks wrote.", style="dim")
+    console.print("Difference: largest difference from PyTorch DDP's loss at the same step.", style="dim")
+    console.print("Memory: weights, gradients and Adam's moments of one rank after a backward pass.", style="dim")
+    console.print(f"Resumed: from step {steps // 2}, from a checkpoint that {RANKS} ranks wrote.", style="dim")
     console.print(f"\nThe model that stage 3 saved, reloaded, continues [bold]{' '.join(PROMPT)}[/bold]:\n")
     console.print(text, style="green", highlight=False)
     console.print(f"\nPicture: {folder / 'demo.png'}\nModel:   {folder / 'model'}\n{seconds:.0f} seconds")
 
 
 def main() -> None:
-    """Run all four, print one screen, draw one picture."""
+    """Run all four methods, print the results and draw the plots."""
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -297,9 +297,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 2 or args.steps % 2:
         parser.error(f"--steps {args.steps}: give an even number, at least 2; the checkpoint is written in the middle.")
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_ZERO_LOG_LEVEL": "warning", "KINETO_LOG_LEVEL": "99"}  # before torch is imported
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HF_ZERO_LOG_LEVEL": "warning", "KINETO_LOG_LEVEL": "99"}  # set before torch is imported
     began = time.monotonic()
-    shutil.rmtree(args.output_dir / "checkpoint", ignore_errors=True)  # of an earlier demo
+    shutil.rmtree(args.output_dir / "checkpoint", ignore_errors=True)  # written by an earlier demo
     args.output_dir.mkdir(parents=True, exist_ok=True)
     columns = (
         TextColumn("{task.description:<26}"),

@@ -1,10 +1,10 @@
-"""LoRA adapters by PEFT on a model that ZeRO stage 3 shards, with transformers' Trainer.
+"""Train LoRA adapters (PEFT) with transformers' Trainer, under ZeRO stage 3.
 
 torchrun --nproc_per_node 2 examples/minimal/lora.py
 """
 
 import os
-from pydoc_data.topics import topics  # text that every Python carries: the language reference
+from pydoc_data.topics import topics  # training text: the language reference, which is part of every Python
 
 import torch
 from peft import LoraConfig, get_peft_model
@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, ByT5To
 
 from hf_zero import ZeroTrainingArguments
 
-BASE, OUTPUT = "runs/minimal/base", "runs/minimal/lora"  # BASE: your model, by its name on the hub or by its folder
+BASE, OUTPUT = "runs/minimal/base", "runs/minimal/lora"  # BASE: name on the hub, or folder, of your model
 LENGTH = 64
 
-# Stands in for a pretrained model, with random weights. With a BASE of your own this block goes.
+# Write a tiny model with random weights to BASE, instead of a pretrained model. Delete this block if BASE is your model.
 if int(os.environ["RANK"]) == 0:
     torch.manual_seed(0)
     letters = ByT5Tokenizer()
@@ -31,7 +31,7 @@ if int(os.environ["RANK"]) == 0:
     AutoModelForCausalLM.from_config(AutoConfig.for_model("gpt2", vocab_size=len(letters), **shape)).save_pretrained(BASE)
     letters.save_pretrained(BASE)
 
-# Before the model: at stage 3 no rank ever holds it whole.
+# Make the arguments before the model, so that at stage 3 each rank loads only its shards.
 args = ZeroTrainingArguments(
     output_dir=OUTPUT,
     zero_stage=3,
@@ -43,7 +43,7 @@ args = ZeroTrainingArguments(
     save_strategy="no",
     report_to="none",
 )
-torch.distributed.barrier()  # until the first rank has written BASE
+torch.distributed.barrier()  # wait until rank 0 has written BASE
 
 tokenizer = AutoTokenizer.from_pretrained(BASE)
 base = AutoModelForCausalLM.from_pretrained(BASE)
@@ -52,10 +52,10 @@ if args.process_index == 0:
     model.print_trainable_parameters()
 
 tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
-samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[:-1]]  # the last one is shorter
+samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[:-1]]  # drop the last block, which is shorter
 
 trainer = Trainer(model=model, args=args, train_dataset=samples, processing_class=tokenizer)
 trainer.train()
-trainer.save_model()  # on every rank: each sends its share of the adapters, the first one writes
+trainer.save_model()  # collective: every rank must call it; rank 0 writes the adapters
 if trainer.is_world_process_zero():
     print(f"Saved: AutoPeftModelForCausalLM.from_pretrained({OUTPUT!r}) loads the adapters and their base.")

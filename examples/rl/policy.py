@@ -1,4 +1,4 @@
-"""The model that server and trainer begin with."""
+"""Load the model with which both server and trainer start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ VOCABULARY = 64
 
 
 def load_policy(name: str) -> PreTrainedModel:
-    """A causal language model by folder or name; ``toy``: a Llama of 100,000 parameters with the same random weights everywhere."""
+    """Return a causal language model by folder or hub name; ``toy`` is a Llama of 100,000 parameters with fixed random weights."""
     if name != TOY:
         return AutoModelForCausalLM.from_pretrained(name)
     with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""Two ways to a server in another process: a process group of the trainer and the server, or the bodies of HTTP requests."""
+"""Send weights to a server in another process, over a process group of trainer and server or in the bodies of HTTP requests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ SECONDS = 120
 
 
 def post(url: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
-    """The answer to a POST, which an error status makes an ``HTTPError``."""
+    """Send a POST request and return the JSON of the response; raise ``HTTPError`` for an error status."""
     sent = body if isinstance(body, bytes) else json.dumps(body).encode()
     request = urllib.request.Request(url, data=sent, method="POST")  # noqa: S310 - the user's own server
     with urllib.request.urlopen(request, timeout=SECONDS) as response:  # noqa: S310
@@ -26,11 +26,11 @@ def post(url: str, body: dict[str, Any] | bytes) -> dict[str, Any]:
 
 
 class OverGroup:
-    """Broadcasts over a group of this process and the server's.
+    """A sender that broadcasts weights over a process group of this process and the server.
 
     Args:
-        server: URL.
-        bucket_bytes: Tensors of about so many bytes are announced at once.
+        server: URL of the server.
+        bucket_bytes: Approximate number of bytes of tensors per ``update_weights`` request.
     """
 
     def __init__(self, server: str, bucket_bytes: int = PACK_BYTES) -> None:
@@ -39,13 +39,13 @@ class OverGroup:
             found.bind(("127.0.0.1", 0))
             port = found.getsockname()[1]
         info = {"master_address": "127.0.0.1", "master_port": port, "rank_offset": 1, "world_size": 2}
-        with ThreadPoolExecutor(1) as beside:  # the server answers when both have met
+        with ThreadPoolExecutor(1) as beside:  # the server responds after both processes have joined the group
             answer = beside.submit(post, f"{server}/init_weight_transfer_engine", {"init_info": info})
             self._group = WeightGroup("127.0.0.1", port, 0, 2)
             answer.result()
 
     def __call__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sends all of ``named``."""
+        """Send all (name, tensor) pairs of ``named`` to the server."""
         post(f"{self._server}/start_weight_update", {})
         with ThreadPoolExecutor(1) as beside:
             for bucket in buckets(named, self._bucket_bytes):
@@ -59,18 +59,18 @@ class OverGroup:
 
 
 class OverHttp:
-    """Sends safetensors in the bodies of requests.
+    """A sender that puts weights into the bodies of HTTP requests, as safetensors.
 
     Args:
-        server: URL.
-        bucket_bytes: Bytes of tensors in a request, about.
+        server: URL of the server.
+        bucket_bytes: Approximate number of bytes of tensors per request.
     """
 
     def __init__(self, server: str, bucket_bytes: int = PACK_BYTES) -> None:
         self._server, self._bucket_bytes = server, bucket_bytes
 
     def __call__(self, named: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Sends all of ``named``."""
+        """Send all (name, tensor) pairs of ``named`` to the server."""
         for bucket in buckets(named, self._bucket_bytes):
             post(f"{self._server}/weights", save({name: value.detach().cpu().contiguous() for name, value in bucket}))
 
@@ -79,7 +79,7 @@ SENDERS = {"gloo": OverGroup, "http": OverHttp}
 
 
 def buckets(named: Iterable[tuple[str, torch.Tensor]], bucket_bytes: int) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """``named`` in lists that end when they hold ``bucket_bytes`` or more."""
+    """Divide ``named`` into lists; a list ends as soon as its tensors have ``bucket_bytes`` bytes or more."""
     bucket: list[tuple[str, torch.Tensor]] = []
     for name, value in named:
         bucket.append((name, value))

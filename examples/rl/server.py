@@ -1,10 +1,10 @@
-"""A server that generates with a Hugging Face model and takes new weights while it runs; the part of vLLM's HTTP API that TRL uses.
+"""Serve a Hugging Face model that generates text and receives new weights while it runs, with the part of vLLM's HTTP API that TRL uses.
 
     python examples/rl/server.py --model runs/start --port 8000
 
-For trying training with a server on a machine without GPU: no batching over requests, no cache of prompts. `vllm serve` is the real one.
-Weights come over a process group of their own (`/init_weight_transfer_engine`, `/update_weights`, see weight_group.py) or in the body of a
-request (`POST /weights`, safetensors); `GET /weights` gives them back.
+Use this server to try training with a server on a machine without GPU; it neither batches requests nor caches prompts. Use `vllm serve` on
+GPUs. Weights arrive over a separate process group (`/init_weight_transfer_engine`, `/update_weights`, see weight_group.py) or in the body
+of a request (`POST /weights`, safetensors); `GET /weights` returns the current weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ JSON = "application/json"
 
 
 class Served:
-    """The model, and what requests do with it; one at a time."""
+    """The model with one method per kind of request; requests run one at a time."""
 
     def __init__(self, model: PreTrainedModel, name: str) -> None:
         self.model = model.eval()
@@ -35,32 +35,32 @@ class Served:
         self._group: WeightGroup | None = None
 
     def health(self) -> dict[str, Any]:
-        """Is asked until the server answers."""
+        """Return an empty answer; clients call this until the server responds."""
         return {}
 
     def models(self) -> dict[str, Any]:
-        """The one model."""
+        """Return the list of models, which has one entry."""
         return {"object": "list", "data": [{"id": self.name, "object": "model"}]}
 
     def server_info(self) -> dict[str, Any]:
-        """What clients ask before they send weights."""
+        """Return the settings that clients read before they send weights."""
         settings = {"weight_transfer_config": {"backend": "gloo"}, "model_config": {"logprobs_mode": "processed_logprobs"}}
         return {"vllm_config": settings}
 
     def world_size(self) -> dict[str, Any]:
-        """Processes that take weights."""
+        """Return the number of server processes that receive weights, which is 1."""
         return {"world_size": 1}
 
     def join(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Connects to the trainer, which listens."""
+        """Join the process group for weights; the trainer listens at the address in ``body``."""
         info = body["init_info"]
         self._group = WeightGroup(info["master_address"], info["master_port"], info["rank_offset"], info["world_size"])
         return {}
 
     def update(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Takes the weights that are announced in ``body`` from the group."""
+        """Receive the weights that ``body`` lists over the process group."""
         if self._group is None:
-            raise ValueError("no group: POST /init_weight_transfer_engine comes first")
+            raise ValueError("there is no process group: POST /init_weight_transfer_engine first")
         info = body["update_info"]
         dtypes = [getattr(torch, name) for name in info["dtype_names"]]
         with self._lock:
@@ -68,18 +68,18 @@ class Served:
         return {}
 
     def take(self, body: bytes) -> dict[str, Any]:
-        """Takes the weights that ``body`` holds."""
+        """Load the weights in ``body``, which is a safetensors file."""
         with self._lock:
             self._take(load(body).items())
         return {}
 
     def weights(self) -> bytes:
-        """All weights, tied ones once."""
+        """Return all weights as a safetensors file; a tied weight occurs once."""
         with self._lock:
             return save({name: param.detach().contiguous() for name, param in self.model.named_parameters()})
 
     def nothing(self, _: Any) -> dict[str, Any]:
-        """For what a model without caches has nothing to do at."""
+        """Return success without doing anything, for requests about caches, which this server does not have."""
         return {"success": True}
 
     @torch.no_grad()
@@ -87,11 +87,11 @@ class Served:
         params = dict(self.model.named_parameters())
         for name, value in named:
             if name not in params or params[name].shape != value.shape:
-                raise ValueError(f"{name}, {tuple(value.shape)}, is no weight of the model")
+                raise ValueError(f"the model has no weight {name} of shape {tuple(value.shape)}")
             params[name].copy_(value)
 
     def complete(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Completions of prompts that are lists of tokens, with the log-probability of each token as it was sampled."""
+        """Generate completions of prompts, which are lists of tokens; return each with the log-probabilities of its sampled tokens."""
         prompts: list[list[int]] = body["prompt"]
         with self._lock:
             if "seed" in body:
@@ -126,20 +126,20 @@ class Served:
         return found.sequences[:, longest:], found.scores
 
     def _length(self, row: list[int]) -> int:
-        """Tokens up to the end of the text, with it."""
+        """Return the number of tokens up to and including the first end-of-text token."""
         ends = self.model.generation_config.eos_token_id
         ends = ends if isinstance(ends, list) else [ends]
         return next((position + 1 for position, token in enumerate(row) if token in ends), len(row))
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Finds the method of ``Served`` for a request."""
+    """An HTTP handler that calls the method of ``Served`` for each request."""
 
     protocol_version = "HTTP/1.1"
     served: Served
 
     def do_GET(self) -> None:
-        """Questions."""
+        """Answer a GET request."""
         ways: dict[str, Callable[[], Any]] = {
             "/health": self.served.health,
             "/v1/models": self.served.models,
@@ -150,7 +150,7 @@ class Handler(BaseHTTPRequestHandler):
         self._answer(ways.get(self.path.split("?")[0]))
 
     def do_POST(self) -> None:
-        """Work."""
+        """Answer a POST request."""
         body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         ways: dict[str, Callable[[Any], Any]] = {
             "/v1/completions": self.served.complete,
@@ -169,7 +169,7 @@ class Handler(BaseHTTPRequestHandler):
         try:
             found: Any = {"error": f"no {self.path} here"} if call is None else call()
             status = 404 if call is None else 200
-        except Exception as error:  # the client is told, and the server goes on
+        except Exception as error:  # report the error to the client and keep serving
             found, status = {"error": f"{type(error).__name__}: {error}"}, 400
         given = found if isinstance(found, bytes) else json.dumps(found).encode()
         self.send_response(status)
@@ -179,15 +179,15 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(given)
 
     def log_message(self, *_: Any) -> None:
-        """No line per request."""
+        """Do nothing, so that requests are not logged."""
 
 
 def main() -> None:
-    """Serves until it is ended."""
+    """Parse the command line and serve until the process is ended."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Folder or name of the model to start from.")
+    parser.add_argument("--model", required=True, help="Folder or hub name of the model.")
     parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and prints it.")
+    parser.add_argument("--port", type=int, default=8000, help="Port to listen on; 0 chooses a free one and prints it.")
     arguments = parser.parse_args()
     Handler.served = Served(load_policy(arguments.model), arguments.model)
     server = ThreadingHTTPServer((arguments.host, arguments.port), Handler)

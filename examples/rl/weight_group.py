@@ -1,7 +1,7 @@
-"""The process group over which a trainer sends weights to a server in another process, and how tensors are packed for it.
+"""Send weights over a process group from a trainer to a server in another process, several tensors per message.
 
-It is apart from the trainer's own group: rank 0 is the trainer's first rank, the others are servers. vLLM has the same over nccl; with gloo
-it runs on any machine.
+The group is separate from the trainer's own: its rank 0 is the trainer's first rank, its other ranks are servers. vLLM does the same over
+NCCL; gloo works on any machine.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ PACK_BYTES = 1 << 28
 
 
 class WeightGroup:
-    """One end of the group; connected when it has been made.
+    """One member of the process group; the constructor returns after all members have connected.
 
     Args:
-        address: Host of rank 0, which listens there.
-        port: Its port.
-        rank: 0 for the trainer.
-        world: The trainer and all servers.
+        address: Host of rank 0, which listens for the other ranks.
+        port: Port of rank 0.
+        rank: Rank in the group; 0 is the trainer.
+        world: Number of members: the trainer and all servers.
     """
 
     def __init__(self, address: str, port: int, rank: int, world: int) -> None:
@@ -33,12 +33,12 @@ class WeightGroup:
         self._store = store
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        """Copies ``tensor`` from rank 0 to all, in place."""
+        """Copy ``tensor`` from rank 0 to all ranks in place."""
         self._group.broadcast(tensor, 0).wait()
 
 
 def send(group: WeightGroup, named: Iterable[tuple[str, torch.Tensor]], pack_bytes: int = PACK_BYTES) -> None:
-    """Broadcasts tensors in packs: bytes one after the other, until a pack holds more than ``pack_bytes``."""
+    """Broadcast tensors in packs, which are concatenated bytes of tensors; a pack ends when it has more than ``pack_bytes`` bytes."""
     pack: list[torch.Tensor] = []
     for _, value in named:
         pack.append(as_bytes(value))
@@ -52,7 +52,7 @@ def send(group: WeightGroup, named: Iterable[tuple[str, torch.Tensor]], pack_byt
 def receive(
     group: WeightGroup, announced: Sequence[tuple[str, torch.dtype, Sequence[int]]], pack_bytes: int = PACK_BYTES
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of ``send``, which were announced as (name, dtype, shape) in the same order."""
+    """Receive and yield the tensors of ``send``; ``announced`` lists them as (name, dtype, shape) in the same order."""
     pack: list[tuple[str, torch.dtype, Sequence[int], int]] = []
     for position, (name, dtype, shape) in enumerate(announced):
         pack.append((name, dtype, shape, math.prod(shape) * dtype.itemsize))
@@ -61,10 +61,10 @@ def receive(
             flat = torch.empty(sum(sizes), dtype=torch.uint8)
             group.broadcast(flat)
             for (known, kind, form, _), part in zip(pack, flat.split(sizes), strict=True):
-                yield known, part.clone().view(kind).view(*form)  # a clone begins where its type may begin
+                yield known, part.clone().view(kind).view(*form)  # a clone is aligned for its dtype
             pack = []
 
 
 def as_bytes(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of ``value``, 1D, on the host."""
+    """Return the bytes of ``value`` on the host, a 1-dim uint8 tensor."""
     return value.detach().cpu().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""Metric module for `evaluate`: corpus BLEU by sacrebleu, without the hub.
+"""Define a metric for `evaluate`: corpus BLEU computed by sacrebleu, without the hub.
 
 evaluate.load("examples/seq2seq/bleu.py").compute(predictions=["a b c d"], references=["a b c d"])
 """
@@ -12,7 +12,7 @@ _DESCRIPTION = "Corpus BLEU (0 to 100) of texts with one reference each, as sacr
 
 
 class Bleu(evaluate.Metric):
-    """BLEU over all that was added."""
+    """Corpus BLEU of all added predictions."""
 
     def _info(self) -> evaluate.MetricInfo:
         texts = datasets.Features({"predictions": datasets.Value("string"), "references": datasets.Value("string")})

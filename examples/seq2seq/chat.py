@@ -3,7 +3,7 @@
     python examples/seq2seq/chat.py runs/chat
     echo "def read(self, size=-1)" | python examples/seq2seq/chat.py runs/chat
 
-An empty line or the end of the input ends the talk.
+An empty line or the end of the input ends the conversation.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SEPARATOR = "\n"  # between the turns of a conversation
 
 
 class Bot:
-    """A trained model and what was said so far.
+    """A trained model and the conversation so far.
 
     Args:
-        folder: Output folder of the training; anything else that ``from_pretrained`` takes works too.
-        turns: Earlier lines that the model sees before the last one; 0 answers each line on its own.
-        options: Keywords of ``generate`` that replace those of the training.
+        folder: Output folder of the training, or another folder or hub name for ``from_pretrained``.
+        turns: Number of earlier lines in the model's input; 0 answers each line independently.
+        options: Keyword arguments of ``generate`` that replace the training's.
     """
 
     def __init__(self, folder: str, turns: int, options: dict[str, Any]) -> None:
@@ -41,11 +41,11 @@ class Bot:
         self.max_source_length: int = known.get("max_source_length", 128)
         self.options = known.get("generation", {}) | options
         self.history: deque[str] = deque(maxlen=turns + 1)
-        self.tokenizer.truncation_side = "left"  # of a long talk the end counts
+        self.tokenizer.truncation_side = "left"  # keep the end of a long conversation
 
     @torch.no_grad()
     def answer(self, line: str) -> str:
-        """The model's answer to ``line``, given the turns before it."""
+        """Return the model's answer to ``line``, given the earlier turns."""
         self.history.append(line)
         source = self.prefix + SEPARATOR.join(self.history)
         inputs = self.tokenizer(
@@ -59,13 +59,13 @@ class Bot:
 
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """Read the command line; ``argv`` None reads ``sys.argv``."""
+    """Read the command line; None for ``argv`` reads ``sys.argv``."""
     parser = argparse.ArgumentParser(description="Talk in a terminal with a trained sequence-to-sequence model.")
     parser.add_argument("model", help="Output folder of the training, or a model on the hub.")
     parser.add_argument("--turns", type=int, default=0, help="Earlier lines that the model sees too (default 0).")
     parser.add_argument("--num_beams", type=int, help="Beams of the search (default: as in the training's evaluation).")
-    parser.add_argument("--max_length", type=int, help="Greatest length of an answer (default: likewise).")
-    parser.add_argument("--min_length", type=int, help="Least length of an answer (default: likewise).")
+    parser.add_argument("--max_length", type=int, help="Largest number of tokens of an answer (default: as in the training's evaluation).")
+    parser.add_argument("--min_length", type=int, help="Smallest number of tokens of an answer (default: as in the training's evaluation).")
     args = parser.parse_args(argv)
     if args.turns < 0:
         parser.error(f"--turns {args.turns}: must be at least 0.")
@@ -73,7 +73,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def lines() -> Iterator[str]:
-    """What the user says, until an empty line or the end."""
+    """Yield the user's lines until an empty line or the end of the input."""
     prompt = "you: " if sys.stdin.isatty() else ""
     while True:
         try:
@@ -87,7 +87,7 @@ def lines() -> Iterator[str]:
 
 
 def main() -> None:
-    """Talk until the user has had enough."""
+    """Answer the user's lines until the conversation ends."""
     args = parse_arguments()
     wanted = {name: getattr(args, name) for name in ("num_beams", "max_length", "min_length")}
     try:

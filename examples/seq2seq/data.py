@@ -1,4 +1,4 @@
-"""Sources and targets: conversations from the hub, files, or signatures and what the functions do."""
+"""Load pairs of source and target: conversations from the hub or files, or signatures and docstrings of Python's functions."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict
     from transformers import PreTrainedTokenizerBase
 
-IGNORED = -100  # label that the loss leaves out
+IGNORED = -100  # label of tokens that the loss ignores
 
 
 def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
-    """Training and validation samples: from the hub, from files, or from the standard library when neither is named.
+    """Load training and validation samples from the hub or from files; without either flag, from Python's standard library.
 
     Args:
         args: The data flags of `arguments.parse_arguments`.
 
     Returns:
-        Splits ``train`` and ``validation``, cut to ``n_train`` and ``n_val``.
+        Splits ``train`` and ``validation`` with at most ``n_train`` and ``n_val`` samples.
     """
     raw = load_samples(args, to_columns)
     raw["train"], raw["validation"] = first_samples(raw["train"], args.n_train), first_samples(raw["validation"], args.n_val)
@@ -31,15 +31,15 @@ def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
 
 
 def to_columns(functions: Sequence[Function]) -> dict[str, list[str]]:
-    """Signatures as ``source``, the first sentences of their docstrings as ``target``."""
+    """Return the signatures of functions as ``source`` and the first sentences of their docstrings as ``target``."""
     return {"source": [function.signature for function in functions], "target": [function.summary for function in functions]}
 
 
 def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, str]:
-    """Columns of sources and targets.
+    """Return the names of the columns of sources and targets.
 
     Raises:
-        FlagError: A named column is not there, or there are fewer than two.
+        FlagError: A named column does not exist, or there are fewer than two columns.
     """
     found = raw["train"].column_names
     for flag in ("text_column", "summary_column"):
@@ -47,7 +47,7 @@ def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, str]:
         if name and name not in found:
             raise FlagError(f"--{flag} {name}: the data has the columns {', '.join(found)}.")
     if len(found) < 2:
-        raise FlagError(f"The data has the columns {', '.join(found)}: needed are one with sources and one with targets.")
+        raise FlagError(f"The data has the columns {', '.join(found)}, but needs one with sources and one with targets.")
     return args.text_column or found[0], args.summary_column or found[1]
 
 

@@ -1,4 +1,4 @@
-"""The sequence-to-sequence model: by name, or a small BlenderBot with random weights."""
+"""Build the sequence-to-sequence model: a named one, or a small BlenderBot with random weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from transformers import AutoModelForSeq2SeqLM
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PUBLISHED = "facebook/blenderbot-400M-distill"  # what the small model is a small copy of
+PUBLISHED = "facebook/blenderbot-400M-distill"  # the small model has this model's architecture
 SMALL_SHAPE: dict[str, Any] = {"d_model": 128, "encoder_layers": 1, "decoder_layers": 2, "num_attention_heads": 4}
 SIZE_FLAGS = ("d_model", "encoder_layers", "decoder_layers", "num_attention_heads", "vocab_size")
 BOTH_SIDES = {"num_attention_heads": ("encoder_attention_heads", "decoder_attention_heads")}
 
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> tuple[PretrainedConfig, str]:
-    """Configuration that the flags ask for, fitted to the tokenizer.
+    """Return the configuration that the flags describe, adapted to the tokenizer.
 
     Args:
         args: The model flags and the lengths.
-        tokenizer: Its length bounds the vocabulary from below.
+        tokenizer: Tokenizer of the model; the vocabulary gets at least its length.
 
     Returns:
         The configuration, and one line for the user (see `offline.named_config`).
 
     Raises:
-        FlagError: A source or target is longer than the model has positions.
+        FlagError: A source or target has more tokens than the model has positions.
     """
     name, note = args.config_name or args.model_name_or_path, ""
     longest = max(args.max_source_length, args.max_target_length, args.val_max_target_length)
@@ -53,14 +53,14 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -
 
 
 def set_sizes(config: PretrainedConfig, sizes: dict[str, int]) -> None:
-    """Set sizes in place, the attention heads for encoder and decoder alike."""
+    """Set sizes of the configuration in place; encoder and decoder get the same number of attention heads."""
     for key, value in sizes.items():
         for name in BOTH_SIDES.get(key, (key,)):
             setattr(config, name, value)
 
 
 def build_model(config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace) -> PreTrainedModel:
-    """Build the model, pretrained or with random weights; under ZeRO-3 inside ``zero.Init``."""
+    """Build the model, pretrained or with random weights; under ZeRO stage 3, inside ``zero.Init``."""
     if not args.model_name_or_path:
         return AutoModelForSeq2SeqLM.from_config(config)
     model = AutoModelForSeq2SeqLM.from_pretrained(args.model_name_or_path, config=config)

@@ -1,4 +1,4 @@
-"""The same task on transformers' Seq2SeqTrainer; ``--deepspeed`` names the DeepSpeed JSON, and without it Trainer runs DDP.
+"""Do the same task with transformers' Seq2SeqTrainer; ``--deepspeed`` names the DeepSpeed JSON file, without it Trainer uses DDP.
 
     torchrun --nproc_per_node 2 examples/seq2seq/run_seq2seq.py \
         --deepspeed examples/seq2seq/zero3.json --output_dir runs/chat_trainer --num_train_epochs 1
@@ -20,7 +20,7 @@ from transformers import EvalPrediction, HfArgumentParser, Seq2SeqTrainer, Seq2S
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     parser = HfArgumentParser(Seq2SeqTrainingArguments, description="Train a chatbot with transformers' Seq2SeqTrainer.")
     add_data_flags(parser)
     add_generation_flags(parser)
@@ -34,7 +34,7 @@ def main() -> None:
     tokenizer = material.tokenizer
 
     def compute_metrics(found: EvalPrediction) -> dict[str, float]:
-        # Trainer pads what the ranks generated to one length with -100.
+        # Trainer pads the generated texts of all ranks to one length with -100.
         texts = [
             decode(tokenizer, np.where(tokens == -100, tokenizer.pad_token_id, tokens)) for tokens in (found.predictions, found.label_ids)
         ]
@@ -50,14 +50,14 @@ def main() -> None:
         processing_class=tokenizer,
         compute_metrics=compute_metrics,
     )
-    # BlenderBot takes any keyword and ignores num_items_in_batch: Trainer would multiply its mean loss by the number of ranks.
+    # BlenderBot accepts any keyword but ignores num_items_in_batch, so Trainer would multiply its mean loss by the number of ranks.
     trainer.model_accepts_loss_kwargs = False
     trained = trainer.train(resume_from_checkpoint=checkpoint_to_resume(training))
     trainer.save_model()
     trainer.save_state()
     for split, metrics in (("train", trained.metrics), ("eval", trainer.evaluate(**generation_options(args)))):
-        trainer.log_metrics(split, metrics)  # a table
-        trainer.save_metrics(split, metrics)  # all_results.json
+        trainer.log_metrics(split, metrics)  # print a table
+        trainer.save_metrics(split, metrics)  # write all_results.json
     if training.process_index == 0:
         write_chat_file(args)
 

@@ -1,4 +1,4 @@
-"""What both scripts of this example do in the same way: tokenizer, samples, configuration, metric, and what the chat has to know."""
+"""Load tokenizer, samples, configuration and metric, and write the chat's settings; both scripts of this example share these functions."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ PRINTED_ROWS, COLUMNS = 5, ["prompt", "generated", "reference"]
 
 @dataclass
 class Material:
-    """What a run starts from."""
+    """The inputs of a run: data, tokenizer and configuration of the model."""
 
     tokenizer: PreTrainedTokenizerBase
     data: tuple[Dataset, Dataset]
@@ -41,11 +41,11 @@ class Material:
 
 
 def load_material(args: argparse.Namespace, first_rank_first: Callable[[], AbstractContextManager[Any]]) -> Material:
-    """Load text, tokenizer and metric and work out the configuration of the model.
+    """Load text, tokenizer and metric, and build the configuration of the model.
 
     Args:
         args: The data and model flags.
-        first_rank_first: Context that the other ranks enter when the first has left it.
+        first_rank_first: Function that returns a context which the other ranks enter after the first rank has left it.
     """
     with files_first(args, first_rank_first):
         raw = load_raw_datasets(args)
@@ -63,13 +63,13 @@ def load_material(args: argparse.Namespace, first_rank_first: Callable[[], Abstr
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, *, half: bool) -> DataCollatorForSeq2Seq:
-    """Makes batches; in 16 bit their length is a multiple of 8, which tensor cores want."""
+    """Return a collator; with ``half``, the length of its batches is a multiple of 8, for tensor cores."""
     label_pad = IGNORED if args.ignore_pad_token_for_loss else tokenizer.pad_token_id
     return DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=label_pad, pad_to_multiple_of=8 if half else None)
 
 
 def generation_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Keywords of ``generate`` that the flags ask for; nothing is said twice within a line."""
+    """Return the keyword arguments of ``generate`` for the flags; no sequence of three tokens may repeat within a text."""
     return {
         "max_length": args.val_max_target_length,
         "min_length": args.val_min_target_length,
@@ -80,20 +80,20 @@ def generation_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def decode(tokenizer: PreTrainedTokenizerBase, tokens: Iterable[Any]) -> list[str]:
-    """Texts of rows of tokens, padding and ignored labels left out."""
+    """Return the texts of rows of tokens, without padding and ignored labels."""
     rows = [torch.as_tensor(row) for row in tokens]
     return [text.strip() for text in tokenizer.batch_decode([row[row != IGNORED] for row in rows], skip_special_tokens=True)]
 
 
 def write_chat_file(args: argparse.Namespace) -> None:
-    """Leave beside the model what `chat.py` has to know of the training."""
+    """Write the settings of the training that `chat.py` needs to the model's folder."""
     options = {"source_prefix": args.source_prefix, "max_source_length": args.max_source_length}
     record = options | {"generation": generation_options(args)}
     Path(args.output_dir, CHAT_FILE).write_text(json.dumps(record, indent=2) + "\n", encoding="utf-8")
 
 
 def keep_samples(args: argparse.Namespace, accelerator: Accelerator, rows: list[tuple[str, ...]]) -> None:
-    """Print the first sample generations; all of them go into generations.csv and to the trackers that show tables."""
+    """Print the first generated samples, and write all of them to generations.csv and to trackers that support tables."""
     for prompt, generated, reference in rows[:PRINTED_ROWS]:
         say(f"  prompt     {prompt}\n  generated  {generated}\n  reference  {reference}\n")
     if args.output_dir and accelerator.is_main_process:

@@ -1,4 +1,4 @@
-"""Command line of the text classification example: the flags of the Hugging Face script of the same name, and a few of ours."""
+"""Define the command line of the text classification example: the flags of the Hugging Face script of the same name, and a few more."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """Read the command line.
 
     Args:
-        argv: Words after the program's name; None reads ``sys.argv``.
+        argv: Arguments after the program's name; None reads ``sys.argv``.
 
     Returns:
         One attribute per flag, names as on the command line.
 
     Raises:
-        SystemExit: A flag is unknown or two flags contradict each other (argparse prints which, and the usage).
+        SystemExit: A flag is unknown, or two flags contradict each other; argparse prints the flags and the usage.
     """
     parser = Parser(
         description=(
-            "Train a text classifier with Accelerate. The launcher decides how: one process, DDP or ZeRO 0-3. "
+            "Train a text classifier with Accelerate. The launcher file selects one process, DDP or ZeRO 0-3. "
             "With neither --task_name nor --train_file it needs no network: it learns which summary belongs to which function, "
             "from the docstrings of the installed Python."
         )
@@ -50,13 +50,13 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def add_data_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of the text."""
+    """Add flags of the data."""
     group = parser.add_argument_group("data")
     group.add_argument("--task_name", choices=sorted(GLUE_COLUMNS), help="GLUE task on the hub; those with two classes.")
     group.add_argument("--train_file", help="A .csv or .json file with the columns sentence1, sentence2 (may be missing) and label.")
     group.add_argument("--validation_file", help="The same to evaluate on.")
     add_split_flag(group, 10)
-    group.add_argument("--max_length", type=int, default=128, help="Tokens at which a pair of sentences is cut (default 128).")
+    group.add_argument("--max_length", type=int, default=128, help="Largest number of tokens of a pair of sentences (default 128).")
     add_switch(group, "--pad_to_max_length", "Pad every sample to --max_length; otherwise to the longest of its batch.")
     group.add_argument("--max_train_samples", type=int, help="Keep only the first N training samples.")
     group.add_argument("--max_eval_samples", type=int, help="Keep only the first N evaluation samples.")
@@ -65,7 +65,7 @@ def add_data_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_model_flags(parser: argparse.ArgumentParser) -> None:
-    """Flags of model and tokenizer."""
+    """Add flags of model and tokenizer."""
     group = parser.add_argument_group("model")
     add_name_flags(group, "microsoft/deberta-v2-xlarge-mnli")
     add_switch(group, "--ignore_mismatched_sizes", "Replace a pretrained head that has another number of classes.")
@@ -75,9 +75,9 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
-    """Refuse data flags that cannot work, in the words of the command line."""
+    """Raise a command-line error for invalid data flags."""
     if args.task_name and args.train_file:
-        parser.error(f"--task_name {args.task_name} and --train_file {args.train_file} are two sources of text: give one of them.")
+        parser.error(f"--task_name {args.task_name} and --train_file {args.train_file} are two sources of text; give only one.")
     check_files(parser, args, ("csv", "json"))
     check_at_least(parser, args, 8, "max_length")
     check_at_least(parser, args, 1, "max_train_samples", "max_eval_samples")

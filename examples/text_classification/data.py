@@ -1,4 +1,4 @@
-"""Pairs of sentences and whether they belong together: a GLUE task, files, or the functions of Python's standard library."""
+"""Load pairs of sentences with labels: from a GLUE task, from files, or from the functions of Python's standard library."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ GLUE_COLUMNS: dict[str, tuple[str, ...]] = {
     "wnli": ("sentence1", "sentence2"),
 }
 LABELS = ("not_equivalent", "equivalent")
-# Another function's summary comes from far away in the library: functions of one module often have much the same one.
+# Take another function's summary from a distant part of the library, because functions of one module often have similar summaries.
 DISTANCE = 2 / 3
 
 
 def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
-    """Training and validation pairs: a GLUE task, files, or made from the standard library when neither is named.
+    """Load training and validation pairs from a GLUE task or from files; without either flag, make them from Python's standard library.
 
     Args:
         args: The data flags of `arguments.parse_arguments`.
@@ -58,17 +58,17 @@ def load_raw_datasets(args: argparse.Namespace) -> DatasetDict:
 
 
 def function_pairs(functions: Sequence[Function], descriptions: Sequence[str]) -> dict[str, list[Any]]:
-    """Each function once with its own summary and once with a stranger's sentence: the task is to tell which.
+    """Pair each function once with its own summary and once with another sentence; the task is to tell the two apart.
 
-    Every other stranger is a sentence about a class or a module, which a small model soon tells from what functions do; the rest are
-    summaries of other functions, for which signature and summary have to be compared.
+    Half of the other sentences are about classes or modules, which a small model soon distinguishes from summaries of functions. The rest
+    are summaries of other functions, so that the model must compare signature and summary.
 
     Args:
-        functions: At least three, in a fixed order.
-        descriptions: Sentences about classes and modules; used again from the start when they run out.
+        functions: At least three functions, in a fixed order.
+        descriptions: Sentences about classes and modules; they are repeated if there are too few.
 
     Returns:
-        Columns as MRPC has them: ``sentence1`` (the signature), ``sentence2`` (a sentence), ``label`` (1 when it is the function's own)
+        The columns of MRPC: ``sentence1`` (the signature), ``sentence2`` (a sentence), ``label`` (1 for the function's own summary)
         and ``idx``.
     """
     shift = max(1, int(len(functions) * DISTANCE))
@@ -85,10 +85,10 @@ def function_pairs(functions: Sequence[Function], descriptions: Sequence[str]) -
 
 
 def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, ...]:
-    """Columns that hold the sentences.
+    """Return the names of the columns that hold the sentences.
 
     Raises:
-        FlagError: A file has no column for them, or none for the label.
+        FlagError: A file lacks the columns of the sentences or of the label.
     """
     if args.task_name:
         return GLUE_COLUMNS[args.task_name]
@@ -102,7 +102,7 @@ def text_columns(raw: DatasetDict, args: argparse.Namespace) -> tuple[str, ...]:
 
 
 def label_names(raw: DatasetDict) -> list[str]:
-    """Names of the classes in the order of their ids."""
+    """Return the names of the classes in the order of their ids."""
     feature = raw["train"].features["label"]
     if hasattr(feature, "names"):
         return list(feature.names)
@@ -121,7 +121,7 @@ def tokenize_pairs(raw: DatasetDict, tokenizer: PreTrainedTokenizerBase, args: a
         args: ``max_length``, ``pad_to_max_length``, ``max_*_samples``.
 
     Returns:
-        Training and validation samples with ``input_ids``, ``attention_mask``, ``labels``, and ``token_type_ids`` where the tokenizer
+        Training and validation samples with ``input_ids``, ``attention_mask``, ``labels``, and ``token_type_ids`` if the tokenizer
         makes them.
     """
     columns = text_columns(raw, args)

@@ -1,4 +1,4 @@
-"""Metric module for `evaluate`: F1 of class 1 and accuracy, the two numbers of GLUE's MRPC, without the hub.
+"""Define a metric for `evaluate`: F1 of class 1 and accuracy, as in GLUE's MRPC, without the hub.
 
 evaluate.load("examples/text_classification/f1_accuracy.py").compute(predictions=[1, 0], references=[1, 1])
 """
@@ -12,7 +12,7 @@ _DESCRIPTION = "F1 of class 1 and accuracy of a classification into two classes.
 
 
 class F1Accuracy(evaluate.Metric):
-    """Sums over all that was added; F1 is 0 where class 1 occurs neither among predictions nor among references."""
+    """F1 and accuracy of all added predictions; F1 is 0 if class 1 occurs neither in predictions nor in references."""
 
     def _info(self) -> evaluate.MetricInfo:
         integers = datasets.Features({"predictions": datasets.Value("int64"), "references": datasets.Value("int64")})

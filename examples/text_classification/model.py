@@ -1,4 +1,4 @@
-"""The classifier: by name, or a small DeBERTa-v2 with random weights."""
+"""Build the classifier: a named model, or a small DeBERTa-v2 with random weights."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from transformers import AutoModelForSequenceClassification
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
-PUBLISHED = "microsoft/deberta-v2-xlarge-mnli"  # what the small model is a small copy of
+PUBLISHED = "microsoft/deberta-v2-xlarge-mnli"  # the small model has this model's architecture
 SMALL_SHAPE: dict[str, Any] = {"num_hidden_layers": 2, "hidden_size": 128, "num_attention_heads": 4}
 SIZE_FLAGS = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 
 
 def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, labels: list[str]) -> tuple[PretrainedConfig, str]:
-    """Configuration that the flags ask for, fitted to tokenizer and classes.
+    """Return the configuration that the flags describe, adapted to tokenizer and classes.
 
     Args:
         args: The model flags.
-        tokenizer: Its length bounds the vocabulary from below.
+        tokenizer: Tokenizer of the model; the vocabulary gets at least its length.
         labels: Names of the classes.
 
     Returns:
         The configuration, and one line for the user (see `offline.named_config`).
 
     Raises:
-        FlagError: The heads do not divide the width.
+        FlagError: The number of attention heads does not divide the width.
     """
     name, note = args.config_name or args.model_name_or_path, ""
     if name:
@@ -57,7 +57,7 @@ def build_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, l
 
 
 def build_model(config: PretrainedConfig, args: argparse.Namespace) -> PreTrainedModel:
-    """Build the model, pretrained or with random weights; under ZeRO-3 inside ``zero.Init``."""
+    """Build the model, pretrained or with random weights; under ZeRO stage 3, inside ``zero.Init``."""
     if not args.model_name_or_path:
         return AutoModelForSequenceClassification.from_config(config)
     return AutoModelForSequenceClassification.from_pretrained(

@@ -1,4 +1,4 @@
-"""The same task on transformers' Trainer; ``--deepspeed`` names the DeepSpeed JSON, and without it Trainer runs DDP.
+"""Do the same task with transformers' Trainer; ``--deepspeed`` names the DeepSpeed JSON file, without it Trainer uses DDP.
 
     torchrun --nproc_per_node 2 examples/text_classification/run_cls.py \
         --deepspeed examples/text_classification/zero3.json --output_dir runs/cls_trainer --num_train_epochs 3
@@ -18,7 +18,7 @@ from transformers import EvalPrediction, HfArgumentParser, Trainer, TrainingArgu
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     parser = HfArgumentParser(TrainingArguments, description="Train a text classifier with transformers' Trainer.")
     add_data_flags(parser)
     add_model_flags(parser)
@@ -45,8 +45,8 @@ def main() -> None:
     trainer.save_model()
     trainer.save_state()
     for split, metrics in (("train", trained.metrics), ("eval", trainer.evaluate())):
-        trainer.log_metrics(split, metrics)  # a table
-        trainer.save_metrics(split, metrics)  # all_results.json
+        trainer.log_metrics(split, metrics)  # print a table
+        trainer.save_metrics(split, metrics)  # write all_results.json
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Train a text classifier with stock Accelerate: one process, DDP, or ZeRO 0-3, whatever the launcher says.
+"""Train a text classifier with stock Accelerate: one process, DDP, or ZeRO 0-3, as the launcher file selects.
 
     accelerate launch --config_file examples/text_classification/accelerate_zero2.yaml \
         examples/text_classification/run_cls_no_trainer.py --output_dir runs/cls
 
-Nothing in here knows which engine runs underneath. Beside this file: arguments.py (flags), data.py, model.py, README.md (commands).
+The script does not depend on the engine. In the same folder: arguments.py (flags), data.py, model.py, README.md (commands).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from torch.utils.data import DataLoader
 from tqdm.auto import tqdm
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, get_scheduler
 
-# Under ZeRO-3 a parameter has shape [0], so biases and norms are told by name, never by their number of dims.
+# Under ZeRO stage 3 a parameter has shape [0], so recognise biases and norms by name and not by the number of dimensions.
 NO_DECAY = ("bias", "ln_", "layer_norm", "layernorm", "norm.")
 SHOWN_SAMPLES = 4
 
 
 @dataclass
 class Counts:
-    """How long a run is."""
+    """The length of a run."""
 
     steps: int  # optimizer steps of the whole run
     steps_per_epoch: int
@@ -46,21 +46,21 @@ class Counts:
 
 
 def deepspeed_config(accelerator: Accelerator) -> dict[str, Any]:
-    """The DeepSpeed configuration that the launcher chose; empty where it chose something else."""
+    """Return the DeepSpeed configuration that the launcher selected; empty without DeepSpeed."""
     plugin = accelerator.state.deepspeed_plugin
     return {} if plugin is None else plugin.deepspeed_config
 
 
 def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: Any, steps: int) -> tuple[Any, Any]:
-    """AdamW and schedule by the flags, or placeholders with their values for what the DeepSpeed configuration holds itself."""
+    """Return AdamW and schedule from the flags, or Accelerate's placeholders for those that the DeepSpeed configuration has."""
     groups: list[dict[str, Any]] = [{"params": [], "weight_decay": args.weight_decay}, {"params": [], "weight_decay": 0.0}]
     for name, parameter in model.named_parameters():
         groups[any(mark in name.lower() for mark in NO_DECAY)]["params"].append(parameter)
     held, ranks = deepspeed_config(accelerator).keys() & {"optimizer", "scheduler"}, accelerator.num_processes
-    if not held:  # Accelerate moves the schedule once per rank and step
+    if not held:  # Accelerate advances the schedule once per rank and step
         optimizer = torch.optim.AdamW(groups, lr=args.learning_rate)
         return optimizer, get_scheduler(args.lr_scheduler_type, optimizer, args.num_warmup_steps * ranks, steps * ranks)
-    from accelerate.utils import DummyOptim, DummyScheduler  # there where Accelerate finds DeepSpeed, or hf_zero in its place
+    from accelerate.utils import DummyOptim, DummyScheduler  # exist if Accelerate finds DeepSpeed or hf_zero
 
     kind = DummyOptim if "optimizer" in held else torch.optim.AdamW
     optimizer = kind(groups, lr=args.learning_rate, weight_decay=args.weight_decay)
@@ -74,14 +74,14 @@ def build_optimizer(args: argparse.Namespace, accelerator: Accelerator, model: A
 
 
 def in_sixteen_bit(accelerator: Accelerator) -> bool:
-    """Whether batches should have lengths that tensor cores like; under a DeepSpeed configuration its sections decide."""
+    """Return whether the run uses 16-bit numbers, so that batches get lengths for tensor cores; a DeepSpeed configuration decides."""
     sections = [deepspeed_config(accelerator).get(name) or {} for name in ("bf16", "fp16")]
     return accelerator.mixed_precision != "no" or any(str(section.get("enabled")).lower() == "true" for section in sections)
 
 
 @torch.no_grad()
 def evaluate(accelerator: Accelerator, model: Any, loader: Any, metric: Any) -> dict[str, float]:
-    """F1, accuracy and mean loss over the evaluation samples of all ranks (collective)."""
+    """Return F1, accuracy and mean loss over the evaluation samples of all ranks; collective."""
     model.eval()
     losses = []
     for batch in loader:
@@ -95,7 +95,7 @@ def evaluate(accelerator: Accelerator, model: Any, loader: Any, metric: Any) -> 
 
 
 def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
-    """Save everything a resumed run needs (collective); the step comes last: a folder without it is no whole checkpoint."""
+    """Save the state that a resumed run needs; collective. The step is written last and marks the checkpoint as complete."""
     accelerator.save_state(str(folder))
     accelerator.wait_for_everyone()
     if accelerator.is_main_process:
@@ -105,7 +105,7 @@ def save_checkpoint(accelerator: Accelerator, folder: Path, step: int) -> None:
 
 
 def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
-    """Continue where --resume_from_checkpoint says (collective); the optimizer steps that are done."""
+    """Load the checkpoint of --resume_from_checkpoint and return its number of optimizer steps; collective."""
     found = [Path(args.resume_from_checkpoint or "", "progress.json")]
     if args.resume_from_checkpoint == "latest":
         found = list(Path(args.output_dir).glob("*/progress.json"))
@@ -121,7 +121,7 @@ def load_checkpoint(args: argparse.Namespace, accelerator: Accelerator) -> int:
 
 
 def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, counts: Counts, metric: Any) -> dict[str, Any]:
-    """Train, evaluating after each epoch (collective); what was measured, as results.json keeps it."""
+    """Train, evaluate after each epoch, and return the measurements for results.json; collective."""
     model, optimizer, train_loader, eval_loader, scheduler = prepared
     results: dict[str, Any] = asdict(counts) | {"before": {}, "log": [], "epochs": []}
     steps = load_checkpoint(args, accelerator)
@@ -177,7 +177,7 @@ def train(args: argparse.Namespace, accelerator: Accelerator, prepared: Any, cou
 
 @torch.no_grad()
 def show_predictions(args: argparse.Namespace, material: Material) -> None:
-    """Load the saved folder as any user would and let it judge the first evaluation samples."""
+    """Load the saved folder with from_pretrained and classify the first evaluation samples."""
     folder = args.output_dir
     tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForSequenceClassification.from_pretrained(folder).eval()
     samples = material.raw["validation"].select(range(min(SHOWN_SAMPLES, len(material.raw["validation"]))))
@@ -194,14 +194,14 @@ def show_predictions(args: argparse.Namespace, material: Material) -> None:
 
 @told_once
 def main() -> None:
-    """Run the program."""
+    """Run the script."""
     args = parse_arguments()
     say(check_offline(args, "tokenizer_name", "task_name"))
     accelerator = Accelerator(
         gradient_accumulation_steps=args.gradient_accumulation_steps,
         log_with=trackers(args),
         project_dir=args.output_dir,
-        # The order of an epoch depends on its number alone, so a resumed run finds the batches it has not seen.
+        # The order of batches depends only on the epoch's number, so a resumed run continues with the next batches.
         dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True, data_seed=args.seed),
     )
     transformers.utils.logging.set_verbosity_error()
@@ -210,7 +210,7 @@ def main() -> None:
     train_data, eval_data = material.data
     set_seed(args.seed)
     model = build_model(material.config, args)
-    set_seed(args.seed, device_specific=True)  # from here on dropout differs from rank to rank
+    set_seed(args.seed, device_specific=True)  # from here on, dropout differs between ranks
     config, batch_size = deepspeed_config(accelerator), args.per_device_train_batch_size
     accumulation = config.get("gradient_accumulation_steps")
     accumulation = accumulation if isinstance(accumulation, int) else accelerator.gradient_accumulation_steps
@@ -219,7 +219,7 @@ def main() -> None:
     counts = Counts(args.max_train_steps or args.num_train_epochs * per_epoch, per_epoch, accumulation)
     say(f"{len(train_data):,} samples to train, {len(eval_data)} to evaluate; {counts.steps} steps on {accelerator.num_processes} ranks")
     if config.get("train_micro_batch_size_per_gpu") == "auto":
-        config["train_micro_batch_size_per_gpu"] = batch_size  # Accelerate would take the smaller of the two loaders' batch sizes
+        config["train_micro_batch_size_per_gpu"] = batch_size  # else Accelerate uses the smaller batch size of the two loaders
     options = {
         "collate_fn": collator(material.tokenizer, args, half=in_sixteen_bit(accelerator)),
         "generator": torch.Generator().manual_seed(args.seed),
@@ -233,16 +233,16 @@ def main() -> None:
     results = train(args, accelerator, prepared, counts, material.metric)
     if args.output_dir:
         model = accelerator.unwrap_model(prepared[0])
-        weights = accelerator.get_state_dict(prepared[0])  # at stage 3 every rank sends its shards
+        weights = accelerator.get_state_dict(prepared[0])  # collective: at stage 3 every rank sends its shards
         model.save_pretrained(args.output_dir, is_main_process=accelerator.is_main_process, state_dict=weights)
         if accelerator.is_main_process:
             material.tokenizer.save_pretrained(args.output_dir)
             Path(args.output_dir, "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-            # As long as a stage-3 configuration is registered, from_pretrained builds shards and waits for the other ranks.
+            # While a stage 3 configuration is registered, from_pretrained builds shards and waits for the other ranks; unregister it.
             transformers.integrations.deepspeed.unset_hf_deepspeed_config()
             show_predictions(args, material)
     del model, prepared
-    accelerator.free_memory()  # a DDP model that outlives its group may wait for ever for a thread of gloo
+    accelerator.free_memory()  # free a DDP model before its process group, else it may wait forever for a gloo thread
     accelerator.end_training()
 
 

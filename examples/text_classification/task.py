@@ -1,4 +1,4 @@
-"""What both scripts of this example do in the same way: tokenizer, samples, model and metric."""
+"""Load tokenizer, samples, model and metric; both scripts of this example share these functions."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ METRIC_MODULE = Path(__file__).with_name("f1_accuracy.py")
 
 @dataclass
 class Material:
-    """What a run starts from."""
+    """The inputs of a run: data, tokenizer and configuration of the model."""
 
     raw: DatasetDict
     columns: tuple[str, ...]
@@ -36,11 +36,11 @@ class Material:
 
 
 def load_material(args: argparse.Namespace, first_rank_first: Callable[[], AbstractContextManager[Any]]) -> Material:
-    """Load text, tokenizer and metric and work out the configuration of the model.
+    """Load text, tokenizer and metric, and build the configuration of the model.
 
     Args:
         args: The data and model flags.
-        first_rank_first: Context that the other ranks enter when the first has left it.
+        first_rank_first: Function that returns a context which the other ranks enter after the first rank has left it.
     """
     with files_first(args, first_rank_first):
         raw = load_raw_datasets(args)
@@ -56,17 +56,17 @@ def load_material(args: argparse.Namespace, first_rank_first: Callable[[], Abstr
 
 
 def load_metric(args: argparse.Namespace) -> Any:
-    """GLUE's metric from the hub for a GLUE task, else the module of the same two numbers beside this file."""
+    """Return GLUE's metric from the hub for a GLUE task, else the metric f1_accuracy.py in this folder."""
     if args.task_name in ("mrpc", "qqp") and not args.offline and is_reachable():
         try:
             return evaluate.load("glue", args.task_name, keep_in_memory=True)
-        except (ImportError, OSError):  # it needs scikit-learn; ours needs nothing
+        except (ImportError, OSError):  # GLUE's metric needs scikit-learn, f1_accuracy.py does not
             pass
     return evaluate.load(str(METRIC_MODULE), keep_in_memory=True)
 
 
 def collator(tokenizer: PreTrainedTokenizerBase, args: argparse.Namespace, *, half: bool) -> Any:
-    """Makes batches; in 16 bit their length is a multiple of 8, which tensor cores want."""
+    """Return a collator; with ``half``, the length of its batches is a multiple of 8, for tensor cores."""
     if args.pad_to_max_length:
         return default_data_collator
     return DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8 if half else None)

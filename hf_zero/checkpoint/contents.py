@@ -1,4 +1,4 @@
-"""Contents that one rank writes: files of named rows, and the records of the places of parameters in them."""
+"""Plan the files that one rank writes, and the records of the places of parameters in them."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ class Contents:
     """One rank's part of a checkpoint.
 
     Attributes:
-        files: Entries by file name; some have none.
-        units: Records of all units of this tensor-parallel rank.
-        loose: Records of the parameters without unit that this rank writes.
-        buffers: Buffer -> file, of those that this rank writes.
-        scalars: States of one number, see ``optimizer_state.scalars``.
-        states: Names of the flat optimizer states.
-        params: Optimizer states of whole parameters.
-        dropped: Frozen parameters left out.
+            files: Entries of each file that this rank writes, by file name; the list of a file may be empty.
+            units: Records of all units of this tensor-parallel rank.
+            loose: Records of the parameters outside of units that this rank writes.
+            buffers: File of each buffer that this rank writes, by buffer name.
+            scalars: Optimizer states that are single numbers (``step``), see ``optimizer_state.scalars``.
+            states: Names of the optimizer states with one element per parameter element.
+            params: Records of optimizer states of whole parameters.
+            dropped: Names of the frozen parameters that are left out.
     """
 
     files: dict[str, list[Entry]]
@@ -52,11 +52,11 @@ class Contents:
 
 
 def contents_of(state: TrainingState, exclude_frozen: bool) -> Contents:
-    """Plans what this rank writes; local, copies nothing.
+    """Plan the files that this rank writes; local, copies no tensor.
 
-    Packed weights are left out: nothing trains them, and what their bytes mean is known to the library alone that quantized the model.
-    Units that are divided are written by their owners. What several ranks hold (shards that have replicas, units of stage 0, parameters
-    without unit, buffers) is divided among them too, so that no rank writes more than its share.
+    Packed weights are left out, because nothing trains them and only the library that quantized the model can interpret their bytes. Each
+    rank writes its shards. Tensors that several ranks hold (replicated shards, units of stage 0, parameters outside of units, buffers) are
+    divided among these ranks, so that no rank writes more than its share.
     """
     files: dict[str, list[Entry]] = {}
     kept = [unit for unit in state.units if unit.master is not None or not (exclude_frozen or _is_packed_unit(unit))]
@@ -109,14 +109,14 @@ def _kind(unit: Unit) -> str:
 
 
 def _padded_numel(state: TrainingState, unit: Unit) -> int:
-    """Return the number of elements of the unit as it is written: divisible into one part per rank, whichever ranks hold it."""
+    """Return the number of elements of the written unit, padded to a multiple of the ranks that hold the unit."""
     layout = unit.layout
     return layout.padded_numel if layout.world > 1 else round_up(layout.padded_numel, state.holders_of(unit).world * ALIGNMENT)
 
 
 def _add(files: dict[str, list[Entry]], state: TrainingState, unit: Unit, kind: str, entry: Entry) -> None:
     holders = state.holders_of(unit)
-    alike = holders.world // unit.layout.world  # ranks that hold what this one does
+    alike = holders.world // unit.layout.world  # ranks that hold the same shard as this rank
     if alike > 1:
         numel, place = _padded_numel(state, unit) // holders.world, holders.rank % alike
         entry = Entry(entry.name, entry.dtype, (numel,), tuple(cut(entry.pieces, place * numel, (place + 1) * numel)))
@@ -136,7 +136,11 @@ def _unit_record(state: TrainingState, unit: Unit) -> UnitRecord:
 def _add_loose(
     files: dict[str, list[Entry]], state: TrainingState, params: Iterable[tuple[str, torch.Tensor]]
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
-    """Shares the tensors that every data-parallel rank holds out among them."""
+    """Divide the tensors outside of units among the ranks that hold them, and add this rank's share to ``files``.
+
+    Returns:
+        Records of the parameters, and the file of each buffer, that this rank writes.
+    """
     named = list(params)
     experts = [(name, param) for name, param in named if is_expert(param)]
     others = [(name, param) for name, param in named if not is_expert(param)]
@@ -152,7 +156,7 @@ def _share_out(
     holders: Holders,
     buffers: dict[str, torch.Tensor],
 ) -> tuple[tuple[LooseRecord, ...], dict[str, str]]:
-    """Add to ``files`` this rank's share of the tensors that all ``holders`` have."""
+    """Add this rank's share of ``params`` and ``buffers``, which all ``holders`` have, to ``files``; return values as in ``_add_loose``."""
     shards = {name: state.tensor.tp_shard_of(name, param.shape) for name, param in params}
     mine = [(name, param) for name, param in params if shards[name].dim is not None or holders.part == 0]
     buffers = buffers if holders.part == 0 else {}
@@ -166,10 +170,10 @@ def _share_out(
 
 
 def _by_module(buffers: dict[str, torch.Tensor]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Return the buffers of each module, which one rank writes.
+    """Group buffers by module; one rank writes all buffers of a module.
 
-    [Note: buffers of one module] Ranks update buffers from their own batches, and one says little without the others: a mean and its
-    variance, a queue and the pointer into it. So those of a module come from one rank, and fit each other.
+    [Note: buffers of one module] Each rank updates buffers from its own batches, and the buffers of a module depend on each other (a mean
+    and its variance, a queue and its pointer). One rank saves all buffers of a module, so that they are consistent.
     """
     modules: dict[str, list[tuple[str, torch.Tensor]]] = {}
     for name, buffer in buffers.items():

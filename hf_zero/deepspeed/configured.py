@@ -9,7 +9,7 @@ from torch import nn
 
 from hf_zero.core import engine as core
 
-if TYPE_CHECKING:  # pydantic costs 0.1 s, and every accelerate program imports the engine's class for an isinstance
+if TYPE_CHECKING:  # importing pydantic takes 0.1 s, and every accelerate program imports the engine's class for an isinstance check
     from hf_zero.config.resolve import ResolvedConfig
     from hf_zero.config.schema.root import ZeroConfig
     from hf_zero.sequence_parallel.state import SequenceParallel

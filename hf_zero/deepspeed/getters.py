@@ -47,7 +47,7 @@ Getter = Callable[[ConfiguredEngine], Any]
 
 
 def _groups(engine: ConfiguredEngine) -> list[dict[str, Any]]:
-    # Without optimizer there is None, or at stage 3 a handle that has no groups.
+    # Without optimizer, ``engine.optimizer`` is None, or at stage 3 a handle without param groups.
     return getattr(engine.optimizer, "param_groups", [])
 
 
@@ -61,7 +61,7 @@ def _zero(key: str) -> Getter:
 
 def _profiler(key: str) -> Getter:
     def get(engine: ConfiguredEngine) -> Any:
-        from hf_zero.config.schema.tools import FlopsProfiler  # pydantic, which an engine has loaded and an isinstance need not
+        from hf_zero.config.schema.tools import FlopsProfiler  # imports pydantic, which an isinstance check does not need
 
         return getattr(engine.settings.flops_profiler or FlopsProfiler(), key)
 
@@ -98,13 +98,13 @@ def _config_view(engine: ConfiguredEngine) -> Any:
 
 
 def _timers(engine: ConfiguredEngine) -> SynchronizedWallClockTimer:
-    # Kept from the first look on: a script starts and reads stopwatches at different places.
+    # Created at the first read and kept, because a script starts and reads a stopwatch in different places.
     timers: SynchronizedWallClockTimer = engine.__dict__.setdefault("timers", SynchronizedWallClockTimer())
     return timers
 
 
 def _throughput(engine: ConfiguredEngine) -> EngineThroughput:
-    # Kept, and counting, from the first look on.
+    # Created at the first read; it counts from then on.
     found: EngineThroughput | None = engine.__dict__.get("_throughput")
     if found is None:
         found = engine.__dict__["_throughput"] = EngineThroughput(engine)
@@ -116,7 +116,7 @@ def _parallel_sizes(engine: ConfiguredEngine) -> dict[str, int]:
     return {"dp": _groups_of_ranks(engine), "tp": _layer_ranks(engine), **({"pp": pipe.world} if pipe is not None else {})}
 
 
-# Questions about features that are not provided.
+# Getters of features that hf_zero does not have.
 _NEVER = (
     "amp_enabled",
     "autotuning_enabled",
@@ -135,7 +135,7 @@ _NEVER = (
     "sparse_gradients_enabled",
 )
 
-# Keys of `zero_optimization` under the names of DeepSpeed's questions about them.
+# Keys of `zero_optimization`, by the names of DeepSpeed's getters.
 _ZERO_KEYS = (
     "allgather_partitions",
     "elastic_checkpoint",
@@ -268,7 +268,7 @@ VALUES: dict[str, Getter] = {
     "pipeline_parallelism": lambda engine: engine.collectives.topology.pipe is not None,
     "data_parallel_group": lambda engine: engine.collectives.topology.sample_group,
     "seq_data_parallel_group": lambda engine: engine.collectives.data.topology.public_group,
-    "sparse_tensor_module_names": lambda engine: set(),  # embeddings whose gradients travel sparse
+    "sparse_tensor_module_names": lambda engine: set(),  # embeddings whose gradients are reduced as sparse tensors
     "basic_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "client_optimizer": lambda engine: getattr(engine.optimizer, "inner", None),
     "tput_timer": _throughput,

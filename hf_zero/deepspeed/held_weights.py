@@ -42,7 +42,7 @@ def gathers(engine: ConfiguredEngine) -> bool:
         and not engine.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
     ):
         warn_once(
-            f"{_KEY} is false (the default answer of `accelerate config`), but the script asked for whole weights: they are "
+            f"{_KEY} is false (the default answer of `accelerate config`), but the script requested unsharded weights: they are "
             "gathered on the host of rank 0, one unit at a time. To silence this warning set the key to true; to save "
             "without gathering, use save_checkpoint"
         )

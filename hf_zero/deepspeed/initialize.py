@@ -49,7 +49,9 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Engine, ShardedOptimizer | Any, DataLoader[Any] | Any, Any]:  # Any for None: a script knows what it has asked for
+) -> tuple[
+    Engine, ShardedOptimizer | Any, DataLoader[Any] | Any, Any
+]:  # Any instead of None, because a script knows which results it requested
     """Make an engine for ``model``; collective. The arguments are those of DeepSpeed's function.
 
     Args:
@@ -84,7 +86,7 @@ def initialize(
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     require_same_settings(source, None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
-    # A PipelineModule says itself where ranks stand; scripts hand its grid over as mpu all the same.
+    # A PipelineModule defines the positions of ranks itself; scripts nevertheless pass its grid as mpu.
     axes, source = axes_of(read_config(source), None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     hidden_size = hidden_size_of(model)
     resolved = resolve(source, world_size=axes.topology.replicas, sources={"hidden_size": hidden_size} if hidden_size else None)

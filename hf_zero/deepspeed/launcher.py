@@ -37,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         runner = importlib.import_module(_RUNNER)
     except ImportError as error:
-        print(f"deepspeed: {SWITCH} keeps hf_zero from answering, and there is no other DeepSpeed: {error}", file=sys.stderr)
+        print(f"deepspeed: {SWITCH} turns hf_zero's alias off, and no other DeepSpeed is installed: {error}", file=sys.stderr)
         return 1
     runner.main(words)
     return 0
@@ -62,7 +62,7 @@ def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     Returns:
         The same parser.
     """
-    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations, served by hf_zero")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="Use the engine (the script decides what that means)")
+    group = parser.add_argument_group("DeepSpeed", "DeepSpeed configurations for hf_zero")
+    group.add_argument("--deepspeed", default=False, action="store_true", help="Use the engine; the script reads this flag")
     group.add_argument("--deepspeed_config", default=None, type=str, help="Path of the DeepSpeed JSON file")
     return parser

@@ -97,7 +97,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     def _engine(self) -> Any:
         if self.engine is None:
-            raise StateError("this optimizer belongs to no engine any more (destroy() was called)")
+            raise StateError("this optimizer no longer belongs to an engine, because engine.destroy() was called")
         return self.engine
 
     @property
@@ -181,7 +181,7 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
 optimizer_getters.bind(DeepSpeedOptimizer)
 
-_kinds: dict[str, type[Any]] = {}  # classes with both, by name
+_kinds: dict[str, type[Any]] = {}  # combined classes by name
 
 
 def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
@@ -189,6 +189,6 @@ def give_names(optimizer: ShardedOptimizer, engine: Any) -> None:
     kind = type(optimizer)
     names = {"__module__": kind.__module__, "__doc__": kind.__doc__}
     optimizer.__class__ = _kinds.setdefault(kind.__name__, type(kind.__name__, (DeepSpeedOptimizer, kind), names))
-    named: Any = optimizer  # a type checker does not see the class change
+    named: Any = optimizer  # Any, because the class changes at run time
     named.engine, named.scaler = engine, engine.scaler
     named.parameter_offload = OffloadHandle(engine.module)

@@ -23,7 +23,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "real_dp_process_group": lambda engine: [engine.seq_data_parallel_group for _ in engine.optimizer.param_groups],
     "partition_count": lambda engine: [engine.collectives.topology.world for _ in engine.optimizer.param_groups],
     "parallel_partitioned_bit16_groups": _parts_by_rank,
-    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's; parts of units start at multiples of 16 elements
+    "nccl_start_alignment_factor": lambda engine: 2,  # DeepSpeed's value; parts of units start at multiples of 16 elements
     "partition_gradients": lambda engine: engine.stage_policy.stage >= 2,
     "dtype": lambda engine: engine.optimizer.low_precision_dtype,
     "device": lambda engine: engine.device,
@@ -98,7 +98,7 @@ METHODS: dict[str, Callable[..., Any]] = {
         name: lambda optimizer, *args, name=name, **kwargs: getattr(optimizer._engine(), name)(*args, **kwargs)
         for name in ("empty_partition_cache", "offload_states", "reload_states")
     },
-    # DeepSpeed's stage 3 puts masters into the inner optimizer's groups for a step; here no other parameters are ever in them.
+    # DeepSpeed's stage 3 puts masters into the inner optimizer's groups during a step; hf_zero never changes these groups.
     **dict.fromkeys(("_set_fp32_optimizer_param_groups", "_clear_fp32_optimizer_param_groups"), lambda optimizer: None),
 }
 

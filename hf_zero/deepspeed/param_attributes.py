@@ -21,7 +21,7 @@ from hf_zero.errors import StateError
 
 
 class ZeroParamStatus(Enum):
-    """Name the state of a parameter (``param.ds_status``): gathered, sharded, or being gathered."""
+    """The state of a parameter (``param.ds_status``): gathered, sharded, or being gathered."""
 
     AVAILABLE = 1
     NOT_AVAILABLE = 2
@@ -29,7 +29,7 @@ class ZeroParamStatus(Enum):
 
 
 class ZeroParamType(Enum):
-    """Name the placement of a parameter's values (``param.ds_param_type``): on every rank, or divided over ranks."""
+    """The placement of a parameter's values (``param.ds_param_type``): on every rank, or divided over ranks."""
 
     NORMAL = 1
     PARTITIONED = 2
@@ -44,7 +44,7 @@ _STATUS = {
 _METHODS = ("all_gather", "all_gather_coalesced", "partition", "partition_numel", "ds_summary")
 _VALUES = ("ds_id", "ds_shape", "ds_numel", "ds_status", "ds_tensor", "ds_persist", "ds_process_group", "ds_active_sub_modules")
 _PLACE = ("ds_param_type", "ds_zero_partition_rank", "ds_zero_partition_world_size", "is_external_param")
-_OF_NODES = ("ds_secondary_tensor", "ds_zero_param_process_group")  # None: a node's copies belong to units
+_OF_NODES = ("ds_secondary_tensor", "ds_zero_param_process_group")  # always None, because a node's copies belong to units
 
 
 class ParamAttributes(ParamListener):
@@ -67,7 +67,7 @@ class ParamAttributes(ParamListener):
         param.is_external_param = False
         for name in _OF_NODES:
             setattr(param, name, None)
-        # Weak: a cycle through its own methods would keep a parameter's memory until the garbage collector runs.
+        # Use weak references: a reference cycle would keep a parameter's memory until the garbage collector runs.
         itself = ref(param)
         param.partition_numel = part.numel
         param.all_gather = partial(_all_gather, itself)
@@ -117,8 +117,8 @@ class OwnPartOfParameter(torch.Tensor):
             name = "a parameter" if unit is None else unit.layout.slots[index].name
             raise StateError(
                 f"ds_tensor.data of {name} was given a tensor of shape {tuple(value.shape)}, but the parameter "
-                f"{'is whole now' if fits else f'has {self.numel()} elements here'}. While the parameter is divided, assign the "
-                "shard of this rank, of shape (elements,); to write the whole parameter, use `with "
+                f"{'is unsharded now' if fits else f'has {self.numel()} elements on this rank'}. While the parameter is sharded, assign "
+                "the shard of this rank, of shape (elements,); to write the whole parameter, use `with "
                 "deepspeed.zero.GatheredParameters([param], modifier_rank=0):`"
             )
         self.detach().copy_(value)

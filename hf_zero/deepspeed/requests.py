@@ -80,7 +80,7 @@ def no_sync(engine: ConfiguredEngine) -> Iterator[None]:
         StateError: Another such block is open, or ``step`` is called inside (raised by ``step``).
     """
     if engine.accumulation.in_no_sync:
-        raise StateError("no_sync context manager reentry is unsupported: leave the block that is open first")
+        raise StateError("no_sync context manager reentry is unsupported: leave the open no_sync() block first")
     with ConfiguredEngine.no_sync(engine, steps=False):
         yield
 
@@ -96,7 +96,7 @@ def coalesce_grad_reduction(engine: ConfiguredEngine) -> Iterator[None]:
         StateError: The engine has no optimizer.
     """
     if engine.stepper is None:
-        raise StateError("coalesce_grad_reduction() on an engine without optimizer: there are no gradients to reduce")
+        raise StateError("coalesce_grad_reduction(): this engine has no optimizer, so there are no gradients to reduce")
     with ConfiguredEngine.no_sync(engine):
         yield
     if engine.accumulation.completed():
@@ -122,7 +122,7 @@ def train_batch(engine: ConfiguredEngine, data_iter: Iterator[Mapping[str, Any]]
 
     DeepSpeed has this method for a ``PipelineModule`` only. Arguments and errors are those of ``hf_zero.pipeline.train.train_batch``.
     """
-    from hf_zero.pipeline.train import train_batch as train  # schedules of torch, which other engines do not need
+    from hf_zero.pipeline.train import train_batch as train  # imports torch's pipeline schedules, which other engines do not need
 
     return train(engine, data_iter)
 
@@ -233,19 +233,19 @@ def offload_states(
     kinds = KINDS if include is None else tuple(getattr(kind, "value", kind) for kind in include)
     for kind in kinds:
         if kind not in KINDS:
-            raise ConfigError(f"offload_states(include=...): {kind!r} is no kind of state; there are {', '.join(KINDS)}")
+            raise ConfigError(f"offload_states(include=...): {kind!r} is not a kind of state; allowed are {', '.join(KINDS)}")
     where = str(getattr(device, "value", device))
     if where == "none":
         return
     if where != "cpu":
-        raise ConfigError(f"offload_states(device={where!r}): state of an idle engine goes to 'cpu' only")
+        raise ConfigError(f"offload_states(device={where!r}): the state of an idle engine can be moved to 'cpu' only")
     if not engine.runtime.idle:
         raise StateError(
             "offload_states() was called during a forward or backward, or between a forward and its backward. Call it after "
             "backward() and step(). Run forwards without a backward under torch.no_grad(), or delete their outputs"
         )
     if engine.collectives.topology.device.type == "cpu":
-        warn_once("offload_states(): nothing to move, the engine lives in host memory already")
+        warn_once("offload_states() moved nothing, because the state of the engine is in host memory already")
         return
     engine.offloaded_states.move(kinds, pin_memory)
 

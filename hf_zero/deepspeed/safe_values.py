@@ -59,7 +59,7 @@ def _find(param: torch.Tensor) -> tuple[Unit, int] | None:
     owner = find_unit(param)
     if owner is not None and owner[0].own.offloaded:
         raise StateError(
-            "values of a parameter were asked for while state of its engine waits on the host; call engine.reload_states() first"
+            "values of a parameter are not available while state of its engine is offloaded to the host; call engine.reload_states() first"
         )
     return owner if owner is not None and owner[0].master is not None and owner[0] in _training else None
 
@@ -120,7 +120,7 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def _summed(training: Training, unit: Unit, index: int) -> torch.Tensor | None:
-    """Return the unsharded gradient that backwards have accumulated, averaged over ranks, with the loss scale; collective."""
+    """Return the unsharded accumulated gradient, averaged over ranks and multiplied by the loss scale; collective."""
     gradients = training.gradients
     if not gradients.exchange.reduces and gradients.has_local:
         return _mean_over_ranks(gradients, index)
@@ -209,7 +209,7 @@ def safe_set_full_optimizer_state(param: torch.Tensor, value: torch.Tensor, opti
 
 
 def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of the master of ``param``, 1D, maybe empty; None if no engine trains it."""
+    """Return this rank's part of the master of ``param``, 1-dim and possibly empty; None if no engine trains it."""
     owner = _find(param)
     if owner is None:
         return None
@@ -218,7 +218,7 @@ def safe_get_local_fp32_param(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
-    """Return this rank's part of the gradient of ``param``, without loss scale, 1D; None when there is none.
+    """Return this rank's part of the gradient of ``param``, without loss scale, 1-dim; None if there is no gradient.
 
     Raises:
         StateError: The script has written ``param.grad``.
@@ -237,7 +237,7 @@ def safe_get_local_grad(param: torch.Tensor) -> torch.Tensor | None:
 
 
 def safe_get_local_optimizer_state(param: torch.Tensor, optim_state_key: str) -> torch.Tensor | None:
-    """Return this rank's part of an optimizer state of ``param``, 1D; None before the first step, or if another rank has all of it."""
+    """Return this rank's part of an optimizer state of ``param``, 1-dim; None before the first step, or if another rank has all of it."""
     owner = _find(param)
     return _training[owner[0]].optimizer.param_states.read_own(*owner, optim_state_key) if owner else None
 

@@ -200,7 +200,7 @@ class ThroughputTimer:
         self.logging = logging_fn or observe.logger.info
         self.epoch_count = self.micro_step_count = self.global_step_count = 0
         self.total_elapsed_time = self.step_elapsed_time = 0.0  # seconds
-        self.start_time = self.end_time = 0.0  # of the last micro-step that counts, on a clock of its own
+        self.start_time = self.end_time = 0.0  # begin and end of the last counted micro-step, in seconds of a monotonic clock
         self.initialized = self.started = False
 
     def update_epoch_count(self) -> None:

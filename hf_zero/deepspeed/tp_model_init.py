@@ -33,10 +33,12 @@ def require_consistent(model: nn.Module, config: ZeroConfig, mpu: Any) -> None:
     dtype, has_group = getattr(model, _ASKED, (None, False))
     trained = precision_policy(config).param_dtype
     if dtype is not None and trained is not None and trained != dtype:
-        raise ConfigError(f"Conflicting dtype: tp_model_init was given {dtype}, and the configuration trains in {trained}; make them agree")
+        raise ConfigError(
+            f"Conflicting dtype: tp_model_init has dtype {dtype}, but the configuration trains in {trained}; set both to one dtype"
+        )
     if has_group and mpu is not None:
         raise ConfigError(
-            "tp_model_init provided tp_group, and initialize is given mpu: both name the ranks that hold the model; leave one out"
+            "tp_model_init provided tp_group, and initialize got mpu; both name the ranks that hold the model, so leave one out"
         )
 
 

@@ -483,12 +483,14 @@ def _replaced(method: Method, function: Callable[..., Any]) -> Callable[..., Any
 
 
 def _report(method: Method) -> None:
+    """Record that the library lacks ``method``, and warn once; do nothing if the library's version is known to be below ``since``."""
     library = method.module.partition(".")[0]
     try:
         version = importlib.metadata.version(library)
     except importlib.metadata.PackageNotFoundError:
         version = "(of unknown version)"
-    if method.since and tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)])) < method.since:
+    numbers = tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)]))
+    if numbers and numbers < method.since:
         return
     if method not in _lost:
         from hf_zero.observe import warn_once  # imports torch, which the library has imported already

@@ -161,7 +161,7 @@ class ZeroTrainingArguments(TrainingArguments):
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < lowest):
                 problems.append(f"- {name} is {value!r}; a whole number of at least {lowest} is allowed")
         on_nvme = [name for name in ("offload_optimizer", "offload_param") if getattr(self, name) == "nvme"]
-        if on_nvme and not self.nvme_path and not self.deepspeed:
+        if on_nvme and not self.nvme_path and not (self.deepspeed or config_of_launcher()):
             problems.append(f"- {' and '.join(on_nvme)} is 'nvme', but nvme_path is not set; set nvme_path to a folder")
         if self.nvme_path and not on_nvme:
             problems.append(f"- nvme_path is {self.nvme_path!r}, but nothing is offloaded to nvme; set offload_optimizer or offload_param")

@@ -167,6 +167,18 @@ def test_a_method_that_came_later_is_not_missed_before(library: Any, monkeypatch
     assert callers.lost(callers.CONVERSIONS).startswith("transformers 5.0.0.dev0 has no ")
 
 
+def test_a_method_is_missed_where_the_version_is_unknown(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_version(name: str) -> str:
+        raise callers.importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(callers.importlib.metadata, "version", no_version)
+    assert callers.CONVERSIONS.since
+    library("transformers.integrations.deepspeed")
+    assert callers.lost(callers.CONVERSIONS).startswith("transformers (of unknown version) has no ")
+    with pytest.raises(UnsupportedError, match=r"^transformers \(of unknown version\) has no "):
+        callers.require(callers.CONVERSIONS)
+
+
 def test_the_hook_watches_what_is_wrapped() -> None:
     assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
 

@@ -373,7 +373,7 @@ def check_universal_copy(folder: Path) -> None:
     assert (folder / "latest_universal").read_text() == "global_step2_universal" and (folder / "latest").read_text() == "global_step2"
     first, second = (get_fp32_state_dict_from_zero_checkpoint(folder, tag) for tag in (None, "global_step2_universal"))
     assert all(torch.equal(first[name], second[name]) for name in {*first, *second})
-    with pytest.raises(CheckpointError, match="is no complete checkpoint of hf_zero"):
+    with pytest.raises(CheckpointError, match="is not a complete hf_zero checkpoint"):
         ds_to_universal.main(parse_arguments([*words[:1], str(folder / "absent"), *words[2:]]))
 
 

@@ -238,11 +238,11 @@ def _on_a_host() -> None:
     engine.backward(MLP.forward(engine, batch_of(engine, 1)))
     assert get_state_devices(engine, "lp_grads") == {torch.device("cpu")}
     engine.step()
-    with pytest.raises(ConfigError, match=r"'weights'\): no kind of state; there are optim_states"):
+    with pytest.raises(ConfigError, match=r"'weights'\): not a kind of state; allowed are optim_states"):
         get_state_devices(engine, "weights")
-    with pytest.raises(ConfigError, match=r"'weights' is no kind of state; there are optim_states"):
+    with pytest.raises(ConfigError, match=r"'weights' is not a kind of state; allowed are optim_states"):
         engine.offload_states(include=["weights"])
-    with pytest.raises(ConfigError, match="goes to 'cpu' only"):
+    with pytest.raises(ConfigError, match="can be moved to 'cpu' only"):
         engine.offload_states(device=OffloadDeviceEnum.nvme)
 
 

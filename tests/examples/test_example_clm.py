@@ -352,7 +352,7 @@ def test_json_of_a_deepspeed_script_is_completed_for_accelerate(
     config = read(args, ranks=8)
     assert (config["gradient_accumulation_steps"], args.per_device_train_batch_size) == (4096 // (16 * 8), 16)
     assert (config["zero_optimization"], config["optimizer"]["params"]["freeze_step"]) == ({"stage": 0}, 7)
-    with pytest.raises(ValueError, match="train_batch_size 4096 is no multiple of 16 per rank x 3 ranks"):
+    with pytest.raises(ValueError, match="train_batch_size 4096 is not a multiple of 16 per rank x 3 ranks"):
         read(args, ranks=3)
     args.deepspeed_config = str(tmp_path / "none.json")
     with pytest.raises(ValueError, match=r"none\.json"):

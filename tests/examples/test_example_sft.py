@@ -49,7 +49,7 @@ def test_samples_without_room_for_an_answer_are_left_out(example: SimpleNamespac
     train, _ = example.sft_data.encode_splits(raw, tokenizer, args)
     assert 0 < len(train) < len(raw["train"])
     args.block_size = 8
-    with pytest.raises(ValueError, match="--block_size 8 leaves no room for an answer behind any prompt of the train data"):
+    with pytest.raises(ValueError, match="--block_size 8 leaves no room for an answer after any prompt of the train data"):
         example.sft_data.encode_splits(raw, tokenizer, args)
 
 

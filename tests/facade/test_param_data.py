@@ -89,7 +89,7 @@ def _parts(dtype: str) -> None:
     for name, param in params.items():
         with hf_zero.zero.GatheredParameters([param]):
             assert torch.equal(param, values[name].to(param.dtype))
-            with pytest.raises(StateError, match="is whole now"):
+            with pytest.raises(StateError, match="is unsharded now"):
                 param.ds_tensor.data = param.ds_tensor.clone()
         with pytest.raises(StateError, match=r"of .* was given a tensor of shape \(7, 7, 7\)"):
             param.ds_tensor.data = torch.ones(7, 7, 7)

@@ -49,11 +49,11 @@ def test_borders_of_stages(method: str, stages: int, borders: list[int] | None) 
 @pytest.mark.parametrize(
     ("method", "stages", "text"),
     [
-        ("uniform", 8, "7 layer.s. over 8 stages.*up to 7 fits"),
+        ("uniform", 8, "7 layer.s. over 8 stages.*set num_stages to 7 or less"),
         ("profile", 2, "'uniform', 'parameters' or 'type:REGEX'"),
         ("type:", 2, "'uniform', 'parameters' or 'type:REGEX'"),
         ("type:Attention", 2, "matches no layer; there are Embedding, Block, LayerNorm, Head"),
-        ("type:(", 2, "is no regular expression"),
+        ("type:(", 2, "is not a regular expression"),
     ],
 )
 def test_what_gives_no_borders_is_an_error(method: str, stages: int, text: str) -> None:
@@ -120,12 +120,12 @@ def test_names_are_those_of_classes_and_functions() -> None:
 @pytest.mark.parametrize(
     ("make", "text"),
     [
-        (lambda: LayerSpec(torch.tanh), "the class of a torch.nn.Module"),  # type: ignore[arg-type]
+        (lambda: LayerSpec(torch.tanh), "pass a class of torch.nn.Module"),  # type: ignore[arg-type]
         (lambda: require_layers([]), "at least one layer"),
         (lambda: require_layers([nn.ReLU(), 3]), "layer 1 is 3"),
         (lambda: require_layers([nn.ReLU]), "layer 0 is <class"),
         (lambda: require_layers([TiedLayerSpec("a", nn.Linear, 2, 2), TiedLayerSpec("a", nn.Embedding, 2, 2)]), "Layers with one key"),
-        (lambda: without_values(TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="wte")), "'wte' is no parameter.*weight, bias"),
+        (lambda: without_values(TiedLayerSpec("a", nn.Linear, 2, 2, tied_weight_attr="wte")), "'wte' is not a parameter.*weight, bias"),
     ],
 )
 def test_what_is_no_layer_is_an_error(make, text: str) -> None:

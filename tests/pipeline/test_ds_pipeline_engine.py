@@ -278,10 +278,10 @@ def check_refusals() -> None:
         (lambda: PipelineModule(layers), "num_stages= or topology="),
         (lambda: PipelineModule(layers, num_stages=3), r"PipelineModule\(num_stages\) is 3, which does not divide the 2 ranks; 1, 2 would"),
         (lambda: PipelineModule(layers[:1], num_stages=2), r"1 layer\(s\) over 2 stages"),
-        (lambda: PipelineModule(layers, topology=PipeDataParallelTopology(2, 2)), "pipe 2 x data 2 has 4 ranks, and there are 2"),
+        (lambda: PipelineModule(layers, topology=PipeDataParallelTopology(2, 2)), "pipe 2 x data 2 has 4 ranks, but there are 2"),
         (lambda: PipelineModule(layers, topology=ProcessTopology(["stage"], [2])), "axes pipe and data"),
         (lambda: PipelineModule(layers, num_stages=1, topology=PipeDataParallelTopology(2, 1)), "different numbers of stages"),
-        (lambda: PipelineModule(layers, num_stages=2).stage_owner(3), "layers go from 0 to 2"),
+        (lambda: PipelineModule(layers, num_stages=2).stage_owner(3), "layers are numbered from 0 to 2"),
     ):
         with pytest.raises(ConfigError, match=text):
             make()

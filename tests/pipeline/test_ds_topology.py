@@ -61,13 +61,13 @@ def test_texts_of_ranks() -> None:
 @pytest.mark.parametrize(
     ("ask", "text"),
     [
-        (lambda: ProcessTopology(["pipe"], [2, 2]), "a name of its own and a size"),
-        (lambda: ProcessTopology(["pipe", "pipe"], [2, 2]), "a name of its own"),
+        (lambda: ProcessTopology(["pipe"], [2, 2]), "a distinct name and a size"),
+        (lambda: ProcessTopology(["pipe", "pipe"], [2, 2]), "a distinct name"),
         (lambda: PipeDataParallelTopology(0, 2), "size of at least 1"),
         (lambda: PipeDataParallelTopology(2, 2).get_rank(pipe=1), r"use filter_match\(\)"),
-        (lambda: PipeDataParallelTopology(2, 2).get_rank(pipe=1, data=2), "data goes from 0 to 1"),
-        (lambda: PipeDataParallelTopology(2, 2).get_coord(4), "ranks go from 0 to 3"),
-        (lambda: PipeDataParallelTopology(2, 2).filter_match(model=0), r"there are the axes \['pipe', 'data'\]"),
+        (lambda: PipeDataParallelTopology(2, 2).get_rank(pipe=1, data=2), "positions on axis data are 0 to 1"),
+        (lambda: PipeDataParallelTopology(2, 2).get_coord(4), "ranks are 0 to 3"),
+        (lambda: PipeDataParallelTopology(2, 2).filter_match(model=0), r"the axes are \['pipe', 'data'\]"),
     ],
 )
 def test_what_is_not_in_the_grid_is_an_error(ask, text: str) -> None:
@@ -82,5 +82,5 @@ def test_without_sizes_stages_and_replicas_are_about_as_many(ranks: int, stages:
 
 def test_prime_factors() -> None:
     assert [prime_factors(number) for number in (1, 2, 12, 49, 97)] == [[], [2], [2, 2, 3], [7, 7], [97]]
-    with pytest.raises(ConfigError, match="from 1 on"):
+    with pytest.raises(ConfigError, match="must be at least 1"):
         prime_factors(0)

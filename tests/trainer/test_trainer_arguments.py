@@ -75,6 +75,24 @@ def test_every_conflict_is_in_one_error(tmp_path: Path) -> None:
     ranks.run_ranks(_all_conflicts, 2, tmp_path)
 
 
+def test_the_folder_on_nvme_may_come_from_the_launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from hf_zero import ZeroTrainingArguments
+
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/fast"}}}))
+
+    def missing(**options: Any) -> bool:
+        args = ZeroTrainingArguments.__new__(ZeroTrainingArguments)
+        args.offload_optimizer, args.deepspeed = "nvme", None
+        vars(args).update(options)
+        return any("nvme_path is not set" in line for line in args._range_problems())
+
+    monkeypatch.delenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", raising=False)
+    assert missing() and not missing(nvme_path="/fast") and not missing(deepspeed=str(path))
+    monkeypatch.setenv("ACCELERATE_DEEPSPEED_CONFIG_FILE", str(path))
+    assert not missing()
+
+
 def _train(models: Path, folder: Path) -> None:
     """The fields alone train as DDP does, and save whole weights."""
     from transformers import Trainer

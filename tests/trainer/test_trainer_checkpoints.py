@@ -184,7 +184,7 @@ def _save_without_gather(models: Path, folder: Path, says: bool | None) -> dict[
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
         assert (state is not None) == (ranks.rank() == 0)
         torch.distributed.barrier()
-        told = [line for line in observe._warned if key in line and "the script asked for whole weights" in line]
+        told = [line for line in observe._warned if key in line and "the script requested unsharded weights" in line]
         assert len(told) == (says is False), told
         return trainers.weights_of(trainer.model)
 

@@ -1,3 +1,4 @@
-"""Completion of a checkpoint, which exists as a whole or not at all: one outcome for all ranks, staging folders, names, background,
-nodes.
+"""Complete a checkpoint on all ranks or on none.
+
+The modules handle errors of some ranks, staging folders, checkpoint names, saves in the background and node-local disks.
 """

@@ -1,4 +1,4 @@
-"""Work that every rank does, or rank 0 alone, ending the same way everywhere: with its results or with one error."""
+"""Run work on every rank, or on rank 0 alone, with the same outcome on all ranks: results, or one error."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ T = TypeVar("T")
 
 
 def on_all(collectives: Collectives, what: str, work: Callable[[], T]) -> list[T]:
-    """Runs ``work`` on every rank; collective.
+    """Run ``work`` on every rank and gather the results; collective.
 
     Args:
-        collectives: The ranks.
-        what: For messages: what is being done, and with which path.
-        work: Returns built-in containers and scalars.
+        collectives: Collectives of the ranks that run ``work``.
+        what: Description of the work for messages, with its path ("saving /data/step-100").
+        work: Function that returns built-in containers and scalars.
 
     Returns:
-        Every rank's result, in rank order, on every rank.
+        The results of all ranks in rank order, on every rank.
 
     Raises:
-        CheckpointError: It failed on some rank; the same text on all of them.
+        CheckpointError: ``work`` failed on some rank; the message is the same on all ranks.
     """
     result, text, cause = _attempt(work)
     outcomes = _exchange(what, lambda: collectives.gather_objects((text, result), f"checkpoint: {what}"))
@@ -34,7 +34,7 @@ def on_all(collectives: Collectives, what: str, work: Callable[[], T]) -> list[T
 
 
 def quickly(collectives: Collectives, what: str, work: Callable[[], T]) -> T:
-    """Do the same as ``on_all``, where a rank needs only its own result: one small sum over ranks if no rank fails; collective."""
+    """Run ``work`` like ``on_all``, but return only this rank's result; costs one small all-reduce if no rank fails. Collective."""
     result, text, cause = _attempt(work)
     label = f"checkpoint: {what}"
     if _exchange(what, lambda: collectives.any_rank(bool(text), label)):
@@ -45,7 +45,7 @@ def quickly(collectives: Collectives, what: str, work: Callable[[], T]) -> T:
 
 
 def on_first(collectives: Collectives, what: str, work: Callable[[], T]) -> T:
-    """Runs ``work`` on rank 0 and gives its result to all; collective. Arguments and errors as in ``on_all``."""
+    """Run ``work`` on rank 0 and return its result on every rank; collective. Arguments and errors as in ``on_all``."""
     result, text, cause = _attempt(work) if collectives.rank == 0 else (None, "", None)
     text, result = _exchange(what, lambda: collectives.broadcast_object((text, result), 0, f"checkpoint: {what}"))
     if text:
@@ -57,10 +57,10 @@ def _attempt(work: Callable[[], Any]) -> tuple[Any, str, Exception | None]:
     try:
         return work(), "", None
     except CollectiveError:
-        raise  # the network is broken: no other rank can be reached
+        raise  # collectives no longer work, so the other ranks cannot be notified
     except CheckpointError as error:
         return None, str(error), error
-    except Exception as error:  # whatever it is, the other ranks must hear of it, or they wait for ever
+    except Exception as error:  # any error must reach the other ranks, which would wait forever
         return None, f"{type(error).__name__}: {error}", error
 
 
@@ -68,7 +68,7 @@ def _exchange(what: str, exchange: Callable[[], Any]) -> Any:
     try:
         return exchange()
     except CollectiveError as error:
-        # The same text everywhere; the cause says what this rank saw of it.
+        # The message is the same on all ranks; the cause is the error of this rank.
         raise CheckpointError(f"{what}: another rank died, or did not answer within the timeout of the process group") from error
 
 

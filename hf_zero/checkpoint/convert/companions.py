@@ -1,7 +1,8 @@
-"""Small files that belong to a model or a checkpoint, copied to the folder of a conversion as they are.
+"""Copy small files that belong to a model or checkpoint (configuration, tokenizer) unchanged to the folder of a conversion.
 
-[Note: links] A cache of the Hub keeps a model as links into ``blobs`` of the same repository; those are followed. A link to anywhere
-else is not: the folder would decide which file of this machine ends up in what the user gives away.
+[Note: links] The Hub's cache stores a model as symbolic links into the folder ``blobs`` of the same repository; such links are followed.
+Other links are not followed, because an untrusted folder could otherwise copy any file of this machine into a result that the user
+publishes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from hf_zero.observe import logger
 from hf_zero.system import own_files
 from hf_zero.system.reading import read_json
 
-# What makes a folder of weights a model that from_pretrained takes.
+# Patterns of the files, besides weights and config.json, that from_pretrained reads.
 _OF_A_MODEL = (
     "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
     "*.model", "chat_template*", "preprocessor_config.json", "processor_config.json",
@@ -27,10 +28,10 @@ _OF_A_MODEL = (
 
 
 def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
-    """Copy configuration and tokenizer of the model in ``place``; the copied configuration names ``dtype``.
+    """Copy configuration and tokenizer of the model from ``place`` to ``folder``; a dtype in the copied configuration becomes ``dtype``.
 
     Raises:
-        CheckpointError: ``config.json`` is no JSON object.
+        CheckpointError: ``config.json`` is not a JSON object.
     """
     _copy_all([path for pattern in _OF_A_MODEL for path in sorted(place.glob(pattern))], folder)
     config, source = folder / "config.json", place / "config.json"
@@ -47,9 +48,7 @@ def copy_companions(place: Path, folder: Path, dtype: torch.dtype) -> None:
 
 
 def copy_beside(place: Path, folder: Path) -> None:
-    """Copy the files that Trainer and Accelerate keep beside the engine's checkpoint: their state, random states, configuration,
-    tokenizer.
-    """
+    """Copy the files of Trainer and Accelerate beside an engine's checkpoint: their state, random states, configuration, tokenizer."""
     found = sorted(place.iterdir())
     _copy_all([path for path in found if not path.name.startswith((".", "zero_to_")) and path.suffix != ".distcp"], folder)
 
@@ -66,25 +65,25 @@ def _copy_all(paths: Sequence[Path], folder: Path) -> None:
 
 
 def _copy(path: Path, folder: Path) -> None:
-    """Copies a file that is not in ``folder`` already; see [Note: links]."""
+    """Copy a file to ``folder`` unless it is there already or is a link to elsewhere; see [Note: links]."""
     if path.is_file() and not os.path.lexists(folder / path.name) and _may_be_copied(path):
         own_files.copy_file(path.resolve(), folder / path.name)
 
 
 def _may_be_copied(path: Path) -> bool:
-    """Return whether there is something that is no link to elsewhere; says so where it is one."""
+    """Return whether ``path`` exists and is not a link to elsewhere; log a warning if it is one."""
     if not path.exists():
         return False
     if not stays_inside(path):
         logger.warning(
-            "%s is a link to %s, outside of its folder: it is not copied. Copy it yourself if it belongs there", path, path.resolve()
+            "%s is a link to %s, outside of its folder, and is not copied. Copy it yourself if it belongs there", path, path.resolve()
         )
         return False
     return True
 
 
 def stays_inside(path: Path) -> bool:
-    """Return whether the target of ``path`` is in its folder, or in the blobs of the repository that the folder is a snapshot of."""
+    """Return whether the target of ``path`` is in its folder, or in the blobs of the repository whose snapshot the folder is."""
     folder, target = path.parent.resolve(), path.resolve()
     if target.is_relative_to(folder):
         return True

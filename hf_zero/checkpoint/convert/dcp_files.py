@@ -1,4 +1,4 @@
-"""The files of torch.distributed.checkpoint, read without torch's reader: that one runs what ``.metadata`` and objects name."""
+"""Read files of torch.distributed.checkpoint without torch's reader, which runs code that the pickles in the folder name."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _SUFFIX = ".distcp"
 
 
 def is_dcp(folder: Path) -> bool:
-    """Return whether ``folder`` is one of torch.distributed.checkpoint."""
+    """Return whether ``folder`` is a checkpoint of torch.distributed.checkpoint."""
     return (folder / METADATA).is_file() and any(folder.glob(f"*{_SUFFIX}"))
 
 
 @dataclass(frozen=True)
 class _Place:
-    """An item that ``torch.save`` wrote: its bytes in a file of the folder."""
+    """The range of bytes, in a file of the folder, of one item that ``torch.save`` wrote."""
 
     file: str
     offset: int
@@ -38,7 +38,7 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A box of a tensor: where it begins, its sizes, and its item."""
+    """A box of a tensor's elements: its first index, its sizes, and the place of its data."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
@@ -47,7 +47,7 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """A tensor: its type and shape, and the chunks that make it up."""
+    """A tensor of the folder: its dtype and shape, and the chunks that it consists of."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,14 +55,14 @@ class StoredTensor:
 
 
 class DcpFolder:
-    """A folder whose metadata fit the files that are there.
+    """A checkpoint folder of torch.distributed.checkpoint, whose metadata have been checked against its files.
 
     Attributes:
         tensors: All tensors by name.
-        objects: Names of the other items.
+        objects: Places of the items that are not tensors, by name.
 
     Raises:
-        CheckpointError: ``.metadata`` cannot be read, or names bytes that are not there; names file and item.
+        CheckpointError: ``.metadata`` cannot be read, or lists bytes that the files do not have; the message names file and item.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -80,7 +80,7 @@ class DcpFolder:
                     self.tensors[name] = _stored(name, entry, places)
 
     def _places(self, data: Mapping[Any, Any]) -> dict[tuple[str, tuple[int, ...] | None], _Place]:
-        """Return the place of each item by name and first index; each is inside its file, and no two overlap."""
+        """Return the places of all items by (name, first index); each place is inside of its file, and no two overlap."""
         sizes: dict[str, int] = {}
         found: dict[tuple[str, tuple[int, ...] | None], _Place] = {}
         for index, info in data.items():
@@ -103,10 +103,10 @@ class DcpFolder:
         return found
 
     def object(self, name: str) -> Any:
-        """Return the value of an item that is no tensor: plain values and tensors; everything else is inert.
+        """Return the value of an item that is not a tensor: plain values, tensors, and ``Inert`` for objects of other classes.
 
         Raises:
-            CheckpointError: It cannot be read.
+            CheckpointError: The item cannot be read.
         """
         return self._item(self.objects[name], name)
 
@@ -114,11 +114,11 @@ class DcpFolder:
         """Return a whole tensor on the host.
 
         Raises:
-            CheckpointError: A chunk cannot be read, has another type or shape, or lies over another.
+            CheckpointError: A chunk cannot be read, has another dtype or shape than the metadata say, or overlaps another chunk.
         """
         stored = self.tensors[name]
         whole = torch.empty(stored.shape, dtype=stored.dtype)
-        # The sizes of the chunks add up to the tensor's, so chunks without overlap leave no gap.
+        # The chunks have as many elements as the tensor, so chunks that do not overlap leave no gap.
         held = torch.zeros(stored.shape, dtype=torch.bool) if len(stored.chunks) > 1 else None
         for chunk in stored.chunks:
             value = self._item(chunk.place, name)
@@ -154,10 +154,10 @@ def _is(value: Any, kind: str) -> bool:
 
 
 def _attribute(value: Any, kind: str, name: str, expected: type) -> Any:
-    """Return attribute ``name`` of a record of torch's class ``kind``.
+    """Return the attribute ``name`` of an inert object of torch's class ``kind``.
 
     Raises:
-        ValueError: It is another object, or the attribute of another type.
+        ValueError: ``value`` has another class, or its attribute has another type than ``expected``.
     """
     if not _is(value, kind):
         raise ValueError(f"it has {shown(value)} where a {kind} is expected")
@@ -174,10 +174,10 @@ def _ints(numbers: Any) -> tuple[int, ...]:
 
 
 def _stored(name: Any, entry: Any, places: Mapping[tuple[str, tuple[int, ...] | None], _Place]) -> StoredTensor:
-    """Return the record of a tensor whose chunks add up to it, in files with enough bytes for each.
+    """Return the record of a tensor from its metadata.
 
     Raises:
-        ValueError: They do not.
+        ValueError: The chunks do not have as many elements as the tensor, exceed its shape, or have too few bytes.
     """
     if not isinstance(name, str) or not _is(entry, "TensorStorageMetadata"):
         raise ValueError(f"it lists {shown(name)} as {shown(entry)}, which is neither a tensor nor an object")

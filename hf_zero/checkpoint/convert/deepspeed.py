@@ -1,8 +1,8 @@
-"""Reads a checkpoint folder that DeepSpeed wrote at ZeRO stage 1, 2 or 3, without importing DeepSpeed.
+"""Read a checkpoint folder that DeepSpeed wrote at ZeRO stage 1, 2 or 3, without importing DeepSpeed.
 
-Stages 1 and 2: each rank's file holds, per param group, its part of one flat fp32 array in which the group's parameters lie one behind
-the other, each followed by its alignment padding. Stage 3: each rank's file holds flat arrays of sub-groups; of every parameter, each
-rank has one part of equal length, the last one padded. Layout as produced by DeepSpeed 0.14 to 0.19.
+Stages 1 and 2: the parameters of a param group are concatenated to one flat fp32 array, each followed by its alignment padding, and each
+rank's file holds one part of this array. Stage 3: each parameter is divided into parts of equal length, one per rank, with padding after
+the last; each rank's file holds its parts, concatenated to one flat array per sub-group. DeepSpeed 0.14 to 0.19 write these layouts.
 """
 
 from __future__ import annotations
@@ -24,29 +24,30 @@ from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
 
 _OPTIMIZER_FILES = "*zero_pp_rank_*_mp_rank_00_optim_states.pt"
-_KNOWN = {  # of the model file: what the engine keeps for itself
+_KNOWN = {  # keys of the model file that the engine writes; other keys are the script's client_state
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params", "frozen_param_fragments", "lr_scheduler",
     "data_sampler", "random_ltd", "sparse_tensor_module_names", "skipped_steps", "global_steps", "global_samples", "dp_world_size",
     "mp_world_size", "ds_config", "ds_version", "autoep_layers", "checkpoint_parallel_dimensions", "checkpoint_version",
 }  # fmt: skip
-_SCALER = {"cur_iter": 0, "last_overflow_iter": -1, "scale_window": 0, "cur_hysteresis": 1}  # of its dynamic loss scaler
+# State of DeepSpeed's dynamic loss scaler, with its initial values.
+_SCALER = {"cur_iter": 0, "last_overflow_iter": -1, "scale_window": 0, "cur_hysteresis": 1}
 _EXECUTION_KEYS = ("params", "fused", "foreach", "capturable")
 
 
 def is_deepspeed(folder: Path) -> bool:
-    """Return whether ``folder`` is the folder of one tag of such a checkpoint."""
+    """Return whether ``folder`` holds one tag of a DeepSpeed checkpoint."""
     return any(folder.glob("*_optim_states.pt")) or any(folder.glob("*mp_rank_*_model_states.pt"))
 
 
 def read_deepspeed(folder: Path, trust_pickle: bool) -> Source:
-    """Opens a checkpoint of DeepSpeed; tensors stay mapped files.
+    """Open a DeepSpeed checkpoint as a conversion's source; its tensors are views of mapped files.
 
     Args:
         folder: The folder of the tag (``global_step100``).
-        trust_pickle: The user allows pickles.
+        trust_pickle: Whether the user allows reading pickles.
 
     Raises:
-        CheckpointError: Pickles are not allowed, a rank's file is missing, or the layout is not understood; names the file.
+        CheckpointError: Pickles are not allowed, a rank's file is missing, or the layout is unknown; the message names the file.
     """
     with reading(folder, CheckpointError):
         return _read(folder, trust_pickle).require_any()
@@ -64,10 +65,10 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         raise CheckpointError(f"{folder} has no *_optim_states.pt: it was written at ZeRO stage 0, which is not converted")
     ranks = [_optimizer_part(load_torch_file(path), path) for path in files]
     for path, rank in zip(files, ranks, strict=True):
-        if any(_said(rank, key) != _said(ranks[0], key) for key in ("zero_stage", "partition_count")):
-            raise CheckpointError(f"{path} says another stage or number of ranks than {files[0].name}: it belongs to another checkpoint")
-    stage = fields.integer(_said(ranks[0], "zero_stage", 1), "zero_stage", 1)
-    counts = _said(ranks[0], "partition_count")
+        if any(_value(rank, key) != _value(ranks[0], key) for key in ("zero_stage", "partition_count")):
+            raise CheckpointError(f"{path} has another stage or number of ranks than {files[0].name}, so it belongs to another checkpoint")
+    stage = fields.integer(_value(ranks[0], "zero_stage", 1), "zero_stage", 1)
+    counts = _value(ranks[0], "partition_count")
     world = (
         max(fields.integers(counts, "partition_count"))
         if isinstance(counts, (list, tuple))
@@ -77,7 +78,7 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
         raise CheckpointError(f"{folder} was written by {world} ranks, but has {len(files)} files *_optim_states.pt: some are missing")
     if stage > 3 or [_rank_of(path) for path in files] != list(range(world)):
         raise CheckpointError(
-            f"{folder} says stage {stage}, and its files are of the ranks {[_rank_of(path) for path in files]}; expected a "
+            f"{folder} was written at stage {stage}, with files of the ranks {[_rank_of(path) for path in files]}; expected a "
             "stage from 1 to 3, and one file per rank"
         )
     model_files = [fields.mapping(load_torch_file(path), path.name) for path in (models if stage == 3 else models[:1])]
@@ -87,8 +88,8 @@ def _read(folder: Path, trust_pickle: bool) -> Source:
     return reader.source(stage)
 
 
-def _said(part: Mapping[str, Any], key: str, default: Any = None) -> Any:
-    """Return ``part[key]``; for an enumeration whose class is not loaded, its value."""
+def _value(part: Mapping[str, Any], key: str, default: Any = None) -> Any:
+    """Return ``part[key]``, or the value of an enum member whose class is not loaded."""
     value = part.get(key, default)
     return value.arguments[0] if isinstance(value, Inert) and value.arguments else value
 
@@ -100,14 +101,14 @@ def _rank_of(path: Path) -> int:
 
 def _optimizer_part(data: Any, path: Path) -> Mapping[str, Any]:
     part = data.get("optimizer_state_dict") if isinstance(data, Mapping) else None
-    # Stage 1 in bf16 with grad_accum_dtype fp32 has a class of its own, which writes the same arrays and no stage.
+    # DeepSpeed's optimizer for stage 1 in bf16 with grad_accum_dtype fp32 writes the same arrays, but no zero_stage.
     if not isinstance(part, Mapping) or not {"zero_stage", "single_partition_of_fp32_groups"} & part.keys():
-        raise CheckpointError(f"{path} is no optimizer file of ZeRO: it lacks optimizer_state_dict.zero_stage")
+        raise CheckpointError(f"{path} is not an optimizer file of ZeRO: it lacks optimizer_state_dict.zero_stage")
     return part
 
 
 class _Reader:
-    """Reader of a DeepSpeed checkpoint, common to all stages; a subclass finds the flat pieces of a parameter."""
+    """A reader of a DeepSpeed checkpoint; each subclass finds the pieces of a parameter in the layout of its stages."""
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         self.folder = folder
@@ -126,7 +127,7 @@ class _Reader:
             raise CheckpointError(f"{folder}: the ranks' files *_model_states.pt have different param_shapes")
 
     def source(self, stage: int) -> Source:
-        """Return the whole checkpoint as the source of a conversion."""
+        """Return the checkpoint as the source of a conversion."""
         shared = fields.mapping(self.model.get("shared_params") or {}, "shared_params")
         aliases = {str(alias): str(name) for alias, name in shared.items()}
         lost = [alias for alias, name in aliases.items() if name in self.module and alias not in self.module]
@@ -158,19 +159,19 @@ class _Reader:
         )
 
     def _config(self, key: str) -> Mapping[str, Any]:
-        """Return a section of the configuration it was trained with; empty when there is none."""
+        """Return section ``key`` of the run's DeepSpeed configuration; empty if there is none."""
         return fields.mapping(fields.mapping(self.model.get("ds_config") or {}, "ds_config").get(key) or {}, f"ds_config.{key}")
 
     def _optimizer_name(self) -> str:
-        """Return the optimizer's name from the configuration; DeepSpeed does not write the class of a client's optimizer."""
+        """Return the optimizer's name in the configuration; "" if the script made the optimizer, because then DeepSpeed writes no name."""
         return str(self._config("optimizer").get("type") or "")
 
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
-        """Return hyper-parameters as rank 0 has them."""
+        """Return the hyper-parameters of each param group on rank 0."""
         raise NotImplementedError
 
     def _scaler(self) -> Any:
-        """Return the state of a dynamic loss scale, under the names of ours; None for a fixed one."""
+        """Return the state of a dynamic loss scaler with the keys of hf_zero's loss scaler; None for a constant scale."""
         scaler = self.ranks[0].get("loss_scaler")
         if isinstance(scaler, Inert) and scaler.kind.endswith(".LossScaler"):
             return None
@@ -186,7 +187,7 @@ class _Reader:
         return {"scale": scale, "dynamic": True, "good_steps": good % window, "tolerance": numbers["cur_hysteresis"]}
 
     def trained(self, group: int) -> list[SourceParam]:
-        """Return the parameters of a group, with master and states."""
+        """Return the parameters of a param group with masters and optimizer states."""
         found = []
         for name, shape in self.shapes[group].items():
             master, states, numbers = self.arrays(group, name, math.prod(shape))
@@ -195,11 +196,11 @@ class _Reader:
         return found
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
-        """Return master, flat states and single numbers of a parameter."""
+        """Return a parameter's master, its states with one element per parameter element, and its single-number states."""
         raise NotImplementedError
 
     def frozen(self, taken: set[str]) -> list[SourceParam]:
-        """Return parameters that no optimizer trains."""
+        """Return the parameters that no optimizer trains; ``taken`` has the names of the others."""
         raise NotImplementedError
 
     def _dtype(self, name: str, master: torch.dtype) -> torch.dtype:
@@ -212,11 +213,11 @@ class _Reader:
         return master
 
     def _check(self, pieces: Sequence[torch.Tensor], name: str, numel: int, padding: int = 0) -> Elsewhere:
-        """Return the pieces as one row of ``numel`` elements, behind which at most ``padding`` lie."""
+        """Return the concatenated pieces as a row of ``numel`` elements; raise CheckpointError unless at most ``padding`` more follow."""
         dtypes = {piece.dtype for piece in pieces}
         if len(dtypes) > 1 or not all(dtype.is_floating_point or dtype.itemsize == 1 for dtype in dtypes):
             raise CheckpointError(
-                f"{self.folder}: the ranks' files hold {name} as {sorted(map(str, dtypes))}, expected one type of numbers"
+                f"{self.folder}: the ranks' files hold {name} as {sorted(map(str, dtypes))}, expected one floating-point or 8-bit dtype"
             )
         row = joined(pieces, pieces[0].dtype if pieces else torch.float32)
         if not numel <= row.numel() <= numel + padding:
@@ -224,31 +225,31 @@ class _Reader:
         return row[:numel]
 
     def _numbers(self, by_rank: Sequence[Mapping[Any, Any]], name: str) -> tuple[list[str], dict[str, Any]]:
-        """Return the names of the flat states, and the single-number states, which must be equal on all ranks."""
+        """Return the names of the states with one element per parameter element, and the single-number states, equal on all ranks."""
         flat, numbers = [], {}
         for state in by_rank:
             if state.keys() != by_rank[0].keys():
                 raise CheckpointError(f"{self.folder}: the ranks keep different optimizer states for {name}")
         longest = max((value.numel() for value in by_rank[0].values() if isinstance(value, torch.Tensor)), default=0)
         for key, value in by_rank[0].items():
-            # A step may be kept as (1,).
+            # A step may be a tensor of shape (1,).
             if isinstance(value, torch.Tensor) and value.ndim and not (value.numel() == 1 < longest):
                 flat.append(key)
                 continue
             number = fields.number(value, f"{key} of {name}")
             if any(fields.number(state[key], f"{key} of {name}") != number for state in by_rank):
-                raise CheckpointError(f"{self.folder}: the ranks have different numbers {key} for {name}")
+                raise CheckpointError(f"{self.folder}: the ranks have different values of {key} for {name}")
             numbers[str(key)] = value
         return flat, numbers
 
 
 class _Stage12(_Reader):
-    """Per group one flat array, divided over the ranks as it lies."""
+    """A reader of stages 1 and 2: one flat array per param group, of which each rank has a contiguous part."""
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(folder, ranks, models)
         self._masters = [fields.rows(part["single_partition_of_fp32_groups"], "single_partition_of_fp32_groups") for part in ranks]
-        for rows in self._masters:  # the last rank's may be shorter, without its padding
+        for rows in self._masters:  # the last rank's array may lack the padding
             if any(row.numel() > first.numel() for row, first in zip(rows, self._masters[0], strict=True)):
                 raise CheckpointError(f"{folder}: a rank's flat arrays are longer than those of rank 0")
         for rows in self._masters:
@@ -256,11 +257,11 @@ class _Stage12(_Reader):
                 raise CheckpointError(f"{folder}: the ranks' files have {len(rows)} groups, param_shapes has {len(self.shapes)}")
         lost = [name for group in self.shapes for name in group if self.module and name not in self.module]
         if lost:
-            raise CheckpointError(f"{folder}: param_shapes names {lost[0]}, which module lacks")
+            raise CheckpointError(f"{folder}: param_shapes lists {lost[0]}, but module has no such parameter")
         self._check_mappings()
 
     def _check_mappings(self) -> None:
-        """Check the places of the parameters in the flat arrays: each has one, inside the array, and no two overlap."""
+        """Check that each parameter has a place inside of the flat arrays and that no two places overlap."""
         named: list[set[Any]] = [set() for _ in self.shapes]
         for rank, part in enumerate(self.ranks):
             for group, addresses in enumerate(part.get("param_slice_mappings") or ()):
@@ -268,7 +269,7 @@ class _Stage12(_Reader):
                 named[group] |= addresses.keys()
         for group, names in enumerate(named):
             if names and names != self.shapes[group].keys():
-                raise CheckpointError(f"{self.folder}: param_slice_mappings and param_shapes of group {group} name other parameters")
+                raise CheckpointError(f"{self.folder}: param_slice_mappings and param_shapes of group {group} list different parameters")
 
     def _check_addresses(self, rank: int, group: int, addresses: Mapping[Any, Any]) -> None:
         end = 0
@@ -282,7 +283,9 @@ class _Stage12(_Reader):
     def param_groups(self) -> Sequence[Mapping[str, Any]]:
         base = self.ranks[0].get("base_optimizer_state")
         if not isinstance(base, Mapping) or "param_groups" not in base:
-            raise CheckpointError(f"{self.folder} was written with zero_optimization.elastic_checkpoint true; save it again without")
+            raise CheckpointError(
+                f"{self.folder} was written with zero_optimization.elastic_checkpoint true; set it to false and save again"
+            )
         return [fields.mapping(group, "param_groups") for group in fields.sequence(base["param_groups"], "param_groups")]
 
     def arrays(self, group: int, name: str, numel: int) -> tuple[Elsewhere, dict[str, Elsewhere], dict[str, Any]]:
@@ -294,7 +297,7 @@ class _Stage12(_Reader):
         return master, {str(key): self._check(_cut(found, places), name, numel) for key, found in rows.items()}, numbers
 
     def _place(self, rank: int, group: int, name: str, numel: int) -> tuple[int, int]:
-        """Return first element and length of a parameter's part in a rank's flat array."""
+        """Return (first element, number of elements) of a parameter's part in a rank's flat array; the number is 0 if it has no part."""
         mappings = self.ranks[rank].get("param_slice_mappings")
         if mappings:
             address = mappings[group].get(name)
@@ -327,7 +330,7 @@ class _Stage12(_Reader):
 
 
 def _address(address: Any) -> tuple[int, int]:
-    """Return (numel, start) of a ``fragment_address``, a named tuple or data class that is not loaded."""
+    """Return (numel, start) of a ``fragment_address``, a named tuple or dataclass whose class is not loaded."""
     if isinstance(address, Inert):
         named = address.state
         address = address.arguments if len(address.arguments) >= 2 else (named["numel"], named["start"])
@@ -339,11 +342,11 @@ def _cut(flats: Sequence[torch.Tensor], places: Sequence[tuple[int, int]]) -> li
 
 
 class _Stage3(_Reader):
-    """Of every parameter each rank has a part of equal length; the parts of a rank lie in sub-groups, one behind the other."""
+    """A reader of stage 3: each rank has an equal part of each parameter; its parts are concatenated to one array per sub-group."""
 
     def __init__(self, folder: Path, ranks: Sequence[Mapping[str, Any]], models: Sequence[Mapping[str, Any]]) -> None:
         super().__init__(folder, ranks, models)
-        self._starts: dict[str, int] = {}  # first element of a parameter's part, over all sub-groups
+        self._starts: dict[str, int] = {}  # first element of a parameter's part in a rank's concatenated sub-groups
         end = 0
         for group in self.shapes:
             for name, shape in group.items():
@@ -354,7 +357,7 @@ class _Stage3(_Reader):
         if any([row.numel() for row in rows] != self._lengths for rows in self._masters):
             raise CheckpointError(f"{folder}: the ranks' sub-groups differ in length")
         if sum(self._lengths) != end:
-            raise CheckpointError(f"{folder}: the sub-groups hold {sum(self._lengths)} elements per rank, the parameters need {end}")
+            raise CheckpointError(f"{folder}: the sub-groups hold {sum(self._lengths)} elements per rank, but the parameters need {end}")
 
     def _part_numel(self, numel: int) -> int:
         return math.ceil(numel / len(self.ranks))
@@ -382,7 +385,7 @@ class _Stage3(_Reader):
         return master, states, numbers
 
     def _sub_groups(self, rank: int) -> list[Mapping[str, Any]]:
-        """Return states by sub-group; the base optimizer counts one parameter per sub-group."""
+        """Return a rank's optimizer states of each sub-group, which is one parameter of DeepSpeed's base optimizer."""
         state = fields.mapping(self._state(rank)["state"], "state")
         return [fields.mapping(state.get(number, {}), "state") for number in range(len(self._lengths))]
 

@@ -1,6 +1,7 @@
-"""Values out of files of others, each of the kind that is expected.
+"""Check the types of values that were read from files of other libraries.
 
-All raise ``ValueError`` with the name of the key and what was found; ``reading`` adds the file.
+Each function returns its value or raises ``ValueError`` with the name ``what`` of the value and the value that was found. The context
+manager ``hf_zero.system.reading.reading`` adds the path of the file.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ def _refused(value: Any, what: str, expected: str) -> ValueError:
 
 
 def mapping(value: Any, what: str) -> Mapping[Any, Any]:
-    """Return ``value`` if it is a dict; else raise an error that names ``what``."""
+    """Return ``value`` if it is a dict."""
     if not isinstance(value, Mapping):
         raise _refused(value, what, "a dict")
     return value
@@ -39,19 +40,19 @@ def integer(value: Any, what: str, least: int = 0) -> int:
 
 
 def integers(value: Any, what: str) -> list[int]:
-    """Return ``value`` if it is a non-empty list of whole numbers of at least 1."""
+    """Return ``value`` as a list if it is a non-empty list of whole numbers of at least 1."""
     if not value:
         raise _refused(value, what, "whole numbers")
     return [integer(item, what, 1) for item in sequence(value, what)]
 
 
 def sizes(value: Any, what: str) -> tuple[int, ...]:
-    """Return ``value`` if it is a shape."""
+    """Return ``value`` as a tuple if it is a shape: whole numbers of at least 0."""
     return tuple(integer(item, what) for item in sequence(value, what))
 
 
 def number(value: Any, what: str) -> float:
-    """Return ``value`` if it is a real number, or a tensor of one."""
+    """Return ``value`` as a float if it is a real number or a tensor of one real number."""
     found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise _refused(value, what, "a number")
@@ -66,7 +67,7 @@ def tensor(value: Any, what: str) -> torch.Tensor:
 
 
 def rows(value: Any, what: str) -> list[torch.Tensor]:
-    """Return ``value`` if it is a list of 1D tensors."""
+    """Return ``value`` if it is a list of 1-dim tensors."""
     found = [tensor(item, what) for item in sequence(value, what)]
     if any(row.ndim != 1 for row in found):
         raise _refused([tuple(row.shape) for row in found], f"the shapes of {what}", "one dimension")

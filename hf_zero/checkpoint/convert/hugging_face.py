@@ -1,4 +1,4 @@
-"""Hugging Face folders: read as weights without optimizer, written as sharded safetensors."""
+"""Read Hugging Face model folders as weights without optimizer, and write such folders with safetensors files."""
 
 from __future__ import annotations
 
@@ -28,30 +28,30 @@ _INDEX = ".index.json"
 
 
 def is_hugging_face(folder: Path) -> bool:
-    """Return whether ``folder`` holds a model's weights under Hugging Face's names."""
+    """Return whether ``folder`` has weights under Hugging Face's file names."""
     return any((folder / name).is_file() for name in (_SAFE, _SAFE + _INDEX, _PICKLE, _PICKLE + _INDEX))
 
 
 def read_hugging_face(folder: Path, trust_pickle: bool) -> Source:
-    """Opens the weights of a folder; they stay mapped files.
+    """Open the weights of a folder as a conversion's source; its tensors are views of mapped files.
 
     Raises:
-        CheckpointError: A file is missing or broken, or is a pickle and pickles are not allowed.
+        CheckpointError: A file is missing or damaged, or it is a pickle and pickles are not allowed.
     """
     for name, read in ((_SAFE, _read_safe), (_PICKLE, _read_pickle)):
         files = _files(folder, name)
         for path in [*files, folder / (name + _INDEX)] if files else ():
             if path.is_symlink() and not companions.stays_inside(path):
                 raise CheckpointError(
-                    f"{path} is a link to {path.resolve()}, outside of its folder: the folder would choose which file of this machine is "
-                    "read. Put the file itself there"
+                    f"{path} is a link to {path.resolve()}, outside of its folder, and is not followed, because an untrusted folder could "
+                    "read any file of this machine. Replace the link by the file"
                 )
         if files:
             if name == _PICKLE:
                 require_trust(trust_pickle, next(iter(files)))
             with reading(folder, CheckpointError):
                 return _source(folder, files, read)
-    raise CheckpointError(f"{folder} has neither {_SAFE} nor {_PICKLE}, nor an index of either")
+    raise CheckpointError(f"{folder} has neither {_SAFE} nor {_PICKLE}, nor an index of one of them")
 
 
 def _source(folder: Path, files: Mapping[Path, set[str]], read: Callable[[Path], Iterator[SourceTensor]]) -> Source:
@@ -67,7 +67,7 @@ def _source(folder: Path, files: Mapping[Path, set[str]], read: Callable[[Path],
 
 
 def _files(folder: Path, name: str) -> dict[Path, set[str]]:
-    """Return the files with the weights, and the tensors that each must hold as an index says."""
+    """Return the files with the weights, each with the names of the tensors that the index lists for it."""
     index = folder / (name + _INDEX)
     if not index.is_file():
         return {folder / name: set()} if (folder / name).is_file() else {}
@@ -83,9 +83,9 @@ def _files(folder: Path, name: str) -> dict[Path, set[str]]:
 
 def _read_safe(path: Path) -> Iterator[SourceTensor]:
     with reading(path, CheckpointError):
-        opened = safe_open(path, framework="pt")  # compares sizes and offsets with the file
+        opened = safe_open(path, framework="pt")  # checks sizes and offsets against the file
         for name in list(opened.keys()):
-            tensor = opened.get_tensor(name)  # mapped, not read
+            tensor = opened.get_tensor(name)  # a view of the mapped file; reads nothing yet
             yield SourceTensor(name, tuple(tensor.shape), _lazy(opened, name, tensor.numel(), tensor.dtype))
 
 
@@ -102,28 +102,28 @@ def _read_pickle(path: Path) -> Iterator[SourceTensor]:
             elif isinstance(tensor, Inert):
                 raise CheckpointError(f"{path}: {name} is {tensor!r}, expected a tensor")
             else:
-                log_rank0("%s: %s is no tensor and is left out", path, name)
+                log_rank0("%s: %s is not a tensor and is left out", path, name)
 
 
 # -- writing ------------------------------------------------------------------------------------------------------------
 
 
 def write_hugging_face(source: Source, folder: Path, dtype: torch.dtype, limit: int, beside: list[Path], progress: Progress) -> list[Path]:
-    """Writes the weights as safetensors of at most ``limit`` bytes of data each, a window of 4 MiB at a time.
+    """Write the weights as safetensors files of at most ``limit`` bytes of data each, a window of 4 MiB at a time.
 
     Args:
-        source: Model to write; tied parameters once, as Hugging Face does.
-        folder: Made when it does not exist.
-        dtype: Type of all floating-point parameters; buffers keep theirs.
-        limit: Bytes of one file; a larger tensor gets a file of its own.
-        beside: Folders to copy configuration and tokenizer from.
-        progress: Called with the number of bytes written.
+        source: Model to write; a tied parameter is written once, as in Hugging Face's files.
+        folder: Folder to write to; created if it does not exist.
+        dtype: Dtype of all floating-point parameters; buffers keep their dtypes.
+        limit: Largest number of data bytes per file; a larger tensor gets a file of its own.
+        beside: Folders from which configuration and tokenizer are copied.
+        progress: Function that is called with the number of bytes of each window written.
 
     Returns:
-        The files of weights.
+        The paths of the weight files.
 
     Raises:
-        OSError: The file system refuses.
+        OSError: A file cannot be created or written.
     """
     entries = [Entry(param.value.name, *_cast(param.value, dtype)) for param in source.params]
     entries += [Entry(buffer.name, *_cast(buffer, buffer.row.dtype)) for buffer in source.buffers]

@@ -1,9 +1,9 @@
-"""Reads pickles without running what they name: plain values and tensors come out, objects of other classes become inert records.
+"""Read pickles without running code that they name: plain values and tensors are built, other objects become inert records.
 
-[Note: our own machine] ``pickle.Unpickler`` with a list of allowed names is not enough. The instructions themselves call (``BUILD`` sets
-attributes of whatever is on the stack, also of a function of torch's), make room for sizes that they name, and unfold shared parts without
-end. So the few instructions that data need are carried out here, over what ``pickletools`` decodes, with plain values alone; each copy is
-counted against the bytes of the pickle.
+[Note: our own machine] ``pickle.Unpickler`` with an allow-list of names is not safe enough. Its instructions have side effects (``BUILD``
+sets attributes of any object on the stack, even of a torch function), allocate sizes that the pickle chooses, and can expand shared
+parts to exponential size. So this module decodes a pickle with ``pickletools`` and executes only the instructions that data need, on plain
+values. The bytes that copies take are limited to a multiple of the pickle's size.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from typing import Any, BinaryIO
 
 import torch
 
-_MOST_COPIED = 4  # times the bytes of the pickle
+_MOST_COPIED = 4  # limit of copied bytes, as a multiple of the pickle's size
 _SPARE = 1 << 20
-_ITEM_BYTES = 8  # of a reference in a list
-_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # as Python 2 called them
+_ITEM_BYTES = 8  # size of a reference in a list
+_OLD_MODULES = {"__builtin__": "builtins", "copy_reg": "copyreg"}  # Python 2's names of modules
 _KEYS = (type(None), bool, int, float, str, bytes, torch.dtype, torch.device)
 _ENCODINGS = ("latin1", "latin-1", "utf-8", "utf8", "ascii")
 
 
 class Inert:
-    """Placeholder for an object of a class that is not loaded: holds the data of the pickle, and does nothing.
+    """A placeholder for an object whose class is not loaded; it holds the object's data and has no behaviour.
 
     Attributes:
-        kind: Module and name of the class.
-        arguments: Arguments of its construction.
-        state: Its attributes; under ``items`` what was appended to it.
+        kind: Module and name of the class, joined by a dot.
+        arguments: Arguments with which the pickle constructs the object.
+        state: Attributes of the object; the key ``items`` holds items that the pickle appends to it.
     """
 
     __slots__ = ("kind", "arguments", "state")
@@ -44,17 +44,17 @@ class Inert:
         return f"<object of {self.kind}>"
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return attribute ``name`` of the object."""
+        """Return the object's attribute ``name``, or ``default`` if there is none."""
         return self.state.get(name, default)
 
 
 @dataclass(frozen=True)
 class Name:
-    """A class or function that a pickle names; it is called through ``Names`` alone, and nothing about it can be set.
+    """A class or function that a pickle names; only ``Names.call`` can call it, and it is immutable.
 
     Attributes:
-        kind: Module and name.
-        make: Makes the value of a call; None: an ``Inert`` is made.
+        kind: Module and name of the class or function, joined by a dot.
+        make: Function that returns the value of a call; None if a call returns an ``Inert``.
     """
 
     kind: str
@@ -62,14 +62,14 @@ class Name:
 
 
 class Names:
-    """The allow-list of one pickle, and what its copies may cost.
+    """The allow-list of names for one pickle, and the limit of the bytes that it may copy.
 
     Attributes:
-        most: Bytes that copies, and items that shared parts, may come to.
+        most: Largest number of bytes that may be copied, and largest number of values after shared parts are expanded.
 
     Args:
-        nbytes: Bytes of the pickle.
-        more: Functions for further classes and functions of the pickle, by module and name.
+        nbytes: Size of the pickle in bytes.
+        more: Functions to call for further allowed names, by (module, name).
     """
 
     def __init__(self, nbytes: int, more: Mapping[tuple[str, str], Callable[..., Any]] | None = None) -> None:
@@ -91,13 +91,13 @@ class Names:
         }
 
     def find(self, module: Any, name: Any) -> Any:
-        """Return the object of a global name: an element type or layout of torch, else a ``Name``.
+        """Return the object of a global name: a dtype or layout of torch, else a ``Name``.
 
         Raises:
-            TypeError: It is no text.
+            TypeError: ``module`` or ``name`` is not a str.
         """
         if not isinstance(module, str) or not isinstance(name, str):
-            raise TypeError("a name that is no text")
+            raise TypeError("a name is not text")
         key = (_OLD_MODULES.get(module, module), name)
         if key not in self._known:
             constant = getattr(torch, name, None) if module == "torch" and name.isidentifier() else None
@@ -106,33 +106,33 @@ class Names:
         return self._known[key]
 
     def call(self, what: Any, arguments: Any, keywords: Mapping[str, Any] | None = None) -> Any:
-        """Return the result of a call in a pickle: a plain value or tensor, else an ``Inert``.
+        """Return the result of a call in a pickle: a plain value or tensor if the name is allowed, else an ``Inert``.
 
         Raises:
-            Exception: Of any kind, when the arguments are not those of a plain value.
+            Exception: The arguments do not fit the allowed name; the error may have any type.
         """
         if not isinstance(what, Name) or not isinstance(arguments, tuple):
-            raise TypeError(f"a {type(what).__name__} is called")
+            raise TypeError(f"it calls a {type(what).__name__}")
         if what.make is None:
             self.spend(len(keywords or ()))
             return Inert(what.kind, arguments, dict(keywords or {}))
         if keywords:
-            raise TypeError(f"{what.kind} is called with keywords")
+            raise TypeError(f"it calls {what.kind} with keywords")
         return what.make(*arguments)
 
     def spend(self, nbytes: int) -> None:
-        """Counts what is copied.
+        """Count ``nbytes`` copied bytes.
 
         Raises:
-            ValueError: It is many times what the pickle has.
+            ValueError: All copies together exceed ``most`` bytes.
         """
         self._left -= nbytes
         if self._left < 0:
-            raise ValueError(f"its copies unfold to more than {self.most} bytes")
+            raise ValueError(f"its copies take more than {self.most} bytes")
 
     def _sequence(self, items: Any) -> Any:
         if type(items) not in (list, tuple, torch.Size):
-            raise TypeError(f"a {type(items).__name__} where a list is expected")
+            raise TypeError(f"it has a {type(items).__name__} where a list is expected")
         self.spend(_ITEM_BYTES * len(items))
         return items
 
@@ -140,48 +140,48 @@ class Names:
         return [(checked_key(key), value) for key, value in self._sequence(pairs)]
 
     def _encoded(self, text: Any = "", encoding: Any = "latin1") -> bytes:
-        """Return the bytes that older protocols write as text."""
+        """Return bytes that an older pickle protocol has encoded as text."""
         if not isinstance(text, (str, bytes)) or encoding not in _ENCODINGS:
-            raise TypeError(f"bytes from a {type(text).__name__}, encoding {str(encoding)[:20]}")
+            raise TypeError(f"it makes bytes from a {type(text).__name__} with the encoding {str(encoding)[:20]}")
         self.spend(len(text))
         return text if isinstance(text, bytes) else text.encode(encoding)
 
 
 def checked_key(key: Any) -> Any:
-    """Return ``key`` if it can be hashed in a short time.
+    """Return ``key`` if it has a type whose hash is quick to compute.
 
     Raises:
-        TypeError: Another kind of key.
+        TypeError: ``key`` has another type.
     """
     if isinstance(key, (*_KEYS, Inert)) or (isinstance(key, tuple) and all(isinstance(part, _KEYS) for part in key)):
         return key
-    raise TypeError(f"a {type(key).__name__} as a key")
+    raise TypeError(f"it uses a {type(key).__name__} as a key")
 
 
-_MOST_BITS = 160  # of a whole number
+_MOST_BITS = 160  # limit of a whole number
 _CONTAINERS = (list, tuple, dict, set, frozenset)
 
 
 class Machine:
-    """Carries out one pickle.
+    """An interpreter of one pickle.
 
     Args:
-        names: Objects of its global names.
-        persistent: Gives the object of a persistent id; None: there are none.
+        names: Allow-list of global names.
+        persistent: Function that returns the object of a persistent id; None if the pickle must not have any.
     """
 
     def __init__(self, names: Names, persistent: Callable[[Any], Any] | None = None) -> None:
         self.names = names
         self.persistent = persistent
-        self.stack: list[Any] = []  # above the last mark
-        self._below: list[list[Any]] = []  # what lies under each mark
+        self.stack: list[Any] = []  # values above the last mark
+        self._below: list[list[Any]] = []  # values below each mark
         self._memo: dict[int, Any] = {}
 
     def run(self, source: bytes | BinaryIO) -> Any:
-        """Return the value of the pickle that begins at the position of ``source``; a file is left positioned behind its end.
+        """Return the value of the pickle at the current position of ``source``, and leave a file positioned after the pickle.
 
         Raises:
-            Exception: Of any kind, when it is broken or asks for what is not done.
+            Exception: The pickle is damaged or uses an unsupported instruction; the error may have any type.
         """
         for opcode, argument, _ in pickletools.genops(source):
             self._step(opcode.name, argument)
@@ -192,7 +192,7 @@ class Machine:
     def _step(self, name: str, argument: Any) -> None:
         if name in _PUSHES:
             if isinstance(argument, int) and argument.bit_length() > _MOST_BITS:
-                raise ValueError(f"a whole number of {argument.bit_length()} bits")
+                raise ValueError(f"it has a whole number of {argument.bit_length()} bits, at most {_MOST_BITS} are allowed")
             self.stack.append(argument)
         elif name in _CONSTANTS:
             self.stack.append(_CONSTANTS[name]())
@@ -205,29 +205,29 @@ class Machine:
         elif name not in ("PROTO", "FRAME", "STOP"):
             action = _ACTIONS.get(name)
             if action is None:
-                raise ValueError(f"the instruction {name} is not carried out")
+                raise ValueError(f"the pickle instruction {name} is not supported")
             action(self, argument)
 
     def mark(self) -> None:
-        """Begins a list of items."""
+        """Push a mark; later values are the items above it."""
         self._below.append(self.stack)
         self.stack = []
 
     def items(self) -> list[Any]:
-        """Return the items above the last mark of the stack, and remove both."""
+        """Remove the last mark and the items above it from the stack, and return the items."""
         items, self.stack = self.stack, self._below.pop()
         return items
 
     def put(self, value: Any) -> None:
-        """Puts a value on the stack."""
+        """Push ``value`` on the stack."""
         self.stack.append(value)
 
 
 def _check_unfolded(value: Any, most: int) -> None:
-    """Refuse values that are small only because they share parts: code that prints or walks them would meet each part many times.
+    """Refuse a value that is small only because it shares parts, because code that prints or traverses it would visit each part many times.
 
     Raises:
-        ValueError: Walked as a tree there are more than ``most`` values.
+        ValueError: A traversal as a tree would visit more than ``most`` values.
     """
     sizes: dict[int, int] = {}
     waiting: list[tuple[Any, list[Any] | None]] = [(value, None)]
@@ -236,10 +236,10 @@ def _check_unfolded(value: Any, most: int) -> None:
         if parts is not None:
             sizes[id(item)] = size = 1 + sum(sizes.get(id(part), 1) for part in parts)
             if size > most:
-                raise ValueError("it shares parts so often that it unfolds without end")
+                raise ValueError(f"it shares parts so often that a traversal visits more than {most} values")
         elif id(item) not in sizes and isinstance(item, _CONTAINERS):
             parts = [*item.keys(), *item.values()] if isinstance(item, dict) else list(item)
-            sizes[id(item)] = 1  # met again inside itself
+            sizes[id(item)] = 1  # size to use if the container occurs inside itself
             waiting.append((item, parts))
             waiting.extend((part, None) for part in parts if isinstance(part, _CONTAINERS))
 
@@ -280,7 +280,7 @@ def _append(machine: Machine, items: list[Any]) -> None:
     if isinstance(target, Inert):
         target = target.state.setdefault("items", [])
     if type(target) is not list:
-        raise TypeError(f"items for a {type(target).__name__}")
+        raise TypeError(f"it appends items to a {type(target).__name__}")
     target.extend(items)
 
 
@@ -289,7 +289,7 @@ def _fill(machine: Machine, items: list[Any]) -> None:
     if isinstance(target, Inert):
         target = target.state
     if type(target) not in (dict, OrderedDict, Counter):
-        raise TypeError(f"keys for a {type(target).__name__}")
+        raise TypeError(f"it sets keys of a {type(target).__name__}")
     for key, value in zip(items[::2], items[1::2], strict=True):
         target[checked_key(key)] = value
 
@@ -303,16 +303,16 @@ def _dict(machine: Machine) -> None:
 def _add(machine: Machine) -> None:
     items, target = machine.items(), machine.stack[-1]
     if type(target) is not set:
-        raise TypeError(f"members for a {type(target).__name__}")
+        raise TypeError(f"it adds members to a {type(target).__name__}")
     target.update(checked_key(item) for item in items)
 
 
 def _build(machine: Machine) -> None:
     state, target = machine.stack.pop(), machine.stack[-1]
     if isinstance(target, (OrderedDict, Counter)):
-        return  # attributes of a dict (a state dict's versions): left out
+        return  # ignore attributes of a dict, such as the versions of a state dict
     if not isinstance(target, Inert):
-        raise TypeError(f"state for a {type(target).__name__}")
+        raise TypeError(f"it sets attributes of a {type(target).__name__}")
     slotted = type(state) is tuple and len(state) == 2 and type(state[1]) is dict
     for part in state if slotted else (state,):
         if type(part) is dict:
@@ -330,7 +330,7 @@ def _reduce(machine: Machine) -> None:
 def _reduce_with_keywords(machine: Machine) -> None:
     keywords, arguments, what = machine.stack.pop(), machine.stack.pop(), machine.stack.pop()
     if type(keywords) is not dict:
-        raise TypeError("keywords that are no dict")
+        raise TypeError("the keywords of a call are not a dict")
     machine.put(machine.names.call(what, arguments, keywords))
 
 
@@ -356,7 +356,7 @@ def _stack_global(machine: Machine) -> None:
 
 def _persistent(machine: Machine, pid: Any) -> None:
     if machine.persistent is None:
-        raise ValueError("it refers to something outside of it")
+        raise ValueError("it refers to an object outside of the pickle by a persistent id")
     machine.put(machine.persistent(pid))
 
 

@@ -1,4 +1,4 @@
-"""Source of a conversion, in any format: named parameters whose elements are fetched a window at a time."""
+"""Define the source of a conversion, independent of its format: named parameters whose elements are read a window at a time."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from hf_zero.checkpoint.files.rows import Elsewhere
 from hf_zero.errors import CheckpointError
 
 FROZEN = -1
-# Called with the number of bytes that have been written.
+# Function that is called with the number of bytes written since the last call.
 Progress = Callable[[int], None]
 
 
 @dataclass(frozen=True)
 class SourceTensor:
-    """A named tensor of a source; ``row`` has its elements in row-major order."""
+    """A named tensor of a source; ``row`` reads its elements in row-major order."""
 
     name: str
     shape: tuple[int, ...]
@@ -27,14 +27,14 @@ class SourceTensor:
 
 @dataclass(frozen=True)
 class SourceParam:
-    """A parameter with its optimizer state.
+    """A parameter of a source, with its optimizer state.
 
     Attributes:
-        value: Its master weights, or its weights when it has no optimizer state.
-        dtype: Its type in training.
-        group: Param group; ``FROZEN`` when no optimizer trains it.
-        states: Flat optimizer states by name.
-        numbers: Optimizer states of one number.
+        value: Master weights, or the weights of a parameter without optimizer state.
+        dtype: Dtype of the parameter in training.
+        group: Index of the param group; ``FROZEN`` if no optimizer trains the parameter.
+        states: Optimizer states with one element per parameter element, by name.
+        numbers: Single-number optimizer states, by name.
     """
 
     value: SourceTensor
@@ -45,24 +45,24 @@ class SourceParam:
 
     @property
     def name(self) -> str:
-        """Return the dotted name."""
+        """Return the dotted name of the parameter."""
         return self.value.name
 
 
 @dataclass(frozen=True)
 class Source:
-    """A whole checkpoint or model.
+    """A complete checkpoint or model that is converted.
 
     Attributes:
-        what: For messages: kind and path.
-        params: Parameters; tied ones once.
-        buffers: Buffers.
-        aliases: Further names of tied parameters -> the name in ``params``.
-        optimizer: Name of the optimizer class; None when there is no optimizer state.
-        groups: Hyper-parameters by param group.
-        values: Plain values: ``scheduler``, ``scaler``, ``client_state``, ``extra_state``; some may be missing.
-        counters: Counters of the engine.
-        stage: ZeRO stage it was written at.
+        what: Kind and path of the source, for messages.
+        params: Parameters; a tied parameter occurs once.
+        buffers: Buffers of the model.
+        aliases: Name in ``params`` of a tied parameter, by each of its further names.
+        optimizer: Name of the optimizer class, "" if unknown; None without optimizer state.
+        groups: Hyper-parameters of each param group.
+        values: Plain values by name: ``scheduler``, ``scaler``, ``client_state``, ``extra_state``; some may be missing.
+        counters: Counters of the engine (steps, skipped steps, samples, micro-steps).
+        stage: ZeRO stage at which the source was written.
     """
 
     what: str
@@ -76,17 +76,17 @@ class Source:
     stage: int = 0
 
     def require_any(self) -> Source:
-        """Return this source if it has parameters; else raise an error.
+        """Return this source if it has parameters with complete optimizer states.
 
         Raises:
-            CheckpointError: It has no parameter, or one lacks states that its like in the same group have.
+            CheckpointError: There are no parameters, or a parameter lacks states that others in its param group have.
         """
         if not self.params:
             raise CheckpointError(f"{self.what} holds no parameters")
         alike: dict[tuple[int, int], tuple[str, list[str]]] = {}
         for param in self.params:
             names = sorted({*param.states, *param.numbers})
-            if names:  # else no step was taken with it
+            if names:  # a parameter without states was never updated
                 other, known = alike.setdefault((param.group, len(param.value.shape)), (param.name, names))
                 if names != known:
                     raise CheckpointError(
@@ -96,7 +96,7 @@ class Source:
 
 
 def row_of(get: Callable[[], torch.Tensor], count: int, dtype: torch.dtype) -> Elsewhere:
-    """Return a row over a tensor that ``get`` returns, whole or mapped, each time a window is wanted."""
+    """Return a row that calls ``get`` at each read of a window and copies from the tensor that it returns, (count,)."""
 
     def read(first: int, target: torch.Tensor) -> None:
         target.copy_(get().reshape(-1)[first : first + target.numel()])
@@ -105,7 +105,7 @@ def row_of(get: Callable[[], torch.Tensor], count: int, dtype: torch.dtype) -> E
 
 
 def joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Elsewhere:
-    """Return a row that consists of 1D tensors one after the other."""
+    """Return a row that concatenates 1-dim tensors."""
     ends, count = [], 0
     for piece in pieces:
         count += piece.numel()
@@ -123,10 +123,10 @@ def joined(pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> Elsewhere:
 
 
 def tensor_source(name: str, tensor: torch.Tensor) -> SourceTensor:
-    """Return a tensor that is in memory, or mapped."""
+    """Return a source tensor over ``tensor``, which is in memory or mapped from a file."""
     return SourceTensor(name, tuple(tensor.shape), row_of(lambda: tensor, tensor.numel(), tensor.dtype))
 
 
 def read_only(first: int, source: torch.Tensor) -> None:
-    """Refuses to write into what is converted."""
-    raise CheckpointError("a source of a conversion is not written to")
+    """Raise CheckpointError, because the source of a conversion is read-only."""
+    raise CheckpointError("the source of a conversion is read-only")

@@ -1,7 +1,8 @@
-"""torch.distributed.checkpoint: folders with ``.metadata``, under the names that ``get_state_dict`` of torch gives.
+"""Read and write checkpoints of torch.distributed.checkpoint, with the item names of torch's ``get_state_dict``.
 
-``model.<name>`` are parameters and buffers, ``optim.state.<name>.<state>`` the states of a parameter, ``optim.param_groups`` the groups.
-A folder that we wrote also has ``hf_zero``: counters, scheduler, client state and the like, as JSON with tensors beside it.
+``model.<name>`` are parameters and buffers, ``optim.state.<name>.<state>`` the states of a parameter, ``optim.param_groups`` the param
+groups. A folder that hf_zero wrote also has the item ``hf_zero``: counters, scheduler, client state and similar values, as JSON and
+tensors.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from hf_zero.observe import warn_once
 from hf_zero.system import own_files
 from hf_zero.system.reading import parse_json, reading, shown
 
-_OURS = "hf_zero"  # an object with what the names above have no place for
+_OURS = "hf_zero"  # item for values that torch's names do not cover
 _MODEL = ("model.", "module.", "state_dict.model.", "app.model.")
 _OPTIMIZER = ("optim.", "optimizer.", "optimizers.", "state_dict.optimizer.", "app.optim.", "app.optimizer.")
 
@@ -42,7 +43,7 @@ _OPTIMIZER = ("optim.", "optimizer.", "optimizers.", "state_dict.optimizer.", "a
 
 
 class _Streaming(DefaultSavePlanner):
-    """Gives the elements of a tensor when they are written, and not before: the state dict is of meta tensors."""
+    """A planner that reads the elements of a tensor only when they are written; the state dict consists of meta tensors."""
 
     def __init__(self, rows: dict[str, SourceTensor], progress: Progress) -> None:
         super().__init__(flatten_state_dict=False)
@@ -50,7 +51,7 @@ class _Streaming(DefaultSavePlanner):
         self._progress = progress
 
     def resolve_data(self, write_item: WriteItem) -> Any:
-        """Return the tensor or object of an item."""
+        """Return the tensor or object to write for an item."""
         found = self._rows.get(write_item.index.fqn)
         if found is None:
             return super().resolve_data(write_item)
@@ -62,12 +63,12 @@ class _Streaming(DefaultSavePlanner):
 
 @dataclass(frozen=True)
 class _Own:
-    """Record of the values that torch's names have no place for; attributes as in ``Source``.
+    """The record of the values that torch's names do not cover; further attributes as in ``Source``.
 
     Attributes:
-        values: Encoded.
-        buffers: Names of those tensors that are no parameters.
-        dtypes: Type of each parameter in training, as safetensors names it.
+        values: Encoded plain values by name.
+        buffers: Names of the tensors that are buffers.
+        dtypes: Dtype of each parameter in training, as safetensors names it, by parameter name.
     """
 
     optimizer: str | None = None
@@ -94,10 +95,10 @@ def _own(source: Source) -> dict[str, Any]:
 
 
 def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
-    """Writes ``source`` for ``torch.distributed.checkpoint.load``; holds the tensor that is being written.
+    """Write ``source`` in the format of ``torch.distributed.checkpoint.load``; one tensor at a time is in memory.
 
     Raises:
-        CheckpointError: Something is in the folder already, or it cannot be written.
+        CheckpointError: The folder is not empty or cannot be written.
     """
     _require_empty(folder)
     rows = {f"model.{tensor.name}": tensor for tensor in (*(param.value for param in source.params), *source.buffers)}
@@ -115,16 +116,16 @@ def write_dcp(source: Source, folder: Path, progress: Progress) -> None:
     state.update({name: torch.empty(tensor.shape, dtype=tensor.row.dtype, device="meta") for name, tensor in rows.items()})
     try:
         own_files.make_folders(folder)
-        with _alone(), own_files.for_library(folder, last=METADATA) as inside:
+        with _without_group_warning(), own_files.for_library(folder, last=METADATA) as inside:
             save(state, storage_writer=FileSystemWriter(inside), planner=_Streaming(rows, progress), no_dist=True)
-    except Exception as error:  # torch wraps whatever happened
+    except Exception as error:  # torch wraps every error in its own class
         raise CheckpointError(f"cannot write {folder}: {error}") from error
 
 
 def _require_empty(folder: Path) -> None:
-    """Refuses a folder with anything in it: its files would be parts of the checkpoint, or be replaced."""
+    """Raise CheckpointError if the folder is not empty, because its files would become parts of the checkpoint or be overwritten."""
     if os.path.lexists(folder) and not folder.is_dir():
-        raise CheckpointError(f"{folder} is no folder; choose another name")
+        raise CheckpointError(f"{folder} is not a folder; choose another name")
     found = sorted(os.listdir(folder)) if folder.is_dir() else []
     if METADATA in found:
         raise CheckpointError(f"{folder} holds a checkpoint already; choose another folder")
@@ -133,7 +134,7 @@ def _require_empty(folder: Path) -> None:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
+def _without_group_warning() -> Iterator[None]:
     """Suppress torch's warning that there is no process group, because none is needed."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -144,17 +145,17 @@ def _alone() -> Iterator[None]:
 
 
 def read_dcp(folder: Path) -> Source:
-    """Opens a folder; parameters and optimizer states are found by the names that torch gives them. Nothing that a pickle names is run.
+    """Open a folder as a conversion's source; find parameters and optimizer states by torch's names, and run no code from pickles.
 
     Raises:
-        CheckpointError: It is damaged, holds states of parameters that it has not, or no parameter; names file and item.
+        CheckpointError: The folder is damaged, has no parameters, or lacks a parameter of an optimizer state; the message names the item.
     """
     with reading(folder, CheckpointError):
         return _Reader(folder).source().require_any()
 
 
 class _Reader:
-    """Sorts the items of a folder by what their names say."""
+    """A reader that sorts the items of a folder by their names."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = DcpFolder(folder)
@@ -175,13 +176,13 @@ class _Reader:
                 self.values[name] = stored
         lost = sorted(set(self.states) - set(self.values))
         if lost and len(lost) == len(self.states):
-            warn_once(f"{folder} has optimizer states by number ({lost[0]}), not by the names of parameters: they are left out")
+            warn_once(f"{folder} has optimizer states by number ({lost[0]}) instead of by parameter name; they are left out")
             self.states, self.settings, self.groups_item = {}, {}, None
         elif lost:
-            raise CheckpointError(f"{folder} holds the optimizer state of {lost[0]}, but no such parameter")
+            raise CheckpointError(f"{folder} holds the optimizer state of {lost[0]}, but has no such parameter")
 
     def _sort(self, stored: str, inner: str) -> None:
-        """Puts an item of the optimizer where it belongs."""
+        """Record the stored name of an optimizer item in ``states``, ``settings`` or ``groups_item``."""
         group = re.fullmatch(r"param_groups\.(\d{1,6})\.(.+)", inner)
         if inner.startswith("state."):
             param, _, state = inner.removeprefix("state.").rpartition(".")
@@ -191,7 +192,7 @@ class _Reader:
         elif inner == "param_groups" and stored in self.folder.objects:
             self.groups_item = stored
         elif stored in self.folder.tensors:
-            raise CheckpointError(f"{self.path}: {stored} is not at a place where torch stores optimizer tensors")
+            raise CheckpointError(f"{self.path}: {stored} is not a name that torch gives to optimizer tensors")
 
     def _own(self) -> _Own:
         if _OURS not in self.folder.objects:
@@ -203,7 +204,7 @@ class _Reader:
         return replace(own, values={key: decoder.decode(value) for key, value in own.values.items()})
 
     def source(self) -> Source:
-        """Return the whole folder as the source of a conversion."""
+        """Return the folder as the source of a conversion."""
         groups, group_of = self._groups()
         params, buffers = [], []
         for name, stored in self.values.items():
@@ -215,7 +216,7 @@ class _Reader:
             group = group_of.get(name, FROZEN)
             if group == FROZEN and (flat or numbers):
                 if groups:
-                    raise CheckpointError(f"{self.path}: {name} has optimizer state, and is in no param group")
+                    raise CheckpointError(f"{self.path}: {name} has optimizer state, but is in no param group")
                 group = 0
             dtype = DTYPES[self.own.dtypes[name]] if name in self.own.dtypes else value.row.dtype
             params.append(SourceParam(value, dtype, group, flat, numbers))
@@ -232,7 +233,7 @@ class _Reader:
         )
 
     def _states_of(self, name: str, shape: tuple[int, ...]) -> tuple[dict[str, Elsewhere], dict[str, Any]]:
-        """Return flat states and single numbers of a parameter."""
+        """Return a parameter's states with one element per parameter element, and its single-number states."""
         flat: dict[str, Elsewhere] = {}
         numbers: dict[str, Any] = {}
         for state, stored in self.states.get(name, {}).items():
@@ -245,7 +246,7 @@ class _Reader:
         return flat, numbers
 
     def _tensor(self, stored: str, name: str) -> SourceTensor:
-        """Return a tensor that is read whole when its first window is wanted, and dropped when another is read."""
+        """Return a source tensor that is read whole for its first window and freed after its last window."""
         entry = self.folder.tensors[stored]
         held: list[torch.Tensor] = []
 
@@ -259,7 +260,10 @@ class _Reader:
         return SourceTensor(name, entry.shape, Elsewhere(entry.dtype, math.prod(entry.shape), read, read_only))
 
     def _groups(self) -> tuple[list[dict[str, Any]], dict[str, int]]:
-        """Return hyper-parameters by group, and the group of each parameter: from one object, or from one item for each; else nothing."""
+        """Return the hyper-parameters of each param group, and the group of each parameter; both are empty if the folder has none.
+
+        The folder has one object with all param groups, or one item per hyper-parameter.
+        """
         found: Any = []
         if self.groups_item is not None:
             found = self.folder.object(self.groups_item)

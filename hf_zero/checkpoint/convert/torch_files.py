@@ -1,7 +1,7 @@
-"""Files that ``torch.save`` wrote: tensors over the mapped file, plain values, and inert records of everything else.
+"""Read files that ``torch.save`` wrote: tensors are views of the mapped file, and objects of unknown classes become inert records.
 
-torch's own reader is not asked: it takes lengths from the pickle and runs past the end of a record with them, and its weights-only mode
-makes room for what the pickle names. Here each storage is a record of the file, whose length and checksum are compared first.
+torch's own reader is not used, because it trusts lengths in the pickle: it can read past the end of a record, and its weights-only mode
+allocates any size that the pickle names. This reader first checks the length and checksum of the record that holds a storage.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import reading, shown
 from hf_zero.system.text_file import limit_beside, opened_file, read_bytes
 
-_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # of files from before PyTorch 1.6
+_LEGACY_MAGIC = 0x1950A86A20F9469CFC6C  # first value of files written before PyTorch 1.6
 _LEGACY_PROTOCOL = 1001
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 _STORAGES = {
@@ -36,10 +36,10 @@ _STORAGES = {
 
 
 def load_torch_file(path: Path) -> Any:
-    """Return the contents of a file that ``torch.save`` wrote; tensors are views of the mapped file, and valid while it stays as it is.
+    """Return the contents of a file that ``torch.save`` wrote; tensors are views of the mapped file, which must not change meanwhile.
 
     Raises:
-        CheckpointError: It cannot be read, or is damaged; names the file.
+        CheckpointError: The file cannot be read or is damaged; the message names the file.
     """
     with reading(path, CheckpointError), opened_file(path) as file:
         nbytes = file.seek(0, io.SEEK_END)
@@ -49,7 +49,7 @@ def load_torch_file(path: Path) -> Any:
 
 
 def load_torch_bytes(data: bytearray, what: str) -> Any:
-    """Return the same as ``load_torch_file`` for bytes in memory; the tensors are views of them. ``what`` is for messages."""
+    """Return the contents of ``data``, the bytes of such a file, like ``load_torch_file``; ``what`` describes ``data`` in messages."""
     with reading(what, CheckpointError):
         if not data:
             raise ValueError("it is empty")
@@ -60,7 +60,7 @@ def load_pickle(path: Path) -> Any:
     """Return the contents of a file that ``pickle`` wrote, without tensors.
 
     Raises:
-        CheckpointError: It cannot be read; names the file.
+        CheckpointError: The file cannot be read; the message names the file.
     """
     with reading(path, CheckpointError):
         data = read_bytes(path, limit_beside(path))
@@ -68,7 +68,7 @@ def load_pickle(path: Path) -> Any:
 
 
 def _load(file: BinaryIO, whole: torch.Tensor) -> Any:
-    """Return the content of ``file``; ``whole`` has its bytes."""
+    """Return the contents of ``file``, whose bytes are the uint8 tensor ``whole``."""
     return _load_zip(file, whole) if zipfile.is_zipfile(file) else _load_legacy(file, whole)
 
 
@@ -76,7 +76,7 @@ def _load(file: BinaryIO, whole: torch.Tensor) -> Any:
 
 
 class _Tensors:
-    """Makes the tensors of one file: views of its bytes that stay inside their storage."""
+    """The functions that rebuild tensors of one file, as views of its bytes that are checked to lie inside of their storage."""
 
     def __init__(self, whole: torch.Tensor, nbytes: int) -> None:
         self._whole = whole
@@ -88,13 +88,13 @@ class _Tensors:
                 ("torch._utils", "_rebuild_tensor_v3"): self._rebuild_typed,
                 ("torch._utils", "_rebuild_parameter"): lambda data, *_: data,
                 ("torch._utils", "_rebuild_parameter_with_state"): lambda data, *_: data,
-                # A tensor with attributes of its own; what they are is left out, and the class of a subclass too.
+                # A tensor with further attributes, or of a subclass; return the plain tensor.
                 ("torch._tensor", "_rebuild_from_type_v2"): lambda function, kind, arguments, state: self.names.call(function, arguments),
             },
         )
 
     def storage(self, start: int, nbytes: int, dtype: torch.dtype) -> torch.Tensor:
-        """Return the elements of a storage, (n,); a copy where the file does not align them."""
+        """Return the elements of a storage, (n,) of ``dtype``; a copy if the file does not align them."""
         data = self._whole[start : start + nbytes]
         if start % dtype.itemsize and nbytes:
             self.names.spend(nbytes)
@@ -103,31 +103,31 @@ class _Tensors:
 
     def _rebuild(self, storage: Any, offset: Any, sizes: Any, strides: Any, *rest: Any) -> torch.Tensor:
         if not isinstance(storage, torch.Tensor) or type(offset) is not int or offset < 0:
-            raise TypeError(f"a tensor of {shown(storage)} from element {shown(offset)} on")
+            raise TypeError(f"it has a tensor over {shown(storage)} from element {shown(offset)} on")
         if len(sizes) != len(strides) or not all(type(number) is int and number >= 0 for number in (*sizes, *strides)):
-            raise ValueError(f"a tensor of shape {shown(sizes)} and strides {shown(strides)}")
+            raise ValueError(f"it has a tensor of shape {shown(sizes)} and strides {shown(strides)}")
         numel = math.prod(sizes)
         if numel == 0:
             return torch.empty(tuple(sizes), dtype=storage.dtype)
         last = offset + sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
         if last >= storage.numel() or numel > storage.numel():
-            raise ValueError(f"a tensor of shape {shown(tuple(sizes))} needs element {last} of a storage of {storage.numel()}")
+            raise ValueError(f"it has a tensor of shape {shown(tuple(sizes))} that needs element {last} of a storage of {storage.numel()}")
         return storage.as_strided(tuple(sizes), tuple(strides), storage.storage_offset() + offset)
 
     def _rebuild_typed(self, storage: Any, offset: Any, sizes: Any, strides: Any, grad: Any, hooks: Any, dtype: Any, *rest: Any) -> Any:
         if not isinstance(storage, torch.Tensor) or storage.dtype != torch.uint8 or not isinstance(dtype, torch.dtype):
-            raise TypeError(f"a tensor of type {shown(dtype)}")
+            raise TypeError(f"it has a tensor of type {shown(dtype)}")
         typed = storage.clone() if storage.storage_offset() % dtype.itemsize else storage
         return self._rebuild(typed.view(dtype), offset, sizes, strides)
 
 
 def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
-    """Return Type, key and number of elements that a persistent id names."""
+    """Return (dtype, key, number of elements) of the storage that a persistent id names."""
     if type(pid) is not tuple or len(pid) < 5 or pid[0] != "storage" or not isinstance(pid[1], Name):
-        raise ValueError(f"it refers to {shown(pid)}, which is no storage")
+        raise ValueError(f"it refers to {shown(pid)}, which is not a storage")
     module, _, name = pid[1].kind.rpartition(".")
     if name not in _STORAGES or module not in ("torch", "torch.storage", "torch.cuda"):
-        raise ValueError(f"it has a storage of {pid[1].kind}, which is not read")
+        raise ValueError(f"it has a storage of {pid[1].kind}, which is not supported")
     if type(pid[2]) is not str or type(pid[4]) is not int or pid[4] < 0:
         raise ValueError(f"it has a storage {shown(pid[2])} of {shown(pid[4])} elements")
     return _STORAGES[name], pid[2], pid[4]
@@ -138,7 +138,7 @@ def _storage_id(pid: Any) -> tuple[torch.dtype, str, int]:
 
 @dataclass(frozen=True)
 class _Record:
-    """A member of an archive: where its bytes lie in the file, and their CRC-32 (0: none was taken)."""
+    """A member of an archive: offset and number of its bytes in the file, and their CRC-32 (0 if the writer computed none)."""
 
     start: int
     nbytes: int
@@ -149,7 +149,7 @@ def _load_zip(file: BinaryIO, whole: torch.Tensor) -> Any:
     records = _records(file, whole)
     pickles = [name for name in records if name.endswith("/data.pkl")]
     if len(pickles) != 1:
-        raise ValueError(f"it is an archive with {len(pickles)} members data.pkl, torch.save writes one")
+        raise ValueError(f"it is an archive with {len(pickles)} members data.pkl, expected one")
     prefix = pickles[0].removesuffix("data.pkl")
     order = records.get(f"{prefix}byteorder")
     if order is not None and _bytes_of(whole, order, "byteorder") != sys.byteorder.encode():
@@ -172,14 +172,14 @@ def _load_zip(file: BinaryIO, whole: torch.Tensor) -> Any:
 
 
 def _records(file: BinaryIO, whole: torch.Tensor) -> dict[str, _Record]:
-    """Return the members of an archive by name, each inside the file, stored as it is."""
+    """Return the members of an archive by name; each is uncompressed and lies inside of the file."""
     found: dict[str, _Record] = {}
     with zipfile.ZipFile(file) as archive:
         members = archive.infolist()
     for member in members:
         start, nbytes = member.header_offset, member.file_size
         if member.compress_type != zipfile.ZIP_STORED or nbytes != member.compress_size or member.filename in found or start < 0:
-            raise ValueError(f"its member {shown(member.filename)} is compressed, or there twice: not as torch.save writes it")
+            raise ValueError(f"its member {shown(member.filename)} is compressed or occurs twice, so torch.save did not write it")
         head = whole[start : start + _LOCAL_HEADER.size].numpy().tobytes()
         magic, name, extra = _LOCAL_HEADER.unpack(head)
         start += _LOCAL_HEADER.size + name + extra
@@ -204,39 +204,41 @@ def _bytes_of(whole: torch.Tensor, record: _Record, name: str) -> bytes:
 
 
 class _Bounded(io.RawIOBase):
-    """A file that is asked for no more than it has: a buffered one makes room for the length that a pickle names."""
+    """A file whose reads are limited to its remaining bytes, because a buffered file would allocate any length that a pickle names."""
 
     def __init__(self, file: BinaryIO, nbytes: int) -> None:
         self._file = file
         self._nbytes = nbytes
 
     def read(self, count: int = -1) -> bytes:
-        """Return at most ``count`` bytes."""
+        """Return the next ``count`` bytes, or fewer at the end of the file."""
         left = max(0, self._nbytes - self._file.tell())
         return self._file.read(left if count < 0 else min(count, left))
 
     def readline(self, size: int | None = -1) -> bytes:
-        """Return a line."""
+        """Return the next line."""
         return self._file.readline()
 
     def tell(self) -> int:
-        """Return the position."""
+        """Return the current position."""
         return self._file.tell()
 
     def seek(self, offset: int, whence: int = 0) -> int:
-        """Moves to a position."""
+        """Move to a position and return it."""
         return self._file.seek(offset, whence)
 
 
 def _load_legacy(archive: BinaryIO, whole: torch.Tensor) -> Any:
-    """Return the content of a file in the format before PyTorch 1.6: magic number, version, system, the pickle, the keys of the storages as
-    pickles; then for each storage its length and its bytes.
+    """Return the contents of a file in the format before PyTorch 1.6.
+
+    The file consists of pickles of magic number, version, system properties, contents and storage keys, and then of the length and bytes
+    of each storage.
     """
     file: Any = _Bounded(archive, whole.numel())
     file.seek(0)
     head = [_small_pickle(file) for _ in range(3)]
     if head[:2] != [_LEGACY_MAGIC, _LEGACY_PROTOCOL] or not isinstance(head[2], dict) or head[2].get("little_endian") is False:
-        raise ValueError("it is no file of torch.save: neither an archive nor the form of before PyTorch 1.6")
+        raise ValueError("torch.save did not write it: it is neither an archive nor in the format before PyTorch 1.6")
     begin = file.tell()
     for _ in pickletools.genops(file):
         pass
@@ -247,7 +249,7 @@ def _load_legacy(archive: BinaryIO, whole: torch.Tensor) -> Any:
     def note(pid: Any) -> Inert:
         dtype, key, numel = _storage_id(pid)
         if wanted.setdefault(key, (dtype, numel)) != (dtype, numel):
-            raise ValueError(f"it names storage {key} with two types or lengths")
+            raise ValueError(f"it refers to storage {key} with two types or lengths")
         return Inert("storage", (), {})
 
     Machine(Names(len(data)), note).run(data)
@@ -277,13 +279,13 @@ def _small_pickle(file: BinaryIO) -> Any:
 
 
 def require_trust(trusted: bool, path: Path) -> None:
-    """Refuses a pickle unless the user asked for it.
+    """Raise an error unless the user allows pickles.
 
     Raises:
-        CheckpointError: ``--trust-pickle`` was not given.
+        CheckpointError: ``trusted`` is false; the message names the option ``--trust-pickle``.
     """
     if not trusted:
         raise CheckpointError(
-            f"{path} is a pickle. To open it, add --trust-pickle: tensors and plain values are then read from it, and nothing "
-            "that it names is imported or run"
+            f"{path} is a pickle. To read it, add --trust-pickle; hf_zero then reads tensors and plain values from it and neither "
+            "imports nor runs code that it names"
         )

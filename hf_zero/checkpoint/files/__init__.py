@@ -1,1 +1,1 @@
-"""Tensor files: written front to back with checksums, found by parameter, read by ranges."""
+"""Write tensor files sequentially with checksums, find the places of parameters in them, and read ranges of them."""

@@ -1,4 +1,4 @@
-"""Places of the parameters in a checkpoint: from names and element ranges to ranges of files."""
+"""Find parameters in a checkpoint: convert names and element ranges to ranges of files."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from hf_zero.errors import CheckpointError
 
 @dataclass(frozen=True)
 class Part:
-    """One place of a saved parameter, or of a tensor-parallel shard of it.
+    """The place of a saved parameter, or of a tensor-parallel shard of it.
 
     Attributes:
-        tp_shard: Part of the parameter that is stored there.
-        unit: The unit that holds it; None when it is a tensor of its own.
-        offset: First element inside the unit.
-        file: The file of a tensor of its own, else empty.
+        tp_shard: Part of the parameter that is stored in this place.
+        unit: Unit that holds the part; None if the part is stored as a separate tensor.
+        offset: Position of the part's first element inside the unit.
+        file: File of the separate tensor; "" for a part in a unit.
     """
 
     tp_shard: SavedTpShard
@@ -34,13 +34,13 @@ class Part:
 
 @dataclass(frozen=True)
 class Located:
-    """A saved parameter.
+    """A saved parameter and its places.
 
     Attributes:
-        name: The name it is stored under.
-        shape: Its full shape.
-        group: Its param group; -1 when frozen.
-        parts: Its places: one, or one per tensor-parallel shard.
+        name: Name under which the parameter is stored.
+        shape: Full shape of the parameter.
+        group: Index of its param group; -1 for a frozen parameter.
+        parts: Places of the parameter: one, or one per tensor-parallel shard.
     """
 
     name: str
@@ -50,25 +50,25 @@ class Located:
 
     @property
     def whole(self) -> SavedTpShard:
-        """Return the whole tensor as a shard."""
+        """Return a shard that covers the whole parameter."""
         return SavedTpShard(self.shape)
 
     @property
     def unit(self) -> UnitRecord | None:
-        """Return the unit that holds it (the first shard of it); None when no unit does."""
+        """Return the unit that holds the parameter or its first tensor-parallel shard; None if no unit holds it."""
         return self.parts[0].unit
 
     @property
     def trained(self) -> bool:
-        """Return whether an optimizer updated it."""
+        """Return whether an optimizer trained the parameter."""
         return self.unit is not None and self.unit.kind == MASTER
 
 
 class Catalog:
-    """Finds parameters of a checkpoint by name.
+    """The saved parameters of a checkpoint by name.
 
     Attributes:
-        index: The checkpoint's index, which has been checked.
+        index: Checked index of the checkpoint.
     """
 
     def __init__(self, index: Index) -> None:
@@ -85,24 +85,24 @@ class Catalog:
         if known is None:
             self._params[name] = Located(name, part.tp_shard.shape, group, (part,))
             return
-        if known.parts[0].tp_shard.dim is not None:  # else one copy of a parameter that every tensor-parallel rank holds is enough
+        if known.parts[0].tp_shard.dim is not None:  # of a parameter that all tensor-parallel ranks hold whole, the first copy is used
             self._params[name] = Located(name, known.shape, known.group, (*known.parts, part))
 
     @property
     def names(self) -> set[str]:
-        """Return all parameters it holds, under the names they are stored under."""
+        """Return the names under which the parameters are stored, without further names of tied parameters."""
         return set(self._params)
 
     def canonical(self, name: str) -> str:
-        """Return the name a parameter is stored under, for any of its names."""
+        """Return the name under which a parameter is stored, given any of its names; an unknown name is returned unchanged."""
         return name if name in self._params else self.index.aliases.get(name, name)
 
     def find(self, name: str) -> Located | None:
-        """Return the saved parameter that goes by ``name``, tied names included; None when there is none."""
+        """Return the saved parameter with the name ``name``, which may be a tied name; None if there is none."""
         return self._params.get(self.canonical(name))
 
     def dtype(self, param: Located, kind: str | None = None) -> str | None:
-        """Return type of the stored elements of ``param`` in files of ``kind`` (None: its values); None when there are none."""
+        """Return the name of the dtype of ``param`` in files of ``kind`` (None for its values); None if no such file has the parameter."""
         for part in param.parts:
             if part.unit is None:
                 return self.index.files[part.file].tensors[param.name].dtype if kind is None else None
@@ -113,22 +113,22 @@ class Catalog:
         return None
 
     def copies(self, param: Located, kind: str | None, wanted: SavedTpShard, start: int, target: Row) -> Iterator[Copy]:
-        """Reads that fill ``target`` with the elements of a tensor-parallel shard of ``param`` from ``start`` on.
+        """Yield the reads that fill ``target`` with elements of a tensor-parallel shard of ``param``, from the element ``start`` on.
 
         Args:
-            param: From ``find``.
-            kind: ``optimizer.exp_avg`` and the like; None for the values, whichever kind of file has them.
+            param: A result of ``find``.
+            kind: Kind of file, such as ``optimizer.exp_avg``; None for the values of the parameter.
             wanted: Part of the parameter that this rank holds.
-            start: First element inside ``wanted``.
-            target: (n,), of any dtype, in any place.
+            start: Index of the first element inside ``wanted``.
+            target: Row of n elements to fill, of any dtype and on any device.
 
         Raises:
-            CheckpointError: The file of a shard is not in the index, or has no such unit; or no shard holds an element.
+            CheckpointError: The index lacks a file, or the unit in a file, or no saved shard holds some of the elements.
         """
         for run in wanted.runs(start, start + target.numel()):
             missing = [Range(run.whole, run.whole + run.numel)]
             for part in param.parts:
-                # Ranks that share a key/value head hold the same elements: those of the first are read.
+                # Ranks that share a key/value head hold the same elements; read them from the first.
                 pieces = sorted(
                     (piece for gap in missing for piece in part.tp_shard.find(gap.start, gap.stop)), key=lambda piece: piece.whole
                 )
@@ -142,7 +142,7 @@ class Catalog:
                 )
 
     def _copies_of(self, name: str, place: Part, kind: str | None, first: int, target: Row) -> Iterator[Copy]:
-        """Reads of consecutive elements of one place."""
+        """Yield the reads that fill ``target`` with consecutive elements of one place, from its element ``first`` on."""
         unit = place.unit
         if unit is None:
             yield Copy(place.file, name, first, target)
@@ -153,7 +153,7 @@ class Catalog:
             part = wanted.intersect(Range(rank * shard_numel, (rank + 1) * shard_numel))
             file = self._file(unit, kind, rank)
             if file not in self.index.files or unit.name not in self.index.files[file].tensors:
-                raise CheckpointError(f"parameter {name}: the checkpoint lacks {file} with its part of unit {unit.name}")
+                raise CheckpointError(f"parameter {name}: the checkpoint lacks {file} with unit {unit.name}")
             yield Copy(file, unit.name, part.start - rank * shard_numel, target[part.start - wanted.start : part.stop - wanted.start])
 
     def _file(self, unit: UnitRecord, kind: str | None, rank: int) -> str:
@@ -161,7 +161,7 @@ class Catalog:
 
 
 def _without(ranges: list[Range], taken: list[Range]) -> list[Range]:
-    """Return ``ranges`` without ``taken``, which is sorted; each taken range is inside one of ``ranges``."""
+    """Return ``ranges`` minus ``taken``; ``taken`` is sorted, and each of its ranges is inside one of ``ranges``."""
     left = []
     for whole in ranges:
         start = whole.start

@@ -1,4 +1,4 @@
-"""Rows of elements, in memory or elsewhere, and the tensors of a file that are made of them."""
+"""Define rows of elements, in memory or elsewhere (on NVMe, in a file), and the tensors of a file that consist of rows."""
 
 from __future__ import annotations
 
@@ -10,20 +10,20 @@ import torch
 
 from hf_zero.checkpoint.format.names import CHUNK_BYTES
 
-# Bytes that travel at once: large enough for a disk, small beside a shard. A multiple of the chunk.
+# Bytes that are copied at a time: enough for a disk's full speed, few compared with a shard; a multiple of CHUNK_BYTES.
 WINDOW_BYTES = 64 * CHUNK_BYTES
 
 
 @dataclass(frozen=True)
 class Elsewhere:
-    """A row of elements that is not in memory (NVMe); it can be sliced, read into host tensors and written from them.
+    """A row of elements outside of memory (on NVMe, in a file), which can be sliced, read into host tensors and written from them.
 
     Attributes:
-        dtype: Type of the elements.
-        count: How many.
-        read: (first element, host tensor to fill).
-        write: (first element, host tensor of that dtype).
-        start: Element of ``read`` and ``write`` at which this row begins.
+        dtype: Dtype of the elements.
+        count: Number of elements.
+        read: Function of (first element, host tensor to fill).
+        write: Function of (first element, host tensor of dtype ``dtype`` to write).
+        start: Index of this row's first element in the numbering of ``read`` and ``write``.
     """
 
     dtype: torch.dtype
@@ -41,30 +41,30 @@ class Elsewhere:
         return Elsewhere(self.dtype, max(0, stop - start), self.read, self.write, self.start + start)
 
     def fetch(self) -> torch.Tensor:
-        """Return a new host tensor with all elements; for rows of a window's length."""
+        """Return a new host tensor with all elements, (count,); call this only for rows of at most a window."""
         values = torch.empty(self.count, dtype=self.dtype)
         self.read(self.start, values)
         return values
 
     def store(self, values: torch.Tensor) -> None:
-        """Takes ``values``, of any dtype and device."""
+        """Write ``values``, (count,) of any dtype and device, to the row."""
         self.write(self.start, values.to("cpu", self.dtype).contiguous())
 
 
-# One flat array: in memory on any device, elsewhere, or so many zeros.
+# A flat row of elements: in memory on any device, or elsewhere. A piece may also be a number of zeros.
 Row = torch.Tensor | Elsewhere
 Piece = torch.Tensor | Elsewhere | int
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to write, as pieces in order; a piece that is a number stands for so many zeros.
+    """A tensor to write to a file, as consecutive pieces; an integer n is a piece of n zeros.
 
     Attributes:
-        name: Its name in the file.
-        dtype: Type of its elements.
-        shape: Its shape.
-        pieces: Rows of that dtype, or numbers of zeros; together ``shape``'s elements.
+        name: Name of the tensor in the file.
+        dtype: Dtype of the tensor.
+        shape: Shape of the tensor.
+        pieces: Rows of dtype ``dtype`` and numbers of zeros, with as many elements in total as ``shape``.
     """
 
     name: str
@@ -74,17 +74,17 @@ class Entry:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of the data."""
+        """Return the size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 def whole(name: str, tensor: torch.Tensor) -> Entry:
-    """Return the entry of one tensor as it is."""
+    """Return an entry whose only piece is ``tensor``."""
     return Entry(name, tensor.dtype, tuple(tensor.shape), (tensor,))
 
 
 def cut(pieces: Iterable[Piece], start: int, stop: int) -> Iterator[Piece]:
-    """Yield elements ``start`` to ``stop`` of rows that lie one behind the other; zeros where they end before ``stop``."""
+    """Yield pieces with elements ``start`` to ``stop`` of concatenated ``pieces``; elements after the last piece are zeros."""
     position = start
     end = 0
     for piece in pieces:

@@ -1,1 +1,1 @@
-"""Description of a checkpoint: names, records and values of its index, and their checks."""
+"""Describe a checkpoint: the names, records and values of its index, and checks of them."""

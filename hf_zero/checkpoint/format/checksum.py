@@ -1,4 +1,4 @@
-"""Checksums of the index: CRC-32 of each chunk of a tensor's bytes, as hexadecimal digits that are joined."""
+"""Compute the checksums in the index: CRC-32 of each chunk of a tensor's bytes, 8 hexadecimal digits each, concatenated."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import numpy as np
 from hf_zero.checkpoint.format.names import CHUNK_BYTES
 from hf_zero.native.crc32 import crc32_chunks
 
-_DIGITS = 8  # of a checksum
+_DIGITS = 8  # hexadecimal digits per checksum
 
 
 def digits_of(data: memoryview) -> str:
-    """Return the checksum of all of ``data``."""
+    """Return the CRC-32 of ``data`` as 8 hexadecimal digits."""
     return _hex(zlib.crc32(data))
 
 
 def first_damaged(data: memoryview, digits: str) -> int | None:
-    """Return the first byte of the first chunk of ``data`` that its checksum in ``digits`` does not fit; None when all fit."""
+    """Return the offset in ``data`` of the first chunk that contradicts its checksum in ``digits``; None if all chunks match."""
     found = _joined(crc32_chunks(data, CHUNK_BYTES))
     if found == digits:
         return None
@@ -28,20 +28,20 @@ def first_damaged(data: memoryview, digits: str) -> int | None:
 
 
 def digits_of_range(digits: str, start: int, nbytes: int) -> str:
-    """Return the checksums of ``nbytes`` from byte ``start`` on, the first byte of a chunk, out of all checksums of a tensor."""
+    """Return the checksums of bytes ``start`` to ``start + nbytes`` from a tensor's ``digits``; ``start`` is the first byte of a chunk."""
     return digits[start // CHUNK_BYTES * _DIGITS : -(-(start + nbytes) // CHUNK_BYTES) * _DIGITS]
 
 
 class Checksum:
-    """The checksums of a stream that arrives in pieces of any length."""
+    """Running checksums of a byte stream that arrives in pieces of any length."""
 
     def __init__(self) -> None:
         self._digits: list[str] = []
         self._value = 0
-        self._filled = 0  # bytes of the chunk that has begun
+        self._filled = 0  # bytes in the unfinished chunk
 
     def update(self, data: memoryview) -> None:
-        """Takes the next bytes."""
+        """Add ``data`` to the running checksums."""
         if self._filled:
             data = self._fill(data)
         whole = len(data) // CHUNK_BYTES * CHUNK_BYTES
@@ -51,7 +51,7 @@ class Checksum:
             self._fill(data[whole:])
 
     def _fill(self, data: memoryview) -> memoryview:
-        """Add bytes to the chunk that has begun; return the bytes that do not fit into it."""
+        """Add the first bytes of ``data`` to the unfinished chunk; return the bytes that do not fit into it."""
         part, rest = data[: CHUNK_BYTES - self._filled], data[CHUNK_BYTES - self._filled :]
         self._value = zlib.crc32(part, self._value)
         self._filled += len(part)
@@ -64,7 +64,7 @@ class Checksum:
         self._value = self._filled = 0
 
     def digits(self) -> str:
-        """Return the checksums of all chunks, the last one maybe short."""
+        """Return the checksums of all chunks, 8 hexadecimal digits each; the last chunk may be shorter."""
         if self._filled:
             self._close()
         return "".join(self._digits)

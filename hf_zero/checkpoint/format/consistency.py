@@ -1,7 +1,7 @@
-"""Checks that the parts of an index fit each other: nothing occurs twice, nothing is left over, and nothing is missing.
+"""Check that the parts of an index agree: nothing occurs twice, nothing is unused, and nothing is missing.
 
-A reader walks from parameters to files. What it would never reach, or would take for something else, changes a run without a word: so
-each name, number of ranks and file must be explained by the others. All loops are bounded by the entries of the index.
+Loading goes from parameters to files and would silently ignore or misread entries that do not fit. So each name, number of ranks and
+file must agree with the rest of the index. All loops are bounded by the number of entries in the index.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ def _is_average(kind: str) -> bool:
 
 
 def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, states: tuple[str, ...]) -> None:
-    """Check each file by itself, and that its name is one that a save gives.
+    """Check the record of each file, and that its name is one that a save would choose.
 
     Args:
-        files: All of the index.
-        world: Ranks that wrote.
-        tensor_world: Tensor-parallel shards among them.
-        states: Flat optimizer states.
+        files: Records of all files in the index, by file name.
+        world: Number of ranks that wrote the checkpoint.
+        tensor_world: Number of tensor-parallel ranks that hold one copy of each layer together.
+        states: Names of the optimizer states with one element per parameter element.
 
     Raises:
-        CheckpointError: Names the file.
+        CheckpointError: A check failed; the message names the file.
     """
     if world < 1 or tensor_world < 1 or world % tensor_world:
         raise CheckpointError(
-            f"{world} ranks and {tensor_world} tensor-parallel shards: expected 1 or more, and a number that divides the ranks"
+            f"world is {world} and tensor_world is {tensor_world}: both must be 1 or more, and tensor_world must divide world"
         )
     known = {MASTER, WEIGHTS, MODULE, PARAM_STATES, WORKER_ERROR, SERVER_ERROR, GRADIENT_ERROR, *map(state_kind, states)}
     kinds = set()
     for name, file in files.items():
         kind = _kind_of(name, world, tensor_world)
         if kind is None or not (kind in known or _is_average(kind) or AVERAGE_TENSORS.fullmatch(kind)):
-            raise CheckpointError(f"{shown(name)} is no file of a checkpoint of {world} ranks with the states {list(states)}")
+            raise CheckpointError(f"{shown(name)} is not a file name of a checkpoint of {world} ranks with the states {list(states)}")
         kinds.add(kind)
         file.check(name)
     for state in states:
@@ -72,14 +72,14 @@ def check_files(files: Mapping[str, FileRecord], world: int, tensor_world: int, 
     for kind in (both if kinds & both else set()) | (kinds & {GRADIENT_ERROR}):
         present = sum(name.startswith(f"{kind}-") for name in files)
         if present != world:
-            raise CheckpointError(f"{present} of {world} ranks have a file {kind}")
+            raise CheckpointError(f"{present} of {world} ranks have a file of kind {kind}, expected all")
 
 
 def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
-    """Return the kind of file that ``name`` says; None when no save gives that name."""
+    """Return the kind in the file name ``name``; None if no save chooses this name."""
     values = _VALUES_NAME.fullmatch(name)
     if name == VALUES_FILE or (values and 0 < int(values[1]) < world and name == values_file(int(values[1]))):
-        return MODULE  # tensors that values refer to by name
+        return MODULE  # these files hold tensors that encoded values refer to by name
     found = _FILE_NAME.fullmatch(name)
     if found is None:
         return None
@@ -90,24 +90,26 @@ def _kind_of(name: str, world: int, tensor_world: int) -> str | None:
 
 
 def _may_share(ranks: int, world: int, tensor_world: int) -> bool:
-    """Return whether ``ranks`` ranks can share one part of a tensor: all of a tensor that is not divided, of one divided into as many parts
-    as there are ranks, or into fewer (layers over fewer ranks than experts).
+    """Return whether ``ranks`` can be the number of ranks over which a unit is sharded.
+
+    These ranks hold the same tensor-parallel shard. So the number of tensor-parallel shards, ``world // ranks``, divides ``tensor_world``;
+    it is smaller for layers that are divided over fewer ranks than experts.
     """
     return ranks > 0 and world % ranks == 0 and tensor_world % (world // ranks) == 0
 
 
 def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], world: int, tensor_world: int) -> None:
-    """Check each unit by itself, its shards in the files, and its optimizer states.
+    """Check the record of each unit, its shards in the files, and its optimizer states.
 
     Raises:
-        CheckpointError: Names unit and file.
+        CheckpointError: A check failed; the message names unit and file.
     """
     by_key = {}
     for unit in units:
         if not 0 <= unit.tensor_rank < tensor_world:
-            raise CheckpointError(f"unit {unit.name!r}: tensor rank {unit.tensor_rank} of {tensor_world} does not exist")
+            raise CheckpointError(f"unit {unit.name!r}: tensor_rank is {unit.tensor_rank}, allowed are 0 to {tensor_world - 1}")
         if (unit.name, unit.tensor_rank) in by_key:
-            raise CheckpointError(f"unit {unit.name!r} is there twice")
+            raise CheckpointError(f"unit {unit.name!r} occurs twice")
         unit.check()
         by_key[unit.name, unit.tensor_rank] = unit
         if not _may_share(unit.world, world, tensor_world) or unit.tensor_rank >= world // unit.world:
@@ -121,15 +123,15 @@ def check_units(units: Iterable[UnitRecord], files: Mapping[str, FileRecord], wo
                 beside = _is_average(found[1]) or (holder is not None and holder.kind == MASTER and _is_state(found[1]))
                 fits = holder is not None and (found[1] == holder.kind or beside)
                 if holder is None or not fits or record.shape != (holder.shard_numel,):
-                    raise CheckpointError(f"{name}: tensor {tensor!r} of shape {list(record.shape)} is no shard of a unit of the index")
+                    raise CheckpointError(f"{name}: tensor {tensor!r} of shape {list(record.shape)} is not a shard of a unit in the index")
 
 
 def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_world: int) -> None:
     dtypes = set()
-    for rank in range(unit.world):  # one file each, so not more than the index has
+    for rank in range(unit.world):  # the loop ends at the first missing file, so it is bounded by the index
         name = shard_file(unit.kind, rank, unit.world, unit.tensor_rank, tensor_world)
         if name not in files or unit.name not in files[name].tensors:
-            raise CheckpointError(f"the checkpoint lacks {name} with its part of unit {unit.name!r}")
+            raise CheckpointError(f"the checkpoint lacks {name} with unit {unit.name!r}")
         dtypes.add(files[name].tensors[unit.name].dtype)
     if len(dtypes) != 1:
         raise CheckpointError(f"unit {unit.name!r}: its shards have the types {sorted(dtypes)}, expected one")
@@ -138,10 +140,10 @@ def _check_shards(unit: UnitRecord, files: Mapping[str, FileRecord], tensor_worl
 def check_names(
     units: Iterable[UnitRecord], loose: Iterable[LooseRecord], buffers: Mapping[str, str], files: Mapping[str, FileRecord]
 ) -> None:
-    """Check parameters and buffers: each occurs once per tensor-parallel rank, is described equally in all, and has its tensor.
+    """Check that each parameter and buffer occurs once per tensor-parallel rank, has equal records there, and has its tensor.
 
     Raises:
-        CheckpointError: Names the parameter or buffer, and the file.
+        CheckpointError: A check failed; the message names the parameter or buffer, and the file.
     """
     places: dict[str, dict[tuple[str, int], tuple[ParamRecord | LooseRecord, int]]] = {}
     for unit in units:
@@ -176,7 +178,7 @@ def _add_place(
 ) -> None:
     known = places.setdefault(record.name, {})
     if any(tensor_rank == place[1] for _, tensor_rank in known):
-        raise CheckpointError(f"parameter {record.name} is there twice")
+        raise CheckpointError(f"parameter {record.name} occurs twice")
     for (kind, _), (other, other_group) in known.items():
         if (kind, other.shape, other.dim, other_group) != (place[0], record.shape, record.dim, group):
             raise CheckpointError(
@@ -186,43 +188,43 @@ def _add_place(
 
 
 def check_aliases(aliases: Mapping[str, str], excluded: Iterable[str], names: set[str]) -> None:
-    """Check that further names lead to parameters, and are no parameters themselves.
+    """Check that each alias refers to a stored or excluded parameter and is not a stored name itself, and that no excluded one is stored.
 
     Raises:
-        CheckpointError: Names the alias or parameter.
+        CheckpointError: A check failed; the message names the alias or parameter.
     """
     left_out = set(excluded)
     for alias, name in aliases.items():
         if alias in names or name not in names | left_out:
-            raise CheckpointError(f"the alias {alias!r} of {name!r} leads to no parameter, or is one itself")
+            raise CheckpointError(f"the alias {alias!r} of {name!r} refers to no parameter, or is a stored parameter itself")
     if left_out & names:
-        raise CheckpointError(f"parameter {min(left_out & names)} is there, and listed as excluded")
+        raise CheckpointError(f"parameter {min(left_out & names)} is stored, but listed as excluded")
 
 
 def check_optimizer(optimizer: OptimizerRecord, units: Iterable[UnitRecord], names: set[str]) -> None:
     """Check that param groups and states name existing parameters, each once.
 
     Raises:
-        CheckpointError: Names parameter, group or unit.
+        CheckpointError: A check failed; the message names parameter, param group or unit.
     """
     group_of = _groups(optimizer.groups)
     trained = {param.name: param.group for unit in units if unit.kind == MASTER for param in unit.params}
     for name in sorted(group_of.keys() | trained.keys()):
         if group_of.get(name) != trained.get(name):
-            raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, and in {trained.get(name)} as its unit says")
+            raise CheckpointError(f"parameter {name} is in param group {group_of.get(name)}, but its unit says {trained.get(name)}")
     known = {(name, param.group) for unit in units if unit.kind == MASTER for param in unit.params for name in (unit.name, param.name)}
     seen = set()
     for record in optimizer.scalars:
         key = (record.unit, record.group)
         if key not in known or key in seen:
-            raise CheckpointError(f"optimizer.scalars: group {record.group} of unit {shown(record.unit)} is unknown, or there twice")
+            raise CheckpointError(f"optimizer.scalars: group {record.group} of unit {shown(record.unit)} is unknown or occurs twice")
         seen.add(key)
     if len(set(optimizer.states)) != len(optimizer.states):
-        raise CheckpointError(f"optimizer.states {shown(optimizer.states)} has a name twice")
+        raise CheckpointError(f"optimizer.states {shown(optimizer.states)} lists a name twice")
     params = set()
     for state in optimizer.params:
         if state.param not in names or state.param in params or not state.file.startswith(f"{PARAM_STATES}-"):
-            raise CheckpointError(f"optimizer.params: {shown(state.param)} in {shown(state.file)} is unknown, or there twice")
+            raise CheckpointError(f"optimizer.params: {shown(state.param)} in {shown(state.file)} is unknown or occurs twice")
         params.add(state.param)
 
 

@@ -1,4 +1,4 @@
-"""``index.json``: everything about a checkpoint but the bytes of its tensors."""
+"""Define ``index.json``, which describes a checkpoint completely except for the data of its tensors."""
 
 from __future__ import annotations
 
@@ -22,29 +22,29 @@ from hf_zero.system.reading import parse_json, reading, shown
 
 @dataclass(frozen=True)
 class Index:
-    """Description of a checkpoint: everything but the bytes of its tensors.
+    """The contents of ``index.json``: everything about a checkpoint except the data of its tensors.
 
     Attributes:
-        library: Version of hf_zero that wrote it, or ``CONVERTED``.
-        tag: Name under which it was saved.
-        world: Number of ranks that wrote it.
-        tensor_world: Number of tensor-parallel shards among them.
-        stage: ZeRO stage that wrote it.
+        library: Version of hf_zero that wrote the checkpoint, or ``CONVERTED``.
+        tag: Name of the checkpoint.
+        world: Number of ranks that wrote the checkpoint.
+        tensor_world: Number of tensor-parallel ranks that hold one copy of each layer together.
+        stage: ZeRO stage of the run.
         chunk_bytes: Bytes per checksum.
-        units: The flat buffers.
-        loose: Parameters that no unit holds.
-        buffers: Buffer -> the file that holds it.
+        units: Records of the units.
+        loose: Records of the parameters outside of units.
+        buffers: File of each buffer, by buffer name.
         extra_state: Results of the modules' ``get_extra_state``, encoded.
-        aliases: Further names of tied parameters -> the name they are stored under.
-        excluded: Frozen parameters left out on request, and packed weights.
-        optimizer: None when the engine had none.
-        scheduler: Encoded state of the engine's scheduler; None when it had none.
-        scaler: State of the loss scaler.
-        spikes: Gradient norms of the last steps (``core.step.spikes``); None when the engine did not compare them.
-        counters: Counters of the engine.
-        client_state: Rank 0's dict of the caller, encoded.
-        client_states: Those of other ranks, where they differ from rank 0's, by rank.
-        files: All safetensors files, by name.
+        aliases: Name under which a tied parameter is stored, by each of its further names.
+        excluded: Names of the parameters that are left out: frozen ones on request, and packed weights.
+        optimizer: Record of the optimizer; None if the engine had none.
+        scheduler: Encoded state of the engine's scheduler; None if it had none.
+        scaler: State of the loss scaler; empty without a loss scaler.
+        spikes: Gradient norms of the last steps (``core.step.spikes``); None if the engine did not record them.
+        counters: Counters of the engine (steps, skipped steps, samples, micro-steps).
+        client_state: Encoded ``client_state`` that the script passed to ``save_checkpoint`` on rank 0.
+        client_states: Encoded ``client_state`` of each other rank whose value differs from rank 0's, by rank.
+        files: Records of all safetensors files, by file name.
     """
 
     library: str
@@ -69,25 +69,25 @@ class Index:
     files: dict[str, FileRecord] = field(default_factory=dict)
 
     def to_json(self) -> str:
-        """Return the text of ``index.json``."""
+        """Return the index as the text of ``index.json``."""
         return json.dumps({"format": FORMAT, "version": VERSION, **dataclasses.asdict(self)}, allow_nan=False, indent=None) + "\n"
 
     @staticmethod
     def from_json(text: str, path: str) -> Index:
-        """Reads and checks the text of ``index.json``.
+        """Parse and check the text of ``index.json``.
 
         Raises:
-            CheckpointError: It is no index, of another version, or contradicts itself; names ``path`` and the key.
+            CheckpointError: The text is not an index, has another version, or contradicts itself; the message names ``path`` and key.
         """
         with reading(path, CheckpointError):
             data = parse_json(text)
         if not isinstance(data, dict) or data.pop("format", None) != FORMAT:
-            raise CheckpointError(f'{path} is not the index of a checkpoint of ours: "format" must be "{FORMAT}"')
+            raise CheckpointError(f'{path} is not the index of an hf_zero checkpoint: "format" must be "{FORMAT}"')
         version = data.pop("version", None)
         if type(version) is not int or version != VERSION:
             raise CheckpointError(
-                f"{path} has format version {shown(version)}, written by hf_zero {shown(data.get('library'))}; this one reads version "
-                f"{VERSION}. Install the hf_zero that wrote it"
+                f"{path} has format version {shown(version)}, written by hf_zero {shown(data.get('library'))}; this installation reads "
+                f"version {VERSION}. Install the version of hf_zero that wrote it"
             )
         data.setdefault("spikes", None)  # checkpoints from before it was saved lack it
         index = read_record(Index, data, path)
@@ -95,10 +95,10 @@ class Index:
         return index
 
     def check(self, path: str) -> None:
-        """Refuse an index that contradicts itself, or has values that no run can have.
+        """Check that the index does not contradict itself and that its values are possible.
 
         Raises:
-            CheckpointError: Names ``path`` and the part.
+            CheckpointError: A check failed; the message names ``path`` and the part.
         """
         with _named(path):
             optimizer = self.optimizer
@@ -108,7 +108,7 @@ class Index:
         self.check_meaning(path)
 
     def check_meaning(self, path: str) -> None:
-        """Do the same as ``check``, without the files: for an index that is about to be written."""
+        """Check an index that is about to be written, like ``check`` but without the files."""
         with _named(path):
             if self.chunk_bytes != CHUNK_BYTES:
                 raise CheckpointError(f"chunk_bytes is {self.chunk_bytes}, allowed is {CHUNK_BYTES}")
@@ -120,7 +120,7 @@ class Index:
                 consistency.check_optimizer(self.optimizer, self.units, names)
             unknown = [rank for rank in self.client_states if not (rank.isdecimal() and str(int(rank)) == rank and int(rank) < self.world)]
             if unknown:
-                raise CheckpointError(f"client_states: {shown(unknown[0])} is no rank of {self.world}")
+                raise CheckpointError(f"client_states: {shown(unknown[0])} is not one of the {self.world} ranks")
             self._check_values(Decoder(_no_tensor, "the index"))
 
     def _check_values(self, decoder: Decoder) -> None:
@@ -135,7 +135,7 @@ class Index:
             for number, values in enumerate(groups):
                 check_group(values, f"optimizer.groups[{number}]")
                 if not values and any(groups):
-                    raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, other groups have")
+                    raise CheckpointError(f"optimizer.groups[{number}] has no hyper-parameters, but other groups have some")
             states = self.optimizer.scalars
             check_numbers([(f"optimizer.scalars of unit {record.unit!r}", decoder.decode(record.values)) for record in states])
 
@@ -149,5 +149,5 @@ def _named(path: str) -> Iterator[None]:
 
 
 def _no_tensor(name: str) -> torch.Tensor:
-    """Return a placeholder for a tensor of the values file; its single number is checked when it is read."""
+    """Return a placeholder for a tensor of the values file; the reader of that file checks the tensor."""
     return torch.zeros(())

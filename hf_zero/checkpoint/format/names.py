@@ -19,18 +19,18 @@ INDEX_FILE = "index.json"
 MARKER_FILE = "complete"  # sha256 of the index in hex; written last inside the folder
 LATEST_FILE = "latest"
 VALUES_FILE = "values.safetensors"  # tensors of rank 0's client state, of the scheduler and of the param groups
-CONVERTED = "convert"  # in place of a version of hf_zero: `hf-zero convert` wrote it
-MODULE = "module"  # kind of the files with what no unit holds
+CONVERTED = "convert"  # stands in the index instead of a version of hf_zero if `hf-zero convert` wrote the checkpoint
+MODULE = "module"  # kind of the files with parameters and buffers outside of units
 PARAM_STATES = "optimizer_params"  # kind of the files with optimizer states of whole parameters
 
-# One checksum covers this many bytes: a rank that reads a range verifies it by reading at most one chunk too much at each end.
+# Bytes per checksum. To verify a range, a rank reads at most one chunk more at each end.
 CHUNK_BYTES = 1 << 16
 
 MASTER = "master"
 WEIGHTS = "weights"
 STATE_PREFIX = "optimizer."
 AVERAGE = re.compile(r"average\.[A-Za-z0-9_]{1,64}")  # kinds of files with averages of units
-AVERAGE_TENSORS = re.compile(r"average_tensors\.[A-Za-z0-9_]{1,64}")  # kinds of files with the rest of averages
+AVERAGE_TENSORS = re.compile(r"average_tensors\.[A-Za-z0-9_]{1,64}")  # kinds of files with averages outside of units
 _STATE_NAME = re.compile(r"[A-Za-z0-9_]{1,64}")
 
 
@@ -38,7 +38,7 @@ def state_kind(state: str) -> str:
     """Return the kind of file that holds the optimizer state ``state``.
 
     Raises:
-        CheckpointError: The name cannot be part of a file name.
+        CheckpointError: The name contains characters other than letters, digits and underscores.
     """
     if not _STATE_NAME.fullmatch(state):
         raise CheckpointError(f"the optimizer state {state!r} cannot be saved: its name must be letters, digits and underscores")
@@ -46,17 +46,17 @@ def state_kind(state: str) -> str:
 
 
 def average_kind(name: str) -> str:
-    """Return the kind of file that holds the averages ``name`` of units."""
+    """Return the kind of file that holds the averages called ``name`` of units."""
     return f"average.{name}"
 
 
 def average_tensors_kind(name: str) -> str:
-    """Return the kind of file that holds the rest of the averages ``name``: buffers, parameters without unit, counts."""
+    """Return the kind of file that holds the averages called ``name`` of buffers and of parameters outside of units, and their counts."""
     return f"average_tensors.{name}"
 
 
 def shard_file(kind: str, rank: int, world: int, tensor_rank: int = 0, tensor_world: int = 1) -> str:
-    """Return the name of the file with shard ``rank`` of ``world`` of every unit, of one of ``tensor_world`` tensor-parallel ranks."""
+    """Return the name of the file with the shards of ``rank`` among ``world`` ranks, for tensor-parallel rank ``tensor_rank``."""
     part = f".tensor-{tensor_rank:05d}-of-{tensor_world:05d}" if tensor_world > 1 else ""
     return f"{kind}-{rank:05d}-of-{world:05d}{part}.safetensors"
 
@@ -89,11 +89,11 @@ ITEM_BYTES: Final[dict[str, int]] = {name: dtype.itemsize for name, dtype in DTY
 
 
 def dtype_name(dtype: torch.dtype, what: str) -> str:
-    """Return the name of ``dtype`` in a file.
+    """Return the name of ``dtype`` in safetensors files.
 
     Raises:
-        CheckpointError: safetensors has no such type; names ``what``.
+        CheckpointError: safetensors does not support the dtype; the message names ``what``.
     """
     if dtype not in NAMES:
-        raise CheckpointError(f"{what} has element type {dtype}, which safetensors cannot hold; allowed are {sorted(DTYPES)}")
+        raise CheckpointError(f"{what} has dtype {dtype}, which safetensors cannot hold; allowed are {sorted(DTYPES)}")
     return NAMES[dtype]

@@ -1,6 +1,6 @@
-"""Numbers that steer a run: rates, steps, loss scales and counters that no run can have had are refused by name.
+"""Refuse numbers that no run can have saved: learning rates, steps, loss scales and counters out of range, by name.
 
-What is meant is told by the name. A number that a run might have had passes: that it is the right one, the checksum of the index says.
+The name of a value decides its range. Whether a possible value is also the saved one, the checksum of the index decides.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ import torch
 from hf_zero.errors import CheckpointError
 from hf_zero.system.reading import shown
 
-# Hyper-parameters and states of schedulers that are 0 or more, as numbers or lists of them.
+# Names of hyper-parameters and scheduler states that are at least 0.
 _RATES = frozenset(
     {"lr", "initial_lr", "max_lr", "min_lr", "weight_decay", "eps", "momentum", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"}
 )
-_LISTS = frozenset({"betas", "eps", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"})  # numbers or lists of them
-_TO_COME = frozenset({"frozen_at"})  # None until a run has come to it
+_LISTS = frozenset({"betas", "eps", "base_lrs", "_last_lr", "min_lrs", "max_lrs", "lrs"})  # names of values that may be lists of numbers
+_TO_COME = frozenset({"frozen_at"})  # names of values that are None until a run has reached them
 _MOST_RATE = 1e9
-_FRACTIONS = frozenset({"betas", "beta1", "beta2"})  # of [0, 1]
-_COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # whole numbers
+_FRACTIONS = frozenset({"betas", "beta1", "beta2"})  # names of values between 0 and 1
+_COUNTS = frozenset({"step", "last_epoch", "last_batch_iteration", "_step_count", "good_steps", "tolerance"})  # names of whole numbers
 _FROM_MINUS_ONE = frozenset({"last_epoch", "last_batch_iteration"})
 _MOST_COUNT = 1 << 62
 _MOST_SCALE = 2.0**127
@@ -32,28 +32,30 @@ _SCALER = frozenset({"scale", "dynamic", "good_steps", "tolerance"})
 
 
 def check_counters(counters: Mapping[str, Any]) -> None:
-    """Check the counters of the engine: known names, and whole numbers of at least 0.
+    """Check the counters of the engine: their names are known, and they are whole numbers of at least 0.
 
     Raises:
-        CheckpointError: Names the counter.
+        CheckpointError: A check failed; the message names the counter.
     """
     if counters and not set(COUNTERS[:3]) <= counters.keys():
         raise CheckpointError(f"counters are {shown(sorted(counters))}, expected {list(COUNTERS)}")
     for name, value in counters.items():
         if name not in COUNTERS or type(value) is not int or not 0 <= value <= _MOST_COUNT:
-            raise CheckpointError(f"counters: {shown(name)} is {shown(value)}; whole numbers from 0 on are allowed for {list(COUNTERS)}")
+            raise CheckpointError(
+                f"counters: {shown(name)} is {shown(value)}; whole numbers of at least 0 are allowed for {list(COUNTERS)}"
+            )
 
 
 def check_scaler(scaler: Any) -> None:
-    """Check the state of a loss scaler; it is empty where there is none.
+    """Check the state of a loss scaler; it is empty without a loss scaler.
 
     Raises:
-        CheckpointError: Names the key.
+        CheckpointError: A check failed; the message names the key.
     """
     if scaler == {}:
         return
     if not isinstance(scaler, dict):
-        raise CheckpointError(f"scaler is {shown(scaler)}, expected its state by name")
+        raise CheckpointError(f"scaler is {shown(scaler)}, expected a dict")
     if set(scaler) != _SCALER:
         raise CheckpointError(f"scaler has the keys {shown(sorted(map(str, scaler)))}, expected {sorted(_SCALER)}")
     check_values(scaler, "scaler")
@@ -65,48 +67,48 @@ def check_scaler(scaler: Any) -> None:
 
 
 def check_spikes(spikes: Any) -> None:
-    """Check the gradient norms of the last steps; None if the engine did not compare them.
+    """Check the gradient norms of the last steps; None if the engine did not record them.
 
     Raises:
-        CheckpointError: Names the key.
+        CheckpointError: A check failed; the message names the key.
     """
     if spikes is None:
         return
     if not isinstance(spikes, dict) or set(spikes) != {"norms", "consecutive"}:
-        raise CheckpointError(f"spikes is {shown(spikes)}, expected norms and consecutive")
+        raise CheckpointError(f"spikes is {shown(spikes)}, expected a dict with the keys norms and consecutive")
     norms, consecutive = spikes["norms"], spikes["consecutive"]
     if not isinstance(norms, list) or not all(isinstance(norm, float) and 0 <= norm < math.inf for norm in norms):
-        raise CheckpointError(f"spikes: norms is {shown(norms)}, expected a list of finite numbers from 0 on")
+        raise CheckpointError(f"spikes: norms is {shown(norms)}, expected a list of finite numbers of at least 0")
     if type(consecutive) is not int or not 0 <= consecutive <= _MOST_COUNT:
-        raise CheckpointError(f"spikes: consecutive is {shown(consecutive)}, expected a whole number from 0 on")
+        raise CheckpointError(f"spikes: consecutive is {shown(consecutive)}, expected a whole number of at least 0")
 
 
 def check_group(values: Any, where: str) -> None:
-    """Check the hyper-parameters of a param group; they are empty where a conversion knew none.
+    """Check the hyper-parameters of a param group; they are empty if the source of a conversion had none.
 
     Raises:
-        CheckpointError: Names ``where`` and the key.
+        CheckpointError: A check failed; the message names ``where`` and the key.
     """
     if not isinstance(values, dict) or (values and "lr" not in values):
-        raise CheckpointError(f"{where} is {shown(values)}, expected hyper-parameters with an lr")
+        raise CheckpointError(f"{where} is {shown(values)}, expected a dict of hyper-parameters that includes lr")
     check_values(values, where)
 
 
 def missing_settings(present: Mapping[str, Any], saved: Mapping[str, Any]) -> set[str]:
-    """Return the settings of param groups and schedulers that change a run, and that ``present`` has and ``saved`` lacks."""
+    """Return the keys of a param group or scheduler that affect training and that ``present`` has and ``saved`` lacks."""
     return {key for key in present.keys() & (_RATES | _FRACTIONS | _SWITCHES | _COUNTS) if key not in saved and key != "initial_lr"}
 
 
 def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
-    """Check single-number states, given with their place: they are finite, and of one type under each name.
+    """Check single-number states, given as (place, values by name): they are finite, and states of one name have one type.
 
     Raises:
-        CheckpointError: Names the place and the state.
+        CheckpointError: A check failed; the message names the place and the state.
     """
     types: dict[str, Any] = {}
     for where, values in states:
         if not isinstance(values, dict):
-            raise CheckpointError(f"{where} is {shown(values)}, expected states by name")
+            raise CheckpointError(f"{where} is {shown(values)}, expected a dict of states by name")
         check_values(values, where)
         for key, value in values.items():
             number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -114,14 +116,14 @@ def check_numbers(states: Sequence[tuple[str, Any]]) -> None:
                 raise CheckpointError(f"{where}: {key} is {shown(value)}, expected a finite number")
             kind = value.dtype if isinstance(value, torch.Tensor) else type(value).__name__
             if types.setdefault(key, kind) != kind:
-                raise CheckpointError(f"{where}: {key} is of type {kind}, elsewhere of {types[key]}")
+                raise CheckpointError(f"{where}: {key} is of type {kind}, but elsewhere in the index of {types[key]}")
 
 
 def check_values(values: Any, where: str) -> None:
-    """Refuse values that contradict the meaning of their names in ``values``; other names, and values that are no dict, pass.
+    """Check the values whose names imply a range; accept values of other names, and ``values`` that is not a dict.
 
     Raises:
-        CheckpointError: Names ``where``, the key and the value.
+        CheckpointError: A value is out of range; the message names ``where``, the key and the value.
     """
     for key, value in values.items() if isinstance(values, dict) else ():
         if key == "betas" and not (isinstance(value, (list, tuple)) and len(value) > 1 and None not in value):
@@ -133,11 +135,11 @@ def check_values(values: Any, where: str) -> None:
 
 
 def _problem(key: Any, value: Any) -> str:
-    """Return the fault of one number under ``key``; empty when there is none."""
+    """Return a clause that says why ``value`` is not possible for the name ``key``; "" if it is possible."""
     if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex():
         value = value.item()
     if isinstance(value, float) and math.isnan(value):
-        return "which is no number"
+        return "which is not a number"
     if key in _SWITCHES:
         return "" if isinstance(value, bool) else "expected true or false"
     if key not in _RATES | _FRACTIONS | _COUNTS or (value is None and key not in _COUNTS):
@@ -146,25 +148,25 @@ def _problem(key: Any, value: Any) -> str:
         return "expected a number"
     if key in _COUNTS:
         least = -1 if key in _FROM_MINUS_ONE else 0
-        return "" if least <= value <= _MOST_COUNT and value == int(value) else f"expected a whole number from {least} on"
+        return "" if least <= value <= _MOST_COUNT and value == int(value) else f"expected a whole number of at least {least}"
     if key in _FRACTIONS:
         return "" if 0 <= value <= 1 else "expected numbers from 0 to 1"
     return "" if 0 <= value <= _MOST_RATE else f"expected a number from 0 to {_MOST_RATE:g}"
 
 
-# -- beside what is there ---------------------------------------------------------------------------------------------
+# -- comparison with the present values -------------------------------------------------------------------------------
 
 
 def check_alike(present: Any, saved: Any, where: str) -> None:
-    """Refuses a saved value that is of another kind than the one it replaces: text for a number, a list for a switch.
+    """Raise an error if a saved value has another type than the present value that it replaces, such as text instead of a number.
 
     Args:
         present: Present value of the optimizer or scheduler.
-        saved: What it is to get; whatever takes the place of None passes, and None unless in place of a number or switch.
-        where: For the message.
+        saved: Saved value. Any value may replace None; None may replace any value except a number or a switch.
+        where: Description of the value for messages.
 
     Raises:
-        CheckpointError: Names ``where`` and both values.
+        CheckpointError: The types differ; the message names ``where`` and both values.
     """
     if isinstance(present, dict) and isinstance(saved, dict):
         for key in present.keys() & saved.keys():
@@ -175,16 +177,16 @@ def check_alike(present: Any, saved: Any, where: str) -> None:
     if own in ("a number", "a switch") and saved is None:
         other = "nothing"
     if own != other and own and other:
-        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {own}, found {other}")
+        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, but {shown(present)} here: expected {own}, found {other}")
     if isinstance(present, tuple) and len(present) != len(saved or present):
-        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, {shown(present)} here: expected {len(present)} values")
+        raise CheckpointError(f"{where} is {shown(saved)} in the checkpoint, but {shown(present)} here: expected {len(present)} values")
     if own == other == "a list" and len(present) == len(saved):
         for position, (here, there) in enumerate(zip(present, saved, strict=True)):
             check_alike(here, there, f"{where}[{position}]")
 
 
 def _kind(value: Any) -> str:
-    """Return the kind of a value in words; empty for None and for objects, which nothing is said about."""
+    """Return the type of a value in words; "" for None and for other objects, whose types are not compared."""
     if isinstance(value, torch.Tensor):
         return "a number" if value.numel() == 1 else "a tensor"
     kinds: dict[str, Any] = {"a switch": bool, "a number": (int, float), "a text": str, "a list": (list, tuple), "a dict": dict}

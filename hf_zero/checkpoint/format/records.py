@@ -1,4 +1,4 @@
-"""Define the records that an index is made of, and read them from JSON: exactly the keys of the class, each of its type."""
+"""Define the records of an index and parse them from JSON, which must have exactly the keys of the class, each with its type."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HINTS: dict[Any, dict[str, Any]] = {}
 
 
 def read_record(kind: type[T], data: Any, where: str) -> T:
-    """Makes a record of a JSON object.
+    """Return a record of class ``kind`` parsed from a JSON object.
 
     Raises:
-        CheckpointError: A key is missing, unknown or of another type; names ``where`` and the key.
+        CheckpointError: A key is missing, unknown or of another type; the message names ``where`` and the key.
     """
     if not isinstance(data, dict):
         raise CheckpointError(f"{where} is {shown(data)}, expected an object")
@@ -61,7 +61,7 @@ def _value(hint: Any, data: Any, where: str) -> Any:
 
 _MOST_DIMS = 64
 _TOO_LONG = 1 << 62
-_MOST_EMPTY = 64  # ranges without elements: each costs time for every row
+_MOST_EMPTY = 64  # limit of ranges without elements, because each costs time for every row
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class TensorRecord:
     """One tensor inside a file.
 
     Attributes:
-        dtype: Its name in safetensors.
-        shape: Its shape; () for one element.
-        offset: First byte, counted from the start of the file.
-        nbytes: Its bytes.
-        crc32: CRC-32 of each chunk of ``CHUNK_BYTES``, 8 hex digits each, joined.
+        dtype: Dtype, as safetensors names it.
+        shape: Shape of the tensor; () for a single element.
+        offset: Offset of the tensor's data from the start of the file, in bytes.
+        nbytes: Size of the tensor's data in bytes.
+        crc32: CRC-32 of each chunk of ``CHUNK_BYTES`` bytes, 8 hex digits each, concatenated.
     """
 
     dtype: str
@@ -83,9 +83,9 @@ class TensorRecord:
     crc32: str
 
     def check(self, where: str, file_nbytes: int) -> None:
-        """Refuses records that contradict themselves or reach outside the file."""
+        """Raise CheckpointError if the record contradicts itself or reaches outside of a file of ``file_nbytes`` bytes."""
         if self.dtype not in ITEM_BYTES:
-            raise CheckpointError(f"{where}: element type {self.dtype!r} is unknown, allowed are {sorted(ITEM_BYTES)}")
+            raise CheckpointError(f"{where}: dtype {self.dtype!r} is unknown, allowed are {sorted(ITEM_BYTES)}")
         if not _is_shape(self.shape) or math.prod(self.shape) * ITEM_BYTES[self.dtype] != self.nbytes:
             raise CheckpointError(f"{where}: {self.nbytes} bytes do not fit shape {shown(list(self.shape))} of {self.dtype}")
         if self.offset < 8 or self.offset + self.nbytes > file_nbytes:
@@ -99,10 +99,10 @@ class FileRecord:
     """One safetensors file of the folder.
 
     Attributes:
-        nbytes: Its size.
-        header_nbytes: Length prefix and header: where the data begins.
-        header_crc32: CRC-32 of those bytes, 8 hex digits.
-        tensors: Its tensors.
+        nbytes: Size of the file in bytes.
+        header_nbytes: Size of length prefix and header in bytes, which is the offset of the data.
+        header_crc32: CRC-32 of length prefix and header, 8 hex digits.
+        tensors: Records of the file's tensors, by name.
     """
 
     nbytes: int
@@ -111,7 +111,7 @@ class FileRecord:
     tensors: dict[str, TensorRecord]
 
     def check(self, name: str) -> None:
-        """Refuses tensors that leave a gap, share bytes, or do not end where the file does."""
+        """Raise CheckpointError if the tensors leave a gap, overlap, or do not end at the end of the file."""
         if not re.fullmatch("[0-9a-f]{8}", self.header_crc32):
             raise CheckpointError(f"{name}: header_crc32 is {shown(self.header_crc32)}, expected 8 hex digits")
         for tensor, record in self.tensors.items():
@@ -121,23 +121,23 @@ class FileRecord:
             raise CheckpointError(f"{name}: a header of {end} bytes does not fit a file of {self.nbytes}")
         for tensor, record in sorted(self.tensors.items(), key=lambda item: (item[1].offset, item[1].nbytes)):
             if record.offset != end:
-                raise CheckpointError(f"{name}: tensor {tensor!r} begins at byte {record.offset}, what lies before it ends at {end}")
+                raise CheckpointError(f"{name}: tensor {tensor!r} begins at byte {record.offset}, but the data before it end at byte {end}")
             end += record.nbytes
         if end != self.nbytes:
-            raise CheckpointError(f"{name}: its tensors end at byte {end}, the file at {self.nbytes}")
+            raise CheckpointError(f"{name}: its tensors end at byte {end}, but the file ends at byte {self.nbytes}")
 
 
 @dataclass(frozen=True)
 class ParamRecord:
-    """One parameter, or a tensor-parallel shard of one, inside a unit.
+    """A parameter, or a tensor-parallel shard of one, inside a unit.
 
     Attributes:
-        name: Its dotted name.
-        shape: Its full shape.
-        offset: First element inside the unit.
-        group: Param group; -1 when frozen.
-        dim: Dimension along which it is divided; None when the unit holds all of it.
-        ranges: [start, stop) along ``dim``, in the order in which they lie in the unit.
+        name: Dotted name of the parameter.
+        shape: Full shape of the parameter.
+        offset: Position of the first element inside the unit.
+        group: Index of the param group; -1 for a frozen parameter.
+        dim: Dimension along which the parameter is divided; None if the unit holds all of it.
+        ranges: Ranges [start, stop) along ``dim`` that the unit holds, in their order in the unit.
     """
 
     name: str
@@ -155,7 +155,7 @@ class ParamRecord:
 
 @dataclass(frozen=True)
 class LooseRecord:
-    """A parameter, or a tensor-parallel shard of one, that no unit holds: a tensor of its own in ``file``."""
+    """A parameter, or a tensor-parallel shard of one, that is stored outside of units as a separate tensor in ``file``."""
 
     name: str
     file: str
@@ -171,16 +171,16 @@ class LooseRecord:
 
 @dataclass(frozen=True)
 class UnitRecord:
-    """One unit: its flat buffer of ``padded_numel`` elements is cut into ``world`` shards of equal length.
+    """One unit: a flat buffer of ``padded_numel`` elements that is divided into ``world`` shards of equal length.
 
     Attributes:
-        name: Its tensor's name in every file.
-        kind: ``master`` when it was trained, else ``weights``: the files with its values.
-        dtype: Type of the parameters in training, as safetensors names it.
+        name: Name of the unit, and of its tensor in each file.
+        kind: Kind of the files with the unit's values: ``master`` if it was trained, else ``weights``.
+        dtype: Dtype of the parameters in training, as safetensors names it.
         world: Number of shards.
-        padded_numel: Elements of the whole buffer.
-        tensor_rank: Which tensor-parallel rank's; each has units of the same names with its shards.
-        params: Parameters in it.
+        padded_numel: Number of elements of the whole buffer, with padding.
+        tensor_rank: Tensor-parallel rank that the unit belongs to; each such rank has units of the same names.
+        params: Records of the parameters in the unit.
     """
 
     name: str
@@ -197,14 +197,14 @@ class UnitRecord:
         return self.padded_numel // self.world
 
     def check(self) -> None:
-        """Refuses units whose parameters do not fit their buffer, share elements of it, or leave more room than alignment does."""
+        """Raise CheckpointError if parameters exceed the buffer, overlap, or leave larger gaps than alignment explains."""
         where = f"unit {self.name!r}"
         if self.kind not in (MASTER, WEIGHTS):
             raise CheckpointError(f"{where}: kind is {self.kind!r}, allowed are {[MASTER, WEIGHTS]}")
         if self.dtype not in ITEM_BYTES:
             raise CheckpointError(f"{where}: dtype is {shown(self.dtype)}, allowed are {sorted(ITEM_BYTES)}")
         if self.world < 1 or self.padded_numel < 0 or self.padded_numel % self.world:
-            raise CheckpointError(f"{where}: {self.padded_numel} elements cannot be cut into {self.world} equal shards")
+            raise CheckpointError(f"{where}: {self.padded_numel} elements cannot be divided into {self.world} equal shards")
         for param in self.params:
             check_tp_shard(f"{where}: parameter {param.name}", param)
             if param.offset < 0 or param.offset + param.tp_shard.numel > self.padded_numel:
@@ -213,13 +213,13 @@ class UnitRecord:
         for param in sorted(self.params, key=lambda param: (param.offset, param.tp_shard.numel)):
             if param.offset < end:
                 raise CheckpointError(
-                    f"{where}: the parameters {last} and {param.name} overlap: one ends at {end}, one is at {param.offset}"
+                    f"{where}: the parameters {last} and {param.name} overlap: {last} ends at {end}, {param.name} begins at {param.offset}"
                 )
             if param.offset != round_up(end, ALIGNMENT):
-                raise CheckpointError(f"{where}: nothing lies between element {end} and parameter {param.name} at {param.offset}")
+                raise CheckpointError(f"{where}: there is a gap between element {end} and parameter {param.name} at element {param.offset}")
             end, last = param.offset + param.tp_shard.numel, param.name
         if self.padded_numel - round_up(end, ALIGNMENT) > self.world * ALIGNMENT:
-            raise CheckpointError(f"{where}: nothing lies between element {end} and its end at {self.padded_numel}")
+            raise CheckpointError(f"{where}: there is a gap between element {end} and the end of the unit at {self.padded_numel}")
 
 
 def _is_shape(shape: tuple[int, ...]) -> bool:
@@ -227,12 +227,12 @@ def _is_shape(shape: tuple[int, ...]) -> bool:
 
 
 def check_tp_shard(where: str, record: ParamRecord | LooseRecord) -> None:
-    """Refuses shapes and ranges that contradict each other."""
+    """Raise CheckpointError if shape, dim and ranges of a record contradict each other."""
     if not _is_shape(record.shape):
         raise CheckpointError(f"{where} has shape {shown(list(record.shape))}")
     if record.dim is None:
         if record.ranges:
-            raise CheckpointError(f"{where} has ranges {shown(record.ranges)} and no dim")
+            raise CheckpointError(f"{where} has ranges {shown(record.ranges)}, but dim is null")
         return
     if not 0 <= record.dim < len(record.shape):
         raise CheckpointError(f"{where}: dim {record.dim} of shape {list(record.shape)} does not exist")
@@ -240,12 +240,12 @@ def check_tp_shard(where: str, record: ParamRecord | LooseRecord) -> None:
         raise CheckpointError(f"{where}: ranges {shown(record.ranges)} do not lie inside dimension {record.dim} of {list(record.shape)}")
     ordered = sorted((pair[0], pair[1]) for pair in record.ranges if pair[0] < pair[1])
     if any(after[0] < before[1] for before, after in pairwise(ordered)) or len(record.ranges) > len(ordered) + _MOST_EMPTY:
-        raise CheckpointError(f"{where}: ranges {shown(record.ranges)} overlap, or too many are empty")
+        raise CheckpointError(f"{where}: ranges {shown(record.ranges)} overlap, or more than {_MOST_EMPTY} of them are empty")
 
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """A param group: the names of its parameters, and its hyper-parameters as ``values.encode`` gave them."""
+    """A param group: the names of its parameters, and its hyper-parameters encoded by ``values.Encoder``."""
 
     params: tuple[str, ...]
     values: Any
@@ -253,10 +253,10 @@ class GroupRecord:
 
 @dataclass(frozen=True)
 class ScalarRecord:
-    """States of one number each (``step``), for the parameters of one group in one unit.
+    """Optimizer states that are single numbers (``step``), for the parameters of one param group in one unit.
 
-    Where parameters of a unit count differently (some were frozen for a while), ``unit`` is the name of a parameter, and the record is
-    of that parameter alone.
+    If the numbers differ between parameters of the unit (some were frozen for a while), each has its own record, whose ``unit`` is the
+    name of the parameter.
     """
 
     unit: str
@@ -266,7 +266,7 @@ class ScalarRecord:
 
 @dataclass(frozen=True)
 class ParamStateRecord:
-    """All that an optimizer keeps for one parameter it updates whole: as ``values.encode`` gave it, with its tensors in ``file``."""
+    """The states of one parameter that the optimizer updates as a whole, encoded by ``values.Encoder``; their tensors are in ``file``."""
 
     param: str
     file: str
@@ -275,7 +275,7 @@ class ParamStateRecord:
 
 @dataclass(frozen=True)
 class OptimizerRecord:
-    """The optimizer: class name, names of its flat states, param groups, states that are single numbers, states of whole parameters."""
+    """The optimizer: class name, names of states per element, param groups, single-number states, and states of whole parameters."""
 
     name: str
     states: tuple[str, ...]
@@ -284,7 +284,7 @@ class OptimizerRecord:
     params: tuple[ParamStateRecord, ...] = ()
 
     def numbers(self) -> Callable[[str, int, str], Any]:
-        """Return a function that finds the values of a parameter, by its unit, its group and its name; None where there are none."""
+        """Return a function of (unit, param group, parameter name) that returns a parameter's single-number states, or None without any."""
         known = {(entry.unit, entry.group): entry.values for entry in self.scalars}
 
         def find(unit: str, group: int, param: str) -> Any:
@@ -295,9 +295,9 @@ class OptimizerRecord:
 
 
 def read_file_record(data: Any, where: str) -> FileRecord:
-    """Return a ``FileRecord`` of its JSON form.
+    """Return a ``FileRecord`` parsed from its JSON form.
 
     Raises:
-        CheckpointError: A key is missing or of another type; names ``where``.
+        CheckpointError: A key is missing or of another type; the message names ``where``.
     """
     return read_record(FileRecord, data, where)

@@ -1,4 +1,4 @@
-"""Parts of a tensor that tensor-parallel ranks hold, as runs of elements: pure arithmetic."""
+"""Compute which runs of contiguous elements of a tensor each tensor-parallel rank holds."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Run:
-    """Elements that are contiguous both in the whole tensor and in a shard of it.
+    """A run of elements that are contiguous both in the whole tensor and in a shard of it.
 
     Attributes:
-        whole: First element, counted in the whole tensor in row-major order.
-        local: First element, counted in the shard.
-        numel: How many.
+        whole: Index of the first element in the whole tensor, in row-major order.
+        local: Index of the first element in the shard, in row-major order.
+        numel: Number of elements.
     """
 
     whole: int
@@ -24,12 +24,12 @@ class Run:
 
 @dataclass(frozen=True)
 class SavedTpShard:
-    """Part of a tensor that one rank holds: index ranges along one dimension, one after the other.
+    """The part of a tensor that one tensor-parallel rank holds: concatenated index ranges along one dimension.
 
     Attributes:
         shape: Shape of the whole tensor.
-        dim: The dimension; None for the whole tensor.
-        ranges: [start, stop) along ``dim``; several for fused projections (a rank's part of q, of k and of v).
+        dim: Dimension along which the tensor is divided; None if the rank holds the whole tensor.
+        ranges: Ranges [start, stop) along ``dim``; several for fused projections (a rank's part of q, of k and of v).
     """
 
     shape: tuple[int, ...]
@@ -38,14 +38,14 @@ class SavedTpShard:
 
     @property
     def local_shape(self) -> tuple[int, ...]:
-        """Return the shape of the part that the rank holds."""
+        """Return the shape of the rank's part."""
         if self.dim is None:
             return self.shape
         return (*self.shape[: self.dim], sum(stop - start for start, stop in self.ranges), *self.shape[self.dim + 1 :])
 
     @property
     def numel(self) -> int:
-        """Return the number of elements that the rank holds."""
+        """Return the number of elements in the rank's part."""
         return math.prod(self.local_shape)
 
     @property
@@ -54,13 +54,13 @@ class SavedTpShard:
         return math.prod(self.shape[self.dim + 1 :]) if self.dim is not None else 1
 
     def runs(self, start: int, stop: int) -> Iterator[Run]:
-        """Yield elements ``start`` to ``stop`` of the shard as runs, by rising position in it."""
+        """Yield runs that cover the elements ``start`` to ``stop`` of the shard, in ascending order."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)
             return
         inner, wide = self._inner, self.shape[self.dim]
-        row = self.local_shape[self.dim] * inner  # elements of the shard per index of all earlier dimensions
+        row = self.local_shape[self.dim] * inner  # elements of the shard per index of the earlier dimensions
         for outer in range(start // row, (stop - 1) // row + 1):
             local = outer * row
             for first, last in self.ranges:
@@ -71,7 +71,7 @@ class SavedTpShard:
                 local += length
 
     def find(self, start: int, stop: int) -> Iterator[Run]:
-        """Yield the runs of the shard that are among the elements ``start`` to ``stop`` of the whole tensor."""
+        """Yield the runs of the shard that lie between the elements ``start`` and ``stop`` of the whole tensor."""
         if self.dim is None or start >= stop:
             if start < stop:
                 yield Run(start, start, stop - start)

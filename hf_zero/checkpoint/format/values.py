@@ -1,7 +1,8 @@
-"""Plain Python values as JSON: tags where JSON has no word, tensors by name in a file of their own. Reading runs no code.
+"""Encode Python values as JSON with tensors in a separate file, and decode them without running any code.
 
-A value is kept as JSON has it when JSON keeps it: None, bool, int, str, finite float, list, dict with string keys. Everything
-else becomes ``{"$": tag, ...}``. A type that is in no table here is refused by the path of its key, or pickled where the user says so.
+Values that JSON represents exactly stay as they are: None, bool, int, str, finite float, list, dict with string keys. Values of other
+supported types become ``{"$": tag, ...}``. A value of an unsupported type raises an error that names its path, or is pickled if the
+configuration allows pickles.
 """
 
 from __future__ import annotations
@@ -31,21 +32,21 @@ def pickled(value: Any, what: str) -> bytes:
     """Return the pickle of ``value``.
 
     Raises:
-        CheckpointError: It cannot be pickled; says ``what`` it is.
+        CheckpointError: The value cannot be pickled; the message begins with ``what``.
     """
     try:
         return pickle.dumps(value)
-    except Exception as error:  # whatever the value's own class raises
+    except Exception as error:  # a value's class may raise any error
         raise CheckpointError(f"{what}, cannot be pickled ({type(error).__name__}: {error}); leave it out") from error
 
 
 def unpickled(data: bytes) -> Any:
-    """Return the pickled value. This can run any code that ``data`` names, so only the user's configuration can ask for it."""
+    """Return the value of a pickle. This can run any code that ``data`` names, so it needs the user's permission in the configuration."""
     return pickle.loads(data)
 
 
 _TAG = "$"
-_NUMPY_KINDS = "biufcSUMm"  # of numpy.dtype.kind: no objects, no records
+_NUMPY_KINDS = "biufcSUMm"  # allowed values of numpy.dtype.kind; objects and records are not
 _PATHS = (pathlib.PosixPath, pathlib.WindowsPath, pathlib.PurePosixPath, pathlib.PureWindowsPath)
 _TIMES = (datetime.datetime, datetime.date, datetime.time)
 _NAMESPACES = (argparse.Namespace, types.SimpleNamespace)
@@ -55,29 +56,29 @@ _FLOATS = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 class Encoder:
-    """Turns values into JSON and collects the tensors they hold.
+    """An encoder of values as JSON that collects the tensors inside them.
 
     Args:
-        may_pickle: Pickle what no table knows, instead of refusing it.
+        may_pickle: Whether to pickle values of unsupported types instead of raising an error.
 
     Attributes:
-        tensors: Tensors for the tensor file, by the name the JSON uses.
+        tensors: Tensors for the tensor file, by their names in the JSON.
     """
 
     def __init__(self, may_pickle: bool = False) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
         self._may_pickle = may_pickle
-        self._open: set[int] = set()  # containers on the way from the root to here: a cycle shows as one met again
+        self._open: set[int] = set()  # ids of the containers around the current value, to detect cycles
 
     def encode(self, value: Any, path: str) -> Any:
         """Return the JSON form of ``value``.
 
         Args:
             value: Any nesting of the supported types.
-            path: Name in messages (``client_state``).
+            path: Name of the value in messages (``client_state``).
 
         Raises:
-            CheckpointError: A value of another type, or a container that contains itself; names its path.
+            CheckpointError: A value has an unsupported type, or a container contains itself; the message names its path.
         """
         kind = type(value)
         if value is None or kind in (bool, int, str):
@@ -138,7 +139,7 @@ class Encoder:
                 f"{path} is a tensor of layout {value.layout} and dtype {value.dtype} on {value.device}, which safetensors cannot hold; "
                 "convert it to a dense tensor of another dtype or leave it out"
             )
-        if hasattr(type(value), "__tensor_flatten__"):  # several tensors under one name: quantized ones, distributed ones
+        if hasattr(type(value), "__tensor_flatten__"):  # quantized and distributed tensors consist of several tensors
             raise CheckpointError(
                 f"{path} is a {type(value).__name__}, a tensor subclass that wraps several tensors, which cannot be saved; "
                 "convert it to a plain tensor"
@@ -149,10 +150,10 @@ class Encoder:
 
 
 def encode_scalar(value: Any, path: str) -> Any:
-    """Return the same as ``Encoder.encode`` for a number, or a tensor of one number, which is kept in the JSON itself; exact.
+    """Return the JSON form of a number, or of a tensor of one number, which is stored in the JSON without loss.
 
     Raises:
-        CheckpointError: Neither of both; names ``path``.
+        CheckpointError: ``value`` is neither; the message names ``path``.
     """
     if isinstance(value, torch.Tensor):
         if value.numel() != 1 or value.is_complex():
@@ -187,7 +188,7 @@ def _leaf(value: Any) -> Any:
 
 
 def _factory_name(value: defaultdict[Any, Any]) -> str | None:
-    """Return the name of the factory of a ``defaultdict``; None for a function of the caller."""
+    """Return the name of the factory of a ``defaultdict``; None if the factory is not one of ``_FACTORIES``."""
     return next((name for name, factory in _FACTORIES.items() if factory is value.default_factory), None)
 
 
@@ -210,12 +211,12 @@ def _numpy(value: Any, path: str) -> Any:
 
 
 class Decoder:
-    """Turns JSON back into values.
+    """A decoder of the JSON forms that ``Encoder`` makes.
 
     Args:
-        tensor: Gives the tensor of a name that the JSON uses.
-        path: Name in messages (the index file).
-        may_unpickle: Read pickles, which run what their writer wanted, instead of refusing them.
+        tensor: Function that returns the tensor of a name in the JSON.
+        path: Path of the index file, for messages.
+        may_unpickle: Whether to read pickles, which can run any code, instead of raising an error.
     """
 
     def __init__(self, tensor: Callable[[str], torch.Tensor], path: str, may_unpickle: bool = False) -> None:
@@ -227,11 +228,11 @@ class Decoder:
         """Return the value of a JSON form.
 
         Raises:
-            CheckpointError: An unknown tag, or a tag with wrong contents.
+            CheckpointError: A tag is unknown or has wrong contents, or there is a pickle and ``may_unpickle`` is false.
         """
         if not isinstance(data, (list, dict)):
             return data
-        with reading(f"a saved value in {self._path}", CheckpointError):  # what is nested too deep
+        with reading(f"a saved value in {self._path}", CheckpointError):  # reports values that are nested too deeply
             if isinstance(data, list):
                 return [self.decode(item) for item in data]
             if _TAG not in data:
@@ -284,22 +285,22 @@ class Decoder:
 
 def _read_scalar(value: Any, dtype: torch.dtype, shape: list[int]) -> torch.Tensor:
     if shape != [1] * len(shape) or len(shape) > _MOST_DIMENSIONS:
-        raise ValueError(f"{shape!r} is no shape of one number")
+        raise ValueError(f"{shape!r} is not a shape of one number")
     made = torch.tensor(value, dtype=dtype).view(shape)
     if made.item() != value and not (isinstance(value, float) and math.isnan(value)):
-        raise ValueError(f"{value!r} is no value of {dtype}")
+        raise ValueError(f"{value!r} is not a value of {dtype}")
     return made
 
 
 def _read_array(data: dict[str, Any]) -> Any:
     dtype = np.dtype(data["dtype"])
     if dtype.kind not in _NUMPY_KINDS:
-        raise ValueError(f"dtype {dtype}")
+        raise ValueError(f"dtype {dtype} is not allowed")
     return np.frombuffer(base64.b64decode(data["base64"]), dtype=dtype).reshape(data["shape"]).copy()
 
 
 def _read_dtype(name: str) -> torch.dtype:
     dtype = getattr(torch, name)
     if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"torch.{name} is no dtype")
+        raise ValueError(f"torch.{name} is not a dtype")
     return dtype

@@ -1,1 +1,1 @@
-"""Whole weights of a sharded model: a state dict on one rank, or safetensors files as Hugging Face reads them."""
+"""Gather the unsharded weights of a model: as a state dict on one rank, or as safetensors files in Hugging Face's layout."""

@@ -1,6 +1,6 @@
-"""Gather whole weights from a sharded model, unit by unit: a plain state dict on rank 0, or files that are written on the way.
+"""Gather the unsharded weights of a model unit by unit, into a state dict on rank 0 or directly into safetensors files.
 
-Where rank 0 has too little memory for the state dict, its tensors are kept in a file.
+If rank 0 has too little memory for the state dict, its tensors are mapped from files.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ SPILL_VARIABLE = "HF_ZERO_SPILL_DIR"
 
 
 class HostCopies:
-    """Makes host copies of tensors, each with a storage of its own.
+    """A factory of host copies of tensors; each copy has a storage of its own, in memory or in a mapped file.
 
-    [Note: copies in a file] ``Trainer.save_model`` and ``accelerator.get_state_dict`` want the whole model as one dict on the rank that
-    writes. When it is larger than half of the memory that is free there, or when the variable HF_ZERO_SPILL_DIR names a folder,
-    its tensors are mapped from files that have no name any more: the system writes their pages out when it needs the memory, and
-    they are gone with the last tensor.
+    [Note: copies in a file] ``Trainer.save_model`` and ``accelerator.get_state_dict`` need the whole model as one dict on the rank that
+    writes. If the model is larger than half of the free memory there, or if the variable HF_ZERO_SPILL_DIR names a folder, the tensors
+    are mapped from files whose names have been removed. The operating system writes their pages to disk when it needs the memory, and
+    frees each file together with its last tensor.
 
     Args:
-        nbytes: Bytes of all copies together.
+        nbytes: Total size of all copies in bytes.
     """
 
     def __init__(self, nbytes: int) -> None:
@@ -53,7 +53,8 @@ class HostCopies:
         """Return a contiguous copy of ``value`` on the host.
 
         Raises:
-            CheckpointError: The disk has no room for it. Found out before it is mapped: a page that finds none ends the process.
+            CheckpointError: The disk is too full for the copy. The space is reserved before the file is mapped, because a full disk would
+                    otherwise kill the process (SIGBUS) at a write to the mapped memory.
         """
         if self._folder is None or value.numel() == 0:
             return value.detach().to("cpu", copy=True).contiguous()
@@ -63,13 +64,13 @@ class HostCopies:
         except OSError as error:
             raise CheckpointError(
                 f"a tensor of {gib(nbytes)} cannot be kept in a file in {self._folder}: {error}. The whole model takes "
-                f"{gib(self._nbytes)}; make room, or set {SPILL_VARIABLE} to a folder with room"
+                f"{gib(self._nbytes)}; free disk space, or set {SPILL_VARIABLE} to a folder with enough space"
             ) from error
         return flat.view(value.shape).copy_(value.detach())
 
 
 def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.Tensor:
-    """Return a (numel,) tensor in a new file without name, for all of which the disk has room."""
+    """Return a (numel,) tensor mapped from a new file; its disk space is reserved and its name is removed already."""
     own_files.make_folders(Path(folder))
     with Folder(Path(folder)) as opened:
         name = own_files.hidden_name("spilled")
@@ -87,7 +88,7 @@ def _mapped(folder: str, nbytes: int, numel: int, dtype: torch.dtype) -> torch.T
 
 
 def _spill_folder(nbytes: int) -> str | None:
-    """Return the folder for ``nbytes`` of copies, or None for memory."""
+    """Return the folder in which to keep ``nbytes`` bytes of copies, or None to keep them in memory."""
     asked = os.environ.get(SPILL_VARIABLE)
     if asked:
         return asked
@@ -98,30 +99,30 @@ def _spill_folder(nbytes: int) -> str | None:
     room = shutil.disk_usage(folder).free
     taken = f"the whole model takes {gib(nbytes)} of {gib(memory.nbytes)} free memory on this rank"
     if room < nbytes:
-        logger.warning("%s, and %s has only %s; set %s to a folder with room", taken, folder, gib(room), SPILL_VARIABLE)
+        logger.warning("%s, and %s has only %s free; set %s to a folder with enough space", taken, folder, gib(room), SPILL_VARIABLE)
         return None
-    logger.info("%s: it is kept in files", taken)
+    logger.info("%s: its tensors are kept in files", taken)
     return folder
 
 
 def consolidated_state_dict(
     module: nn.Module, collectives: Collectives, exclude_frozen_parameters: bool = False
 ) -> dict[str, torch.Tensor] | None:
-    """Return the state dict of ``module`` with whole parameters of the training type, on the host; collective.
+    """Return the state dict of ``module`` with unsharded parameters in the training dtype, on the host; collective.
 
-    At any time one unit is gathered. Every entry has a storage of its own; tied parameters share one tensor. A dict that would
-    fill the host's memory is mapped from files, see [Note: copies in a file].
+    One unit at a time is gathered. Each entry has a storage of its own; tied parameters share one tensor. If the dict would fill the
+    host's memory, its tensors are mapped from files, see [Note: copies in a file].
 
     Args:
-        module: The user's module; its parameters may be released.
-        collectives: The axis it is divided over.
+        module: The user's module; its parameters may be placeholders.
+        collectives: Collectives of the data-parallel ranks.
         exclude_frozen_parameters: Leave out parameters that need no gradient (a PEFT base model).
 
     Returns:
-        The dict on rank 0 (of both axes), None on every other rank.
+        The dict on the first rank of the data-parallel and the model axis; None on every other rank.
 
     Raises:
-        CheckpointError: On every rank, when there is no room for the dict.
+        CheckpointError: The disk is too full for the dict; raised on every rank.
     """
     entries = _entries(module, exclude_frozen_parameters)
     values = list({id(value): value for value in entries.values()}.values())
@@ -140,10 +141,10 @@ def consolidated_state_dict(
 
 
 def _entries(module: nn.Module, exclude_frozen_parameters: bool) -> dict[str, torch.Tensor]:
-    """Return parameters and buffers by name; tied ones are the same object.
+    """Return parameters and buffers by name; tied parameters are the same object.
 
-    A parameter that a model's own ``state_dict`` leaves out has the name that it has in the module: scripts look for it there, since
-    DeepSpeed gathers module by module (trl's models with a value head leave out all that peft has wrapped).
+    A parameter that a model's own ``state_dict`` leaves out is added under its name in ``named_parameters``. Scripts expect it there,
+    because DeepSpeed gathers module by module (trl's models with a value head leave out all parameters that peft has wrapped).
     """
     named = {name: value for name, value in module.state_dict(keep_vars=True).items() if isinstance(value, torch.Tensor)}
     present = set(map(id, named.values()))
@@ -157,24 +158,27 @@ def _planned(name: str, value: torch.Tensor) -> PlannedTensor:
 
 
 def model_axis_of(collectives: Collectives) -> Collectives | None:
+    """Return the collectives of the model axis, the ranks that hold one copy of each layer together; None if there is one such rank."""
     return open_collectives(collectives.topology.model) if collectives.topology.model is not None else None
 
 
 def expert_axis_of(collectives: Collectives) -> Collectives | None:
-    """Return the axis of the ranks that together hold all experts, those of all stages of a pipeline; None where each rank has all."""
+    """Return the collectives of the ranks that together hold all experts of all pipeline stages; None if each rank holds all experts."""
     parts = collectives.topology.all_parts
     return open_collectives(parts) if parts is not None else None
 
 
 def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everywhere: bool = False) -> torch.Tensor | None:
-    """Return all experts of a parameter, on the first or on each of the ranks that hold them together; None on other ranks. Collective over
-    these ranks.
+    """Gather all experts of a parameter, on the first rank of ``axis`` or on each of its ranks; collective over ``axis``.
 
     Args:
         local: This rank's experts.
-        part: Range of these experts.
-        axis: The ranks.
-        everywhere: Every rank of the axis gets them.
+        part: Index ranges of this rank's experts in the whole parameter.
+        axis: Ranks that together hold all experts.
+        everywhere: Whether every rank of the axis receives all experts, not only the first.
+
+        Returns:
+            The whole parameter; None on a rank that does not receive it.
     """
     everyones = axis.gather_objects(part.ranges, "ranges of experts")
     flat, width = local.detach().reshape(-1), part.full_shape.numel() // part.full_shape[part.dim]
@@ -192,12 +196,12 @@ def joined_experts(local: torch.Tensor, part: TpShard, axis: Collectives, everyw
 
 
 def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None) -> torch.Tensor:
-    """Return the whole of a parameter that the ranks of the model axis hold together, on each of them; collective over that axis.
+    """Gather the tensor-parallel shards of a parameter and return the whole parameter; collective over the model axis.
 
     Args:
-        local: This rank's part, or the whole where ``part`` is None.
-        part: Place of the part.
-        model: The model axis; None where there is none.
+        local: This rank's shard, or the whole parameter if ``part`` is None.
+        part: Index ranges of the shard in the whole parameter.
+        model: Collectives of the model axis; None without tensor parallelism.
     """
     if part is None or model is None:
         return local
@@ -211,8 +215,9 @@ def joined(local: torch.Tensor, part: TpShard | None, model: Collectives | None)
 
 
 def _everyones(local: torch.Tensor, part: TpShard, ranges: list[Any], model: Collectives) -> list[torch.Tensor]:
-    """Return the part that each rank of the model axis holds of a parameter, on all of them; other stages of a pipeline hold nothing.
-    Collective.
+    """Return each model-axis rank's shard of a parameter; collective.
+
+    A rank of another pipeline stage holds no elements, so its shard is empty.
     """
     shape = list(part.full_shape)
     sizes = [sum(stop - start for start, stop in pieces) for pieces in ranges]
@@ -227,12 +232,13 @@ def _everyones(local: torch.Tensor, part: TpShard, ranges: list[Any], model: Col
 
 
 def _outside(values: list[torch.Tensor], in_units: list[tuple[Unit, list[torch.Tensor]]]) -> list[torch.Tensor]:
+    """Return the tensors of ``values`` that no unit holds."""
     held = {id(value) for _, members in in_units for value in members}
     return [value for value in values if id(value) not in held]
 
 
 def _by_unit(values: list[torch.Tensor]) -> list[tuple[Unit, list[torch.Tensor]]]:
-    """Return units that hold any of ``values``, with the ones they hold, in the order they first appear: the same on every rank."""
+    """Return the units that hold ``values``, each with its tensors, in the order of first appearance, which is the same on every rank."""
     found: dict[int, tuple[Unit, list[torch.Tensor]]] = {}
     for value in values:
         owner = find_unit(value)
@@ -246,7 +252,7 @@ def _is_frozen(value: torch.Tensor) -> bool:
 
 
 def safetensors_name(filename: str) -> str:
-    """Return the file name under which ``filename`` is written: never a pickle, and HF's own name in place of ``pytorch_model.bin``."""
+    """Return ``filename`` with the ending ``.safetensors``; ``pytorch_model.bin`` becomes ``model.safetensors`` as in transformers."""
     stem, _, ending = filename.rpartition(".")
     if ending == "safetensors":
         return filename
@@ -263,37 +269,37 @@ def write_model_files(
     exclude_frozen_parameters: bool = False,
     max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> Path:
-    """Writes the whole weights of the training type as safetensors files that ``from_pretrained`` reads; collective.
+    """Write unsharded weights in the training dtype as safetensors files that ``from_pretrained`` reads; collective.
 
-    Unit by unit: no rank ever holds more than its shards and one whole unit, and rank 0 writes each straight to its place in the file.
-    A tied parameter is stored once, under the name that ``named_parameters`` gives it, as Hugging Face does.
+    No rank holds more than its shards and one unsharded unit: rank 0 writes each unit to its place in the file as soon as it is gathered.
+    A tied parameter is stored once, under its first name, as in Hugging Face's files.
 
     Args:
         module: The user's module.
-        collectives: The axis it is divided over.
-        folder: Made when it does not exist.
-        filename: A ``.bin`` or ``.pt`` ending becomes ``.safetensors``, ``pytorch_model.bin`` becomes ``model.safetensors``.
+        collectives: Collectives of the data-parallel ranks.
+        folder: Folder of the files; created if it does not exist.
+        filename: Name of the file; ``pytorch_model.bin`` becomes ``model.safetensors``, and ``.bin`` or ``.pt`` becomes ``.safetensors``.
         exclude_frozen_parameters: Leave out parameters that need no gradient.
         max_shard_size: Bytes per file; a larger model becomes ``model-00001-of-0000N.safetensors`` and an index.
 
     Returns:
-        The file, or where it would be if there were one.
+        Path of the file; a model in several files has no file of this name.
 
     Raises:
-        CheckpointError: On every rank, when a file cannot be written; earlier files are left as they were.
-        ConfigError: ``max_shard_size`` is no size.
+        CheckpointError: A file cannot be written; raised on every rank, and files of an earlier save do not change.
+        ConfigError: ``max_shard_size`` is not a size.
         UnsupportedError: A weight is of a class that safetensors does not know (torchao).
     """
     name = safetensors_name(filename)
     if name != filename:
-        warn_once(f"save_16bit_model: the weights are written as {name}, in safetensors format, not as {filename}: no pickle is written")
+        warn_once(f"save_16bit_model: the weights are written as {name} in safetensors format, not as {filename}, because that is a pickle")
     limit = bytes_of(max_shard_size, "max_shard_size", bare=True)
     names: dict[int, str] = {}  # the first name of each tensor
     values: list[torch.Tensor] = []
     for key, value in _entries(module, exclude_frozen_parameters).items():
         if is_wrapped(value):
             raise UnsupportedError(
-                f"{key} is of class {type(value).__name__}, whose file format is its library's own: save the adapter (save_model, or "
+                f"{key} is of class {type(value).__name__}, which safetensors cannot hold: save the adapter alone (save_model, or "
                 "save_pretrained of a PeftModel), or pass exclude_frozen_parameters=True"
             )
         if id(value) not in names:
@@ -315,16 +321,17 @@ def write_model_files(
 
 
 def _on_first_of_both(collectives: Collectives, model: Collectives | None, what: str, work: Callable[[], None]) -> None:
-    """Run ``work`` on the first rank of the data-parallel and the model axis; an error in it is raised on every rank. Collective."""
+    """Run ``work`` on the first rank of both axes, data-parallel and model; raise its error on every rank. Collective."""
     agreement.on_first(collectives, what, work if model is None else lambda: agreement.on_first(model, what, work))
 
 
 def _gather_all(
     work: Callable[[torch.Tensor, torch.Tensor], None], values: list[torch.Tensor], collectives: Collectives, model: Collectives | None
 ) -> Exception | None:
-    """Gathers unit by unit; on the first data-parallel rank, ``work`` gets each value and the whole of it.
+    """Gather all values, unit by unit; call ``work`` with each value and its whole tensor on the first data-parallel rank. Collective.
 
-    Goes on gathering after a failure, which is returned: the other ranks wait for it.
+    After ``work`` has raised an error, gather the remaining units nevertheless, because the other ranks take part in these collectives;
+    then return the error. Return None if there was none.
     """
     failure: Exception | None = None
     expert = expert_axis_of(collectives)
@@ -334,7 +341,7 @@ def _gather_all(
         for value in members:
             part = tp_shard_of(value)
             if expert is not None and part is not None and part.expert:
-                # Of the ranks that hold all experts between them, those beside the first are asked.
+                # The expert axis that contains rank 0 gathers; its ranks are the first ``expert_places`` ones.
                 whole = joined_experts(value, part, expert) if collectives.rank < collectives.topology.expert_places else None
             else:
                 whole = joined(value, part, model) if collectives.rank == 0 else None
@@ -344,7 +351,7 @@ def _gather_all(
             except Exception as error:
                 failure = error
 
-    if collectives.topology.pipe is not None:  # each stage has units of its own, and all are whole: the order is the model's
+    if collectives.topology.pipe is not None:  # stages have different units, all unsharded: every rank follows the model's order
         each(values)
         return failure
     in_units = _by_unit(values)

@@ -1,4 +1,4 @@
-"""The safetensors files of a whole model: laid out from names and shapes, filled tensor by tensor in any order, then put in place."""
+"""Write the safetensors files of an unsharded model: plan the layout, fill in tensors in any order, then rename the files."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WINDOW_BYTES = 4 * 2**20
 
 @dataclass(frozen=True)
 class PlannedTensor:
-    """A tensor that will be written: its name in the file, element type and whole shape."""
+    """A tensor that will be written: its name in the file, dtype and full shape."""
 
     name: str
     dtype: torch.dtype
@@ -32,25 +32,25 @@ class PlannedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Return bytes of its values."""
+        """Return the size of the tensor's data in bytes."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
 class ModelFiles:
-    """One ``name`` in ``folder``, or, for a model larger than a shard, numbered files and the index that Hugging Face reads.
+    """The model file ``name`` in ``folder``, or, for a model larger than ``max_shard_size``, numbered files with Hugging Face's index.
 
-    Nothing has its final name before ``commit``. Then what made up the previous model of this name goes away: the file, or the index and
-    what that lists. Only the rank that writes makes one.
+    The files have hidden names until ``commit``, which then removes files of an earlier model with this name: the single file, or the
+    index and the files that it lists. Only the rank that writes constructs this object.
 
     Args:
-        folder: Made when it does not exist.
-        name: Name of the file if there is one, ``<stem>.safetensors``.
-        tensors: Tensors to write, with different names; a file holds neighbours.
+        folder: Folder of the files; created if it does not exist.
+        name: File name of a model in one file, ``<stem>.safetensors``; numbered files use its stem.
+        tensors: Tensors to write, with distinct names; a file holds consecutive tensors of this sequence.
         max_shard_size: Bytes of tensors per file, unless a single tensor is larger.
 
     Raises:
-        CheckpointError: An element type that safetensors lacks.
-        OSError: The file system refuses.
+        CheckpointError: A tensor has a dtype that safetensors does not support.
+        OSError: A file cannot be created or written.
     """
 
     def __init__(self, folder: Path, name: str, tensors: Sequence[PlannedTensor], max_shard_size: int) -> None:
@@ -87,19 +87,19 @@ class ModelFiles:
             file.truncate(end)
 
     def write(self, name: str, value: torch.Tensor) -> None:
-        """Writes the values of one tensor, from any device, a window at a time.
+        """Write the data of one tensor, from any device, a window of bytes at a time.
 
         Raises:
-            CheckpointError: It has another shape than planned: a released parameter would be written as an empty tensor.
-            OSError: The file system refuses.
+            CheckpointError: Shape or dtype differ from the plan, for example because the parameter is a placeholder.
+            OSError: A file cannot be created or written.
         """
         planned = self._planned[name]
         if tuple(value.shape) != planned.shape or value.dtype != planned.dtype:
-            raise CheckpointError(f"{name} is {tuple(value.shape)} of {value.dtype}, planned were {planned.shape} of {planned.dtype}")
+            raise CheckpointError(f"{name} is {tuple(value.shape)} of {value.dtype}, but {planned.shape} of {planned.dtype} was planned")
         hidden, offset = self._where[name]
         flat = value.detach().reshape(-1)
         step = _WINDOW_BYTES // planned.dtype.itemsize
-        # Through a buffer of our own: numpy() on a unit's buffer would keep it from ever being released.
+        # Copy to a separate buffer: numpy() on a unit's buffer would keep its memory from being freed.
         staged = torch.empty(min(step, flat.numel()), dtype=planned.dtype)
         with os.fdopen(self._opened.reopen(hidden), "r+b", buffering=0) as file:
             for start in range(0, flat.numel(), step):
@@ -110,7 +110,7 @@ class ModelFiles:
                     data, offset = data[count:], offset + count
 
     def commit(self) -> None:
-        """Forces everything to the disk and gives the files their names; then files of an earlier save under this name go away."""
+        """Flush the files to disk and rename them to their final names; then remove files of an earlier model with this name."""
         for hidden in self._final:
             with os.fdopen(self._opened.reopen(hidden), "rb") as file:
                 os.fsync(file.fileno())
@@ -128,7 +128,7 @@ class ModelFiles:
         self._opened.close()
 
     def abort(self) -> None:
-        """Removes what was begun."""
+        """Remove the unfinished files."""
         for hidden in self._final:
             own_files.remove_file(self._folder / hidden, self._opened)
         self._opened.close()
@@ -138,7 +138,7 @@ class ModelFiles:
         return f"{self._name}.index.json"
 
     def _previous_files(self) -> set[str]:
-        """Return the files of the model that has this name now. Others that look like parts of one may be another model's."""
+        """Return the names of the files of the earlier model; similarly named files that its index does not list may be another model's."""
         shard = re.compile(rf"{re.escape(self._name.removesuffix('.safetensors'))}-\d{{5}}-of-\d{{5}}\.safetensors")
         try:
             listed = json.loads(read_text(self._index, LIMIT_BYTES, within=self._opened.descriptor))["weight_map"].values()
@@ -149,9 +149,7 @@ class ModelFiles:
 
 
 def split_by_size(tensors: Sequence[D], limit: int) -> list[list[D]]:
-    """Return the tensors grouped into files: neighbours together, at most ``limit`` bytes per file unless a single tensor is larger; at
-    least one file.
-    """
+    """Divide tensors into files of consecutive tensors, each at most ``limit`` bytes unless one tensor is larger; return at least one."""
     files: list[list[D]] = [[]]
     filled = 0
     for tensor in tensors:

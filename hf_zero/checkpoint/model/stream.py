@@ -1,4 +1,4 @@
-"""Whole weights in buckets: a bounded part of the model at a time, each unit gathered once, for code that moves them elsewhere."""
+"""Yield the unsharded weights of a model in buckets of bounded size, gathering each unit once, for code that sends them elsewhere."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from hf_zero.core.units.unit import Unit, find_unit
 
 @dataclass(frozen=True)
 class Piece:
-    """Tensors of a stream that are made together.
+    """One or more tensors of a stream that are computed together.
 
     Attributes:
-        names: Theirs, in order.
-        params: The parameters that they have the shape of, in the same order.
-        reads: All parameters that must be whole while they are made.
-        make: Gives their values, each of this rank's tensor-parallel shard.
+        names: Names of the tensors, in order.
+        params: The parameter that each tensor is a value of, in the same order.
+        reads: All parameters that must be unsharded while the tensors are computed.
+        make: Function that returns this rank's tensor-parallel shard of each tensor, in the same order.
     """
 
     names: tuple[str, ...]
@@ -32,22 +32,22 @@ class Piece:
 
     @classmethod
     def of_param(cls, name: str, param: torch.Tensor) -> Piece:
-        """Return one parameter as it is."""
+        """Return a piece whose only tensor is the value of ``param``."""
         return cls((name,), (param,), (param,), lambda: (param.detach(),))
 
 
 class WeightStream:
-    """Goes through pieces bucket by bucket, and lets the next one's all-gathers run meanwhile; collective.
+    """An iterator over buckets of unsharded weights that starts the next bucket's all-gathers before it yields a bucket; collective.
 
-    A unit is gathered when its first piece comes and kept until its last: the root of a model, which holds its first and last layers, from
-    start to end. Views of a unit that somebody keeps stay as they are ([Note: tensors taken out of a gather]).
+    A unit is gathered for its first piece and stays unsharded until its last; the unit of a model's first and last layers stays unsharded
+    during the whole iteration. Views that the caller keeps remain valid ([Note: tensors taken out of a gather]).
 
     Args:
-        pieces: In the order in which they come.
-        model: The model axis; None where there is none.
-        bucket_bytes: Of gathered units in a bucket; one that is larger is a bucket of its own.
-        check: Called before each bucket; raises where going on would be wrong.
-        expert: The ranks that hold all experts between them; None where each has all.
+        pieces: Pieces in the order in which they are yielded.
+        model: Collectives of the model axis; None without tensor parallelism.
+        bucket_bytes: Largest total size of the units that one bucket gathers; a larger unit gets a bucket of its own.
+        check: Function that is called before each bucket and raises an error if the iteration must not continue.
+        expert: Collectives of the ranks that together hold all experts; None if each rank holds all.
     """
 
     def __init__(
@@ -63,11 +63,11 @@ class WeightStream:
         self._check = check
         self._buckets = _buckets(pieces, bucket_bytes)
         self._last_use = {id(unit): index for index, bucket in enumerate(self._buckets) for unit in _units_of(bucket)}
-        self._started: dict[int, Unit] = {}  # sharded before we came, and not pinned yet
-        self._held: dict[int, tuple[Unit, bool]] = {}  # pinned, and whether it was sharded before
+        self._started: dict[int, Unit] = {}  # units whose all-gather this stream has started, not pinned yet
+        self._held: dict[int, tuple[Unit, bool]] = {}  # pinned units, and whether each was sharded before
 
     def __iter__(self) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield buckets of (name, whole value). Every rank must take all of them."""
+        """Yield buckets, lists of (name, whole tensor). Every rank must iterate to the end."""
         try:
             for index, bucket in enumerate(self._buckets):
                 self._check()
@@ -75,9 +75,9 @@ class WeightStream:
                 if index + 1 < len(self._buckets):
                     self._start(self._buckets[index + 1])
                 yield [pair for piece in bucket for pair in self._values(piece)]
-                self._let_go(index)
+                self._free(index)
         finally:
-            self._let_go(len(self._buckets))
+            self._free(len(self._buckets))
             for unit in self._started.values():
                 unit.reshard()
 
@@ -105,7 +105,7 @@ class WeightStream:
                 self._held[id(unit)] = (unit, self._started.pop(id(unit), None) is not None)
                 unit.pin()
 
-    def _let_go(self, index: int) -> None:
+    def _free(self, index: int) -> None:
         for key, (unit, was_sharded) in list(self._held.items()):
             if self._last_use[key] <= index:
                 del self._held[key]

@@ -1,1 +1,1 @@
-"""State of an engine that a checkpoint holds, and the optimizer state on its way to files and back."""
+"""Collect the state of an engine that a checkpoint holds, and convert optimizer state to tensors of files and back."""

@@ -1,4 +1,4 @@
-"""Averages of weights in a checkpoint: rows beside the masters, and whole tensors of what lies in no unit."""
+"""Save and load averages of weights: rows laid out like the masters, and whole tensors for parameters and buffers outside of units."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0
 
-_COUNTS = "(counts)"  # no parameter or buffer is named so
+_COUNTS = "(counts)"  # tensor name that no parameter or buffer can have
 
 
 def row_entries(averages: AveragedWeights, units: Sequence[Unit]) -> list[tuple[Unit, Entry]]:
-    """Return the average of each unit among ``units``, laid out like its master; copies nothing."""
+    """Return an entry with the average of each unit that has one, laid out like the unit's master; copies no tensor."""
     found = [(unit, row.flat) for unit, row in averages.rows.of(units)]
     return [(unit, Entry(unit.name, flat.dtype, (flat.numel(),), (flat,))) for unit, flat in found]
 
 
 def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iterable[str]) -> dict[str, list[Entry]]:
-    """Return the file of this rank with whole tensors: counts and parameters that no unit holds on the first rank, and buffers.
+    """Return this rank's file of whole tensors: averages of its buffers, and on rank 0 also the counts and parameters outside of units.
 
-    Parts of a parameter that tensor parallelism splits are left out: such an average begins anew.
+    Averages of parameters outside of units that tensor parallelism divides are left out; after a load they start from the weights.
 
     Args:
         state: State to save.
         averages: Averages to save.
-        buffers: Buffers of the module that this rank writes: theirs of the average go with them.
+        buffers: Names of the buffers that this rank writes; it writes their averages too.
     """
     entries = [whole(name, averages.buffers[name]) for name in buffers if name in averages.buffers]
     if state.everyone.rank == 0:
@@ -46,10 +46,10 @@ def average_files(state: TrainingState, averages: AveragedWeights, buffers: Iter
 
 
 def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: Catalog, reader: RangeReader) -> None:
-    """Load into ``averages`` the averages that the checkpoint holds; without any, start them again from the present weights. Local.
+    """Load ``averages`` from the checkpoint, or start them from the current weights if the checkpoint has none. Local.
 
     Raises:
-        CheckpointError: A file is damaged, or a shape does not fit.
+        CheckpointError: A file is damaged, or the shape of an average differs from its parameter's.
     """
     averages.start_over()
     saved = _saved_tensors(averages, catalog)
@@ -66,12 +66,12 @@ def restore_averages(state: TrainingState, averages: AveragedWeights, catalog: C
     _take_tensors(state, averages, saved, reader)
     counts = reader.whole(saved[_COUNTS], _COUNTS)
     if counts.shape != (2,) or counts.dtype != torch.int64 or bool((counts < 0).any()):
-        raise CheckpointError(f"{saved[_COUNTS]}: the counts of averages {averages.name!r} are no two whole numbers from 0 on")
+        raise CheckpointError(f"{saved[_COUNTS]}: the counts of averages {averages.name!r} are not two whole numbers of at least 0")
     averages.updates, averages.calls = map(int, counts.tolist())
 
 
 def _row_copies(state: TrainingState, averages: AveragedWeights, unit: Unit, catalog: Catalog) -> Iterable[Copy]:
-    """Reads of the average of one unit's part on this rank, where there is one for its parameters."""
+    """Yield the reads that fill this rank's part of a unit's average, for the parameters whose average the checkpoint has."""
     kind = average_kind(averages.name)
     for index, slot in enumerate(unit.layout.slots):
         found = catalog.find(slot.name)
@@ -86,14 +86,14 @@ def _row_copies(state: TrainingState, averages: AveragedWeights, unit: Unit, cat
 
 
 def _saved_tensors(averages: AveragedWeights, catalog: Catalog) -> dict[str, str]:
-    """Return the whole tensors of the average in the checkpoint -> the file that holds each."""
+    """Return the file of each whole tensor of the average in the checkpoint, by tensor name."""
     kind = average_tensors_kind(averages.name)
     files = {name: file for name, file in catalog.index.files.items() if name.startswith(f"{kind}-")}
     return {tensor: name for name, file in files.items() for tensor in file.tensors}
 
 
 def _take_tensors(state: TrainingState, averages: AveragedWeights, saved: dict[str, str], reader: RangeReader) -> None:
-    """Load buffers, and averages of parameters that no unit held when they were saved."""
+    """Load the averages of buffers, and of parameters that were outside of units when the checkpoint was saved."""
     rooms = {name: averages.buffer(name) for name in state.buffers() if name in saved}
     rooms |= {name: averages.rows.of_param(name, param) for name, param in state.loose_params() if name in saved}
     for name, room in rooms.items():
@@ -106,5 +106,5 @@ def _take_tensors(state: TrainingState, averages: AveragedWeights, saved: dict[s
 
 def _of_shape(value: torch.Tensor, shape: torch.Size, name: str) -> torch.Tensor:
     if value.shape != shape:
-        raise CheckpointError(f"the average of {name} has shape {tuple(value.shape)}, and it has {tuple(shape)} in this model")
+        raise CheckpointError(f"the saved average of {name} has shape {tuple(value.shape)}, but in this model {name} has {tuple(shape)}")
     return value

@@ -1,4 +1,4 @@
-"""The state of a sharded optimizer: flat arrays beside the masters, single numbers, and param groups matched by parameter names."""
+"""Save and load a sharded optimizer's state: rows laid out like the masters, single numbers, param groups matched by parameter names."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
 
-# How the present optimizer computes, not what: kept as it is, so that a run can move between devices.
+# Options of the implementation, which do not change results. The present values stay, so that a run can move between devices.
 _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 
 
@@ -34,16 +34,16 @@ _EXECUTION_KEYS = frozenset({"params", "fused", "foreach", "capturable"})
 
 
 def flat_states(optimizer: ShardedOptimizer) -> list[str]:
-    """Return names of this rank's states that have an element per parameter element, in a fixed order."""
+    """Return the names of the states with one element per parameter element on this rank, in a fixed order."""
     numbers = _shaped_numbers(optimizer)
     return sorted({name for segment in optimizer.segments for name in _rows(optimizer, segment, numbers)})
 
 
 def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
-    """Return ``state`` laid out like the master shards, one entry per unit that has it on this rank; gaps are zeros.
+    """Return ``state`` laid out like the master shards, one entry per unit that has this state on this rank; gaps are zeros.
 
     Raises:
-        CheckpointError: A tensor has neither the shape of its segment nor a single element.
+        CheckpointError: A tensor has neither its segment's shape nor a single element, or the tensors of a unit differ in dtype.
     """
     entries = []
     numbers = _shaped_numbers(optimizer)
@@ -58,7 +58,7 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
             if value.shape != (count,):
                 raise CheckpointError(
                     f"the optimizer state {state!r} of unit {unit.name} has shape {tuple(value.shape)} for "
-                    f"{count} elements; only states with one number per element, or one number in all, can be saved"
+                    f"{count} elements; only states with one number per element, or a single number, can be saved"
                 )
             if dtype not in (None, value.dtype):
                 raise CheckpointError(
@@ -74,7 +74,7 @@ def state_entries(optimizer: ShardedOptimizer, state: str) -> list[Entry]:
 
 
 def scalars(optimizer: ShardedOptimizer) -> list[dict[str, Any]]:
-    """Return this rank's single-number states per segment: unit, group and encoded values, and where segments are cut its parameters."""
+    """Return this rank's single-number states by segment: unit, group and encoded values, and the parameters of a segment that was cut."""
     found = []
     shaped = _shaped_numbers(optimizer)
     for segment in optimizer.segments:
@@ -92,9 +92,11 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
     """Return one record per unit and group, from all ranks.
 
     Raises:
-        CheckpointError: Ranks disagree, so the optimizer's numbers depend on how a unit is divided.
+        CheckpointError: Ranks have different numbers for one parameter, so the optimizer's state depends on how a unit is divided.
     """
-    merged: dict[tuple[str, int], dict[str, Any]] = {}  # by unit and group: values by parameter, "" where segments are whole
+    merged: dict[
+        tuple[str, int], dict[str, Any]
+    ] = {}  # (unit, group) -> values by parameter; the key "" is for all parameters of an uncut segment
     for rank, found in enumerate(by_rank):
         for entry in found:
             key = (entry["unit"], entry["group"])
@@ -115,13 +117,13 @@ def merge_scalars(by_rank: Sequence[Sequence[dict[str, Any]]]) -> tuple[ScalarRe
 
 
 def _states(optimizer: ShardedOptimizer, segment: OwnedSegment) -> Mapping[str, Any]:
-    """Return the states of a segment when no update is under way: rows of its length, and single numbers; empty before the first step."""
+    """Return the states of a segment between updates: rows of the segment's length and single numbers; empty before the first step."""
     optimizer.state_store.settle()
     return segment.state
 
 
 def _rows(optimizer: ShardedOptimizer, segment: OwnedSegment, numbers: Set[str]) -> dict[str, torch.Tensor]:
-    """Return the states of a segment that have a number per element; ``numbers`` as ``_shaped_numbers`` gives them."""
+    """Return the states of a segment with one element per parameter element; ``numbers`` is the result of ``_shaped_numbers``."""
     return {
         name: value
         for name, value in _states(optimizer, segment).items()
@@ -130,9 +132,10 @@ def _rows(optimizer: ShardedOptimizer, segment: OwnedSegment, numbers: Set[str])
 
 
 def _shaped_numbers(optimizer: ShardedOptimizer) -> set[str]:
-    """Return names of the states of one number each that are kept with a shape, ``torch.zeros(1)``; local.
+    """Return the names of single-number states that the optimizer keeps as tensors of shape (1,); local.
 
-    A segment of one element has rows of that shape too. There longer segments tell, or else the class, which is tried on a small row.
+    In a segment of one element, a state per element has this shape too. Longer segments distinguish the two; without any, the optimizer
+    class is tried on a small tensor.
     """
     numbers, rows, unclear = set[str](), set[str](), dict[str, int]()
     for segment in optimizer.segments:
@@ -154,7 +157,7 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
     """Return the param groups with the names of their parameters.
 
     Raises:
-        CheckpointError: A group holds a value that cannot be saved.
+        CheckpointError: A param group holds a value that cannot be saved.
     """
     records = []
     for index, group in enumerate(optimizer.param_groups):
@@ -164,9 +167,7 @@ def group_records(optimizer: ShardedOptimizer, encoder: Encoder) -> tuple[GroupR
 
 
 def complete_groups(groups: Sequence[GroupRecord], units: Iterable[UnitRecord]) -> tuple[GroupRecord, ...]:
-    """Return the param groups of rank 0 with the parameters that other ranks alone hold (stages of a pipeline), which their ``units``
-    name.
-    """
+    """Return rank 0's param groups, completed with the parameters of other pipeline stages that ``units`` lists."""
     names = [dict.fromkeys(group.params) for group in groups]
     for unit in units:
         for param in unit.params:
@@ -184,12 +185,12 @@ def _names(units: Sequence[Unit], group: int) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class SegmentPlan:
-    """Values that one segment receives.
+    """The loaded optimizer states of one segment.
 
     Attributes:
         segment: The segment.
-        flat: Rows of the segment's length by state name; the plan's ``copies`` fill them.
-        numbers: Single numbers by state name.
+        flat: States with one element per parameter element, (elements of the segment,) each, by name; the plan's ``copies`` fill them.
+        numbers: Single-number states by name.
     """
 
     segment: OwnedSegment
@@ -198,22 +199,22 @@ class SegmentPlan:
 
 
 class GroupsPlan:
-    """Map of the saved param groups to the present ones.
+    """A map of the saved param groups to the present ones.
 
-    Making it reads no tensor and changes nothing; ``copies`` fill new tensors, ``apply`` installs what was read.
+    The constructor reads no tensors and changes nothing. ``copies`` fill new tensors; ``apply`` installs them in the optimizer.
 
     Attributes:
         optimizer: Optimizer whose groups and state are restored.
-        copies: Reads.
-        whole: States are those of whole parameters, not of segments.
+        copies: Ranges of files to read, with the tensors to fill.
+        whole: Whether the optimizer keeps states of whole parameters instead of segments.
 
     Args:
         optimizer: Optimizer whose groups and state are restored.
         catalog: Contents of the checkpoint.
-        decoder: For values in the index.
+        decoder: Decoder of the values in the index.
 
     Raises:
-        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+        CheckpointError: The checkpoint has no optimizer, or its param groups contradict the present ones.
     """
 
     whole = False
@@ -234,12 +235,12 @@ class GroupsPlan:
         self._groups = [self._match(index) for index in range(len(optimizer.param_groups))]
 
     def warn_of_fresh(self, names: Sequence[str]) -> None:
-        """Says that ``names`` start without state."""
+        """Warn once that the optimizer states of the parameters ``names`` start from zero; do nothing without names."""
         if names:
             warn_once(f"the checkpoint has no optimizer state for {len(names)} parameters ({names[0]}, ...): their state starts from zero")
 
     def _match(self, index: int) -> dict[str, Any]:
-        """Return hyper-parameters of present group ``index``, from the saved group that held its parameters."""
+        """Return the saved hyper-parameters for the present param group ``index``, from the saved group that held its parameters."""
         names = {self._catalog.canonical(name) for name in _names(self.optimizer.units, index)}
         matches = [saved for saved in self._record.groups if names & set(saved.params)]
         if not matches:
@@ -258,30 +259,30 @@ class GroupsPlan:
         check_alike({key: value for key, value in group.items() if key != "params"}, taken, f"param group {index}")
         lost = [] if self._takeover.foreign or not values else sorted(missing_settings(group, values))
         if lost:
-            raise CheckpointError(f"param group {index}: the checkpoint lacks its {', '.join(lost)}; found are {sorted(values)}")
+            raise CheckpointError(f"param group {index}: the checkpoint lacks the keys {', '.join(lost)}; it has {sorted(values)}")
         return taken
 
     def files(self) -> set[str]:
-        """Return files that this rank needs beside those of ``copies``."""
+        """Return the names of the files that this rank reads in addition to those of ``copies``."""
         return set()
 
     def apply(self) -> None:
-        """Installs the groups' values; local."""
+        """Set the hyper-parameters of the optimizer's param groups to the saved values; local."""
         for group, values in zip(self.optimizer.param_groups, self._groups, strict=True):
             _update_group(group, values)
 
 
 class OptimizerPlan(GroupsPlan):
-    """Map of the saved optimizer state to the segments of this rank.
+    """A map of the saved optimizer state to the segments of this rank.
 
     Args:
         optimizer: Optimizer whose state is restored.
         tensor: This rank's place on the tensor-parallel axis.
         catalog: Contents of the checkpoint.
-        decoder: For values in the index.
+        decoder: Decoder of the values in the index.
 
     Raises:
-        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+        CheckpointError: The checkpoint has no optimizer, or its param groups contradict the present ones.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, tensor: TensorAxis, catalog: Catalog, decoder: Decoder) -> None:
@@ -316,14 +317,14 @@ class OptimizerPlan(GroupsPlan):
         return SegmentPlan(segment, flat, numbers)
 
     def _room(self, segment: OwnedSegment, state: str, dtype: torch.dtype, whole: bool) -> torch.Tensor:
-        """Return where a saved state is to be read into, until ``apply``; zeros unless ``whole``: every element will be written."""
-        # The present tensor where possible: moments are not held twice.
+        """Return the tensor that a saved state is read into; it is zero unless ``whole``, which says that reads fill every element."""
+        # Use the present tensor where possible, so that moments are not in memory twice.
         present = _states(self.optimizer, segment).get(state)
         fits = isinstance(present, torch.Tensor) and present.shape == segment.tensor.shape and present.dtype == dtype
         return present if whole and fits and present is not None else self.optimizer.state_store.new_state(segment, state, dtype)
 
     def _copy(self, segment: OwnedSegment, slot: ParamSlot, found: Located, state: str, target: torch.Tensor) -> None:
-        start = segment.unit.owned.start + segment.range.start  # of the segment, inside the unit
+        start = segment.unit.owned.start + segment.range.start  # first element of the segment inside the unit
         part = slot.range.intersect(segment.range.shift(segment.unit.owned.start))
         if self._catalog.dtype(found, state_kind(state)) is not None:
             place = target[part.start - start : part.stop - start]
@@ -331,16 +332,14 @@ class OptimizerPlan(GroupsPlan):
             self.copies += self._catalog.copies(found, state_kind(state), wanted, part.start - slot.offset, place)
 
     def _found_numbers(self, slot: ParamSlot) -> Any:
-        """Return the saved single numbers of a parameter; None where there are none."""
+        """Return the saved single-number states of a parameter; None if it has none."""
         found = self._catalog.find(slot.name)
         if found is None or not found.trained or found.unit is None or not self._takeover.takes(slot.name):
             return None
         return self._numbers(found.unit.name, found.group, self._catalog.canonical(slot.name))
 
     def _history(self, slot: ParamSlot) -> Any:
-        """Return a value that tells how often the saved optimizer has updated a parameter: its single numbers, and whether it has any
-        state.
-        """
+        """Return a value that differs between parameters with different numbers of updates: single-number states and whether rows exist."""
         found = self._catalog.find(slot.name)
         if found is None or not found.trained or not self._takeover.takes(slot.name):
             return None, False
@@ -348,9 +347,7 @@ class OptimizerPlan(GroupsPlan):
         return self._found_numbers(slot), has_rows
 
     def _cut_where_histories_differ(self) -> None:
-        """Cut segments between parameters for which the saved optimizer has made different numbers of updates; local, with the same
-        result on all ranks.
-        """
+        """Cut segments between parameters that the saved optimizer has updated a different number of times; local, equal on all ranks."""
         starts: dict[int, list[int]] = {}
         for segment in self.optimizer.segments:
             first = segment.unit.owned.start + segment.range.start
@@ -368,7 +365,7 @@ class OptimizerPlan(GroupsPlan):
         return self._decoder.decode(chosen) if chosen is not None else {}
 
     def apply(self) -> None:
-        """Installs groups and states; local."""
+        """Set the optimizer's param groups and states to the saved values; local."""
         super().apply()
         self.optimizer.state_store.settle()
         for plan in self._segments:
@@ -381,21 +378,22 @@ class OptimizerPlan(GroupsPlan):
 
 
 def _slots_in(segment: OwnedSegment) -> list[ParamSlot]:
-    """Return parameters of the segment's group with elements inside it."""
+    """Return the slots of the parameters that have elements in the segment."""
     inside = segment.range.shift(segment.unit.owned.start)
     return [slot for slot in segment.unit.layout.slots if slot.group == segment.group and slot.range.intersect(inside).numel]
 
 
 def _placed(value: Any, like: torch.Tensor, on_device: bool) -> Any:
-    """Return a single-number state on the device where the optimizer needs it: fused and capturable kernels read ``step`` on the device.
+    """Return a single-number state on the device of ``like`` if the optimizer needs it there, else unchanged.
 
-    One with a shape goes there too: torch computes with a 0-dim tensor of the host beside those of a device, not with (1,).
+    Fused and capturable kernels read ``step`` on the device (``on_device``). A tensor of shape (1,) also moves there, because torch mixes
+    only 0-dim host tensors with tensors of a device.
     """
     return value.to(like.device) if isinstance(value, torch.Tensor) and (on_device or value.ndim) else value
 
 
 def _update_group(group: dict[str, Any], values: Mapping[str, Any]) -> None:
-    """Takes saved hyper-parameters over; a tensor learning rate keeps its identity, schedulers write into it."""
+    """Set the hyper-parameters of ``group`` to ``values``; write into a tensor learning rate in place, because schedulers hold it."""
     for key, value in values.items():
         present = group.get(key)
         if isinstance(present, torch.Tensor):

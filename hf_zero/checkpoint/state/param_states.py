@@ -1,4 +1,4 @@
-"""Optimizer states of whole parameters: everything an optimizer keeps for one parameter, of any shape and kind, with its owner."""
+"""Save and load optimizer states of whole parameters; the rank that owns a parameter saves its states, of any shape and type."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
 def param_states(
     optimizer: WholeTensorOptimizer, file: str, replica: int = 0, replicas: int = 1
 ) -> tuple[tuple[ParamStateRecord, ...], list[Entry]]:
-    """Return this rank's share of the states: records for the index, and the tensors of ``file``; copies nothing.
+    """Return this rank's share of the states: records for the index, and entries of ``file``; copies no tensor.
 
     Args:
         optimizer: Optimizer whose states are saved.
         file: File that this rank writes.
-        replica: Which of the ranks that keep the same states this one is: it writes every ``replicas``-th of them.
-        replicas: How many such ranks there are.
+        replica: Index of this rank among the ranks that keep the same states; it writes every ``replicas``-th state.
+        replicas: Number of ranks that keep the same states.
 
     Raises:
-        CheckpointError: A state holds an object that cannot be saved; names parameter and key.
+        CheckpointError: A state holds an object that cannot be saved; the message names parameter and key.
     """
     encoder = Encoder()
     records = []
@@ -43,18 +43,18 @@ def param_states(
 
 
 class ParamStatesPlan(GroupsPlan):
-    """Map of the saved optimizer state to the parameters that this rank updates.
+    """A map of the saved optimizer state to the parameters that this rank updates.
 
-    States that were saved flat (by another optimizer, or by a conversion) are put together.
+    States that were saved as shards (by another optimizer, or by a conversion) are joined to whole tensors.
 
     Args:
         optimizer: Optimizer whose state is restored.
         catalog: Contents of the checkpoint.
-        decoder: For values in the index.
-        reader: Reads the tensors of whole parameters.
+        decoder: Decoder of the values in the index.
+        reader: Reader of the checkpoint's files.
 
     Raises:
-        CheckpointError: The checkpoint has no optimizer, or its groups cannot be matched.
+        CheckpointError: The checkpoint has no optimizer, or its param groups contradict the present ones.
     """
 
     optimizer: WholeTensorOptimizer
@@ -81,11 +81,11 @@ class ParamStatesPlan(GroupsPlan):
         self.warn_of_fresh(fresh)
 
     def files(self) -> set[str]:
-        """Return files with the states of whole parameters that this rank needs."""
+        """Return the names of the files with states of whole parameters that this rank reads."""
         return {record.file for record in self._whole.values() if record.file in self._reader.files}
 
     def _join(self, entry: WholeParam, found: Located) -> dict[str, Any]:
-        """Return buffers for the flat states of one parameter, which ``copies`` fill, and its single numbers."""
+        """Return the states of one parameter that was saved as shards: empty tensors that ``copies`` fill, and its single numbers."""
         name = self._catalog.canonical(entry.slot.name)
         numbers = self._numbers(found.unit.name, found.group, name) if found.unit is not None else None
         state: dict[str, Any] = dict(self._decoder.decode(numbers)) if numbers is not None else {}
@@ -98,7 +98,7 @@ class ParamStatesPlan(GroupsPlan):
         return state
 
     def apply(self) -> None:
-        """Installs groups and states; local.
+        """Set the optimizer's param groups and states to the values that were read; local.
 
         Raises:
             CheckpointError: A file is damaged.
@@ -119,7 +119,7 @@ class ParamStatesPlan(GroupsPlan):
 
 
 def _placed(state: dict[str, Any], device: torch.device, fused: bool) -> dict[str, Any]:
-    """Return ``state`` with its tensors where torch's ``load_state_dict`` puts them: on the device, except ``step`` unless ``fused``."""
+    """Return ``state`` with its tensors on ``device``; as in torch's ``load_state_dict``, ``step`` stays on the host unless ``fused``."""
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""Vectors that every rank has its own of: the errors of 1-bit Adam, re-divided for other numbers of ranks, and those of LoCo."""
+"""Save and load error vectors that differ on every rank: 1-bit Adam's, which are divided anew for other numbers of ranks, and LoCo's."""
 
 from __future__ import annotations
 
@@ -19,23 +19,24 @@ from hf_zero.system.reading import shown
 
 
 def rank_states(optimizer: ShardedOptimizer) -> dict[str, list[Entry]]:
-    """Return this rank's vectors by kind of file."""
+    """Return entries with this rank's error vectors, by kind of file."""
     return {kind: [whole(name, vector) for name, vector in vectors.items()] for kind, vectors in optimizer.rank_states().items()}
 
 
 def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> None:
-    """Gives ``optimizer`` the vectors of this rank; none when the checkpoint has none. Local.
+    """Load this rank's error vectors into ``optimizer``; without any in the checkpoint they start from zero. Local.
 
-    [Note: errors at another number of ranks] The server adds to the average what it lost, and the average of what the workers lost. The
-    first is cut anew; each worker of another number of ranks starts with the mean of the saved ones. So the average of what has still to
-    be sent is kept. LoCo's errors are codes of parts of a shard's size: at another number of ranks they start from zero.
+    [Note: errors at another number of ranks] In 1-bit Adam the server adds its own rounding error and the mean of the workers' errors to
+    the next average. At another number of ranks, the server error is divided anew, and each worker starts with the mean of the saved
+    worker errors, so that the mean error stays the same. LoCo's errors are codes with the length of a shard; at another number of ranks
+    they start from zero.
 
     Args:
         optimizer: Optimizer whose state is restored.
         catalog: Contents of the checkpoint.
-        reader: Of the checkpoint's files.
-        rank: This rank among those that average.
-        world: Their number.
+        reader: Reader of the checkpoint's files.
+        rank: Position of this rank among the ranks that average gradients.
+        world: Number of ranks that average gradients.
     """
     states: dict[str, dict[str, torch.Tensor]] = {}
     saved_world = catalog.index.world
@@ -50,7 +51,7 @@ def restore_rank_states(optimizer: ShardedOptimizer, catalog: Catalog, reader: R
 
 
 def _whole_vectors(catalog: Catalog, reader: RangeReader, file: str) -> dict[str, torch.Tensor]:
-    """Return all tensors of ``file``, which are vectors."""
+    """Read all tensors of ``file`` and return them by name; raise CheckpointError if one is not 1-dim."""
     tensors = catalog.index.files[file].tensors
     vectors = {name: torch.empty(record.shape, dtype=DTYPES[record.dtype]) for name, record in tensors.items()}
     for name, vector in vectors.items():
@@ -61,7 +62,7 @@ def _whole_vectors(catalog: Catalog, reader: RangeReader, file: str) -> dict[str
 
 
 def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list[int]) -> torch.Tensor:
-    """Return mean of the worker errors of the saved ranks ``sources``, (padded_numel,)."""
+    """Return the mean of the worker errors of the saved ranks ``sources``, fp32 of shape (padded_numel,)."""
     total = torch.zeros(unit.layout.padded_numel)
     for number, source in enumerate(sources):
         one = total if number == 0 else torch.zeros_like(total)
@@ -78,7 +79,7 @@ def _mean_error(unit: Unit, catalog: Catalog, reader: RangeReader, sources: list
 
 
 def _server_error(unit: Unit, catalog: Catalog, reader: RangeReader, rank: int, world: int) -> torch.Tensor:
-    """Return the server error of this rank's part of ``unit``, (part,)."""
+    """Return the server error of this rank's part of ``unit``, fp32 of shape (``part_numel(padded_numel, world)``,)."""
     numel = part_numel(unit.layout.padded_numel, world)
     own = Range(rank * numel, (rank + 1) * numel)
     part = torch.zeros(numel)
@@ -92,14 +93,14 @@ def _server_error(unit: Unit, catalog: Catalog, reader: RangeReader, rank: int, 
 
 
 def _server_copies(param: Located, start: int, target: torch.Tensor, catalog: Catalog) -> list[Copy]:
-    """Reads of the elements of ``param`` from ``start`` on, from the parts of the saved ranks."""
+    """Return the reads that fill ``target`` with the server error of ``param`` from its element ``start`` on."""
     if param.unit is None:
         return []
     world = catalog.index.world
     first = catalog.index.files.get(shard_file(SERVER_ERROR, 0, world))
     if first is None or param.unit.name not in first.tensors:
         return []
-    numel = first.tensors[param.unit.name].shape[0]  # every rank's part is as long
+    numel = first.tensors[param.unit.name].shape[0]  # all ranks have parts of this length
     wanted = Range(param.parts[0].offset + start, param.parts[0].offset + start + target.numel())
     copies = []
     for rank in range(world):
@@ -111,6 +112,6 @@ def _server_copies(param: Located, start: int, target: torch.Tensor, catalog: Ca
 
 
 def _has(catalog: Catalog, copy: Copy) -> bool:
-    """Return whether the unit was trained when the checkpoint was saved; an error that is not there is zero."""
+    """Return whether the checkpoint has the tensor of ``copy``; an error vector of a unit that was frozen at the save is zero."""
     file = catalog.index.files.get(copy.file)
     return file is not None and copy.tensor in file.tensors

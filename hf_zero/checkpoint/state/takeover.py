@@ -1,4 +1,4 @@
-"""Loading the saved state of another optimizer class: rates and decay, and the states whose names both classes use."""
+"""Load the saved state of another optimizer class: learning rates, weight decay, and the states that both classes keep."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.layout import FROZEN, ParamSlot
 from hf_zero.observe import warn_once
 
-# Classes whose states have the same names and meaning, lower-case: which of them trains depends on the machine (native kernels or not).
+# Lower-case names of classes whose states have the same names and meaning; the machine (native kernels or not) decides which one trains.
 _ALIKE = {
     "hostadam": "adamw",
     "adam": "adamw",
@@ -25,20 +25,20 @@ _ALIKE = {
     "fusedlion": "lion",
     "fusedlamb": "lamb",
 }
-_COMMON = ("lr", "weight_decay", "initial_lr")  # hyper-parameters that mean the same everywhere
+_COMMON = ("lr", "weight_decay", "initial_lr")  # hyper-parameters with the same meaning in every optimizer
 
 
 class Takeover:
-    """Decides by the index and the optimizer's class and options alone, for all parameters of all ranks, so that ranks agree.
+    """The decision which saved states the present optimizer loads; it follows from index and optimizer alone, so all ranks agree.
 
     Attributes:
-        foreign: The state was saved by an optimizer of another class.
+        foreign: Whether an optimizer of another class saved the state.
 
     Args:
-        optimizer: That takes the state.
+        optimizer: Optimizer that loads the state.
         record: Record of the saved optimizer.
         catalog: Contents of the checkpoint.
-        whole: It keeps states of whole parameters, not of segments.
+        whole: Whether the optimizer keeps states of whole parameters instead of segments.
     """
 
     def __init__(self, optimizer: ShardedOptimizer, record: OptimizerRecord, catalog: Catalog, whole: bool) -> None:
@@ -60,7 +60,7 @@ class Takeover:
         name, own = self._record.name.lower(), type(self._optimizer.inner).__name__.lower()
         if name:
             return _ALIKE.get(name, name) != _ALIKE.get(own, own)
-        # A conversion may not know the class, so the names decide.
+        # A converted checkpoint may lack the class name; then compare the names of the states.
         known = self._kept(0, 1) if self._record.states and self._optimizer.param_groups else None
         return known is not None and known - {"step"} != set(self._record.states)
 
@@ -68,7 +68,7 @@ class Takeover:
         return self._kept(slot.group, len(slot.shape) if self._whole else 1)
 
     def _saved(self, slot: ParamSlot) -> set[str]:
-        """Return names of the states that this optimizer could read for a parameter."""
+        """Return the names of the saved states of a parameter."""
         whole = self._params.get(self._catalog.canonical(slot.name))
         if whole is not None:
             return set(whole)
@@ -83,25 +83,23 @@ class Takeover:
         saved, own = self._record.name or "another optimizer", type(self._optimizer.inner).__name__
         warn_once(
             f"the checkpoint holds the optimizer state of {saved}, but this engine trains with {own}. Loaded: "
-            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. A state is loaded where "
-            "both optimizers keep the same one"
+            f"{', '.join(_COMMON)} of the param groups, and the states of {taken} parameters{left}. States are loaded for "
+            "parameters for which both optimizers keep the same states"
         )
 
     def takes(self, name: str) -> bool:
-        """Return whether the saved states of parameter ``name`` are taken, where there are any."""
+        """Return whether the saved states of parameter ``name``, if there are any, are loaded."""
         return name not in self._left
 
     def lacks(self, group: int, names: set[str]) -> set[str]:
-        """Return the states that an optimizer of the saved class keeps for a flat row of ``group`` in addition to ``names``, as far as
-        known.
-        """
-        converted = self._catalog.index.library == CONVERTED  # others may keep a step elsewhere
+        """Return the states that the saved optimizer class keeps for a segment of ``group`` and ``names`` lacks; empty if unknown."""
+        converted = self._catalog.index.library == CONVERTED  # other libraries may store a step elsewhere
         kept = None if self.foreign or self._whole or converted else self._kept(group, 1)
         return set(kept or ()) - names
 
     def settings(self, group: Mapping[str, Any], saved: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the saved hyper-parameters that a present group takes."""
+        """Return the saved hyper-parameters that the present param group ``group`` loads."""
         if not self.foreign:
             return dict(saved)
-        # None: an optimizer that sets its rate itself.
+        # None marks a learning rate that the optimizer computes itself.
         return {key: saved[key] for key in _COMMON if saved.get(key) is not None and group.get(key, 0.0) is not None}

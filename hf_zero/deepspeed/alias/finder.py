@@ -31,7 +31,7 @@ Summary: The part of DeepSpeed's API that Hugging Face libraries use, served by 
 License: Apache-2.0
 """
 
-# What `python -m` runs of a module, which is a package here and so asks for its `__main__`.
+# `python -m` imports `__main__` of these modules, because they are packages here; it then calls the function.
 _COMMANDS = {
     "deepspeed.env_report.__main__": "hf_zero.environment:cli_main",
     "deepspeed.launcher.runner.__main__": "hf_zero.deepspeed.launcher:main",
@@ -73,7 +73,7 @@ class AliasModule(types.ModuleType):
             return value
         if full_name in MODULES:
             return importlib.import_module(full_name)
-        # Dunder names are Python asking, not a user: no text for them.
+        # Python itself looks up dunder names, so no explanation is needed.
         reason = refusal(full_name) if not name.startswith("__") else None
         if reason is not None:
             raise RefusedAttributeError(_refusal_message(full_name, reason) + _nearest(full_name))
@@ -108,7 +108,7 @@ class AliasLoader(importlib.abc.Loader):
         reason = refusal(spec.name) if spec.name not in MODULES else None
         if reason is not None:
             raise RefusedImportError(_refusal_message(spec.name, reason) + _nearest(spec.name), spec.name)
-        return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; the names stand in hf_zero.deepspeed.alias.table.")
+        return AliasModule(spec.name, f"`{spec.name}` as hf_zero provides it; hf_zero.deepspeed.alias.table lists its names.")
 
     def get_code(self, fullname: str) -> types.CodeType:
         """Return the code object that ``python -m`` runs; only modules in ``_COMMANDS`` have one."""
@@ -213,8 +213,8 @@ def find_spec(fullname: str) -> importlib.machinery.ModuleSpec | None:
         return importlib.machinery.ModuleSpec(fullname, AliasLoader(), origin="hf_zero")
     if fullname.endswith(".__main__") or (fullname not in MODULES and refusal(fullname) is None):
         return None
-    # Every module is a package, even without submodules: `from deepspeed.x import y` then asks the finder for
-    # `deepspeed.x.y` when there is no such attribute, which is where a refused name can say why.
+    # Every module is a package, even without submodules. Then `from deepspeed.x import y` looks for the module
+    # `deepspeed.x.y` if there is no such attribute, and the error for a refused name can give the reason.
     return importlib.machinery.ModuleSpec(fullname, AliasLoader(), origin="hf_zero", is_package=True)
 
 

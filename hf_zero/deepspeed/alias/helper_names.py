@@ -1,4 +1,4 @@
-"""Second part of the alias table: names of helpers that scripts import, outside of the training itself."""
+"""Define the second part of the alias table: names of helpers that scripts import, apart from training itself."""
 
 from __future__ import annotations
 
@@ -163,18 +163,18 @@ HELPERS: Final[dict[str, str]] = {
     },
     "deepspeed.constants.TORCH_DISTRIBUTED_DEFAULT_PORT": "hf_zero.deepspeed.served.settings:TORCH_DISTRIBUTED_DEFAULT_PORT",
     "deepspeed.constants.default_pg_timeout": "hf_zero.deepspeed.served.settings:default_pg_timeout",
-    # Files of DeepSpeed's own checkpoints, for scripts that look into them.
+    # Names of files in DeepSpeed's own checkpoints, for scripts that read them.
     **_rows("checkpoint.utils", "deepspeed.served.checkpoint_names", _CKPT_FILES),
     **_rows("checkpoint.constants", "deepspeed.served.checkpoint_names", _CKPT_KEYS),
     **_rows("checkpoint", "deepspeed.served.checkpoint_names", (*_CKPT_FILES, *_CKPT_KEYS)),
     **_rows("checkpoint.ds_to_universal", "deepspeed.served.universal", ("main",)),
-    # DeepSpeed's own layer of experts.
+    # DeepSpeed's mixture-of-experts layer.
     **_rows("moe.layer", "deepspeed.moe.layer", ("MoE",)),
     **_rows("moe.experts", "deepspeed.moe.layer", ("Experts",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.layer", ("MOELayer",)),
     **_rows("moe.sharded_moe", "deepspeed.moe.gate", ("TopKGate", "top1gating", "top2gating", "topkgating")),
     **_rows("moe.utils", "deepspeed.moe.params", _MOE_PARAMS),
-    # Signatures of what `initialize` takes besides objects.
+    # Types in the signature of `initialize`.
     "deepspeed.runtime.engine.DeepSpeedOptimizerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedOptimizerCallable",
     "deepspeed.runtime.engine.DeepSpeedSchedulerCallable": "hf_zero.deepspeed.served.helpers:DeepSpeedSchedulerCallable",
     # Schedules.
@@ -190,16 +190,16 @@ HELPERS: Final[dict[str, str]] = {
         f"deepspeed.runtime.zero.{module}.is_zero_param": "hf_zero.deepspeed.served.helpers:is_zero_param"
         for module in ("utils", "partition_parameters")
     },
-    # DeepSpeed-Chat's LoRA puts its layers in with them.
+    # DeepSpeed-Chat inserts its LoRA layers with these functions.
     **_rows("compression.helper", "deepspeed.served.helpers", ("recursive_getattr", "recursive_setattr")),
     **_rows("runtime.fp16.loss_scaler", "deepspeed.loss_scalers", _SCALERS),
     "deepspeed.runtime.zero.offload_states.get_state_devices": "hf_zero.deepspeed.served.state_devices:get_state_devices",
-    # Layers are not replaced: torch's own do on gathered weights what DeepSpeed's do.
+    # Layers are not replaced, because torch's layers compute the same on gathered weights.
     "deepspeed.runtime.zero.linear.LinearModuleForZeroStage3": "torch.nn:Linear",
     "deepspeed.runtime.zero.linear.zero3_linear_wrap": "torch.nn.functional:linear",
     "deepspeed.runtime.compiler.is_compile_supported": "hf_zero.deepspeed.served.helpers:is_compile_supported",
     "deepspeed.runtime.zero.utils.ZeRORuntimeException": "hf_zero.errors:ConfigError",
-    # One class serves every precision, as it does every stage.
+    # One class is used for every precision and every stage.
     "deepspeed.runtime.fp16.fused_optimizer.FP16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.runtime.fp16.unfused_optimizer.FP16_UnfusedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.runtime.bf16_optimizer.BF16_Optimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",

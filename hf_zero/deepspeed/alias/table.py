@@ -1,4 +1,4 @@
-"""Alias table: every `deepspeed.*` name that hf_zero serves, and the names that it refuses, with what to use instead.
+"""Define the alias table: every `deepspeed.*` name that hf_zero serves, and the names that it refuses, with alternatives.
 
 A name is served if a public code base uses it, if DeepSpeed's pages recommend it to scripts, or in case of doubt. ``census.csv`` beside
 this file lists for each name how many of 65 public code bases read it, and which ones (imports, attribute chains and strings with complete
@@ -54,7 +54,7 @@ _COMM_TORCH = (
     "scatter",
     "send",
 )
-_OTHER_ONEBIT = ("OnebitLamb", "ZeroOneAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")  # which registries of optimizers import
+_OTHER_ONEBIT = ("OnebitLamb", "ZeroOneAdam", "lamb.OnebitLamb", "zoadam.ZeroOneAdam")  # imported by registries of optimizers
 _UNIT_TEXTS = ("number_to_string", "flops_to_string", "macs_to_string", "params_to_string", "duration_to_string")
 _GATHERED = "hf_zero.integrations.loading:GatheredParameters"
 _INIT = "hf_zero.integrations.loading:Init"
@@ -158,7 +158,7 @@ _PIPELINES = {
 }
 
 PROVIDED: Final[dict[str, str]] = {
-    # The calls every script makes.
+    # Functions that every script calls.
     "deepspeed.initialize": "hf_zero:initialize",
     "deepspeed.tp_model_init": "hf_zero.deepspeed.tp_model_init:tp_model_init",
     **{f"deepspeed.module_inject.layers.{name}": f"hf_zero.deepspeed.served.helpers:{name}" for name in _TP_MODE},
@@ -172,7 +172,7 @@ PROVIDED: Final[dict[str, str]] = {
     "deepspeed.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.runtime.base_optimizer.DeepSpeedOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.runtime.base_optimizer.ZeROOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
-    # Asked for with isinstance; one class serves every stage.
+    # Classes for isinstance checks; one class is used for every stage.
     "deepspeed.runtime.zero.stage_1_and_2.DeepSpeedZeroOptimizer": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.runtime.zero.stage3.DeepSpeedZeroOptimizer_Stage3": "hf_zero.deepspeed.optimizer:DeepSpeedOptimizer",
     "deepspeed.init_distributed": "hf_zero.deepspeed.served.comm:init_distributed",
@@ -431,7 +431,7 @@ REFUSED: Final[dict[str, str]] = {
     "deepspeed.ops.adam": "only DeepSpeedCPUAdam and FusedAdam are provided; torch.optim optimizers work as they are",
 }
 
-# Classes and functions that scripts import at their top for an isinstance, or for a part of them that does not run: importing is no use.
+# Classes and functions that scripts import for an isinstance check, or for code that does not run; an import alone is no use of them.
 UNUSED: Final = frozenset(
     {
         *(f"deepspeed.runtime.fp16.onebit.{name}" for name in _OTHER_ONEBIT),

@@ -15,8 +15,8 @@ POLICIES = (None, "None", "Jitter", "RSample")
 _JITTER = 1e-2
 
 Gated = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
-"""The auxiliary loss (0-dim), weights (tokens, experts, capacity) fp32, whether they are there (bool, the same shape), and how many tokens
-have chosen each expert (experts,) int64."""
+"""Auxiliary loss (0-dim), weights (tokens, experts, capacity) fp32, mask of non-zero weights (bool, same shape), and number of tokens that
+chose each expert (experts,) int64."""
 
 
 def capacity_of(logits: torch.Tensor, factor: float, least: int) -> int:
@@ -44,9 +44,10 @@ def top1gating(
         min_capacity: Smallest number of tokens that an expert takes.
         used_token: (tokens,) 1 for tokens that are routed, 0 for others; None is all.
         noisy_gate_policy: "RSample" draws the expert.
-        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        drop_tokens: Whether experts drop tokens above their capacity; False sets the capacity to the largest count of any expert, over
+            the ranks of ``ep_group``.
         use_rts: If an expert has too many tokens, keep random ones instead of the first that torch.topk finds.
-        ep_group: Ranks that need the same capacity; collective where they are several and no token is dropped.
+        ep_group: Ranks that need the same capacity; collective over these ranks if no token is dropped.
         use_tutel: Has no effect.
     """
     capacity = capacity_of(logits, capacity_factor, min_capacity) if drop_tokens else None
@@ -67,9 +68,10 @@ def top2gating(
         logits: (tokens, experts) fp32.
         capacity_factor: Tokens that an expert takes, relative to its even share.
         min_capacity: Smallest number of tokens that an expert takes.
-        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        drop_tokens: Whether experts drop tokens above their capacity; False sets the capacity to the largest count of any expert, over
+            the ranks of ``ep_group``.
         ep_group: Ranks that need the same capacity.
-        top2_2nd_expert_sampling: Draw the second expert.
+        top2_2nd_expert_sampling: Whether the second expert is drawn at random.
     """
     capacity = capacity_of(logits, capacity_factor * 2, min_capacity) if drop_tokens else None
     return _tables(two_choices(logits, capacity, top2_2nd_expert_sampling), capacity, ep_group)
@@ -88,10 +90,11 @@ def topkgating(
 
     Args:
         logits: (tokens, experts) fp32.
-        k: Experts of a token.
+        k: Number of experts per token.
         capacity_factor: Tokens that an expert takes, relative to its even share.
         min_capacity: Smallest number of tokens that an expert takes.
-        drop_tokens: False: the capacity is what the fullest expert has, over the ranks of ``ep_group``.
+        drop_tokens: Whether experts drop tokens above their capacity; False sets the capacity to the largest count of any expert, over
+            the ranks of ``ep_group``.
         ep_group: Ranks that need the same capacity.
         drop_policy: "probs" or "position".
 
@@ -155,7 +158,7 @@ class TopKGate(nn.Module):
         if noisy_gate_policy not in POLICIES:
             raise ConfigError(f"noisy_gate_policy is {noisy_gate_policy!r}; None, 'Jitter' and 'RSample' are allowed")
         if not 1 <= k <= num_experts:
-            raise ConfigError(f"k is {k} and num_experts {num_experts}: a token has from 1 to {num_experts} experts here")
+            raise ConfigError(f"k is {k} and num_experts {num_experts}: a token has 1 to {num_experts} experts")
         self.wg = nn.Linear(model_dim, num_experts, bias=False)
         self.k, self.capacity_factor, self.eval_capacity_factor = k, capacity_factor, eval_capacity_factor
         self.min_capacity, self.noisy_gate_policy = min_capacity, noisy_gate_policy

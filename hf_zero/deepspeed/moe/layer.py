@@ -168,11 +168,11 @@ class MoE(nn.Module):
         super().__init__()
         if ep_size < 1 or num_experts % ep_size:
             fits = ", ".join(str(size) for size in range(1, num_experts + 1) if num_experts % size == 0)
-            raise ConfigError(f"MoE(num_experts={num_experts}, ep_size={ep_size}): ep_size has to divide num_experts; {fits} would fit")
+            raise ConfigError(f"MoE(num_experts={num_experts}, ep_size={ep_size}): ep_size must divide num_experts; {fits} would fit")
         if enable_expert_tensor_parallelism:
             raise UnsupportedError(
-                "MoE(enable_expert_tensor_parallelism=True): experts are not split over tensor-parallel ranks; leave it out, and they are "
-                "shared out whole among them"
+                "MoE(enable_expert_tensor_parallelism=True): experts are not split over tensor-parallel ranks; leave it out; whole "
+                "experts are then divided among these ranks"
             )
         if use_tutel:
             warn_once("MoE(use_tutel=True) has no effect: tokens are sent by one all-to-all each way, without padding")

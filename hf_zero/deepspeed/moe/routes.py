@@ -53,7 +53,7 @@ def one_choice(
         logits: (tokens, experts) fp32.
         capacity: Tokens that an expert takes; None is all.
         used: (tokens,) 1 for tokens that are routed, 0 for padding; None is all.
-        noisy: Draw the expert instead of taking the best.
+        noisy: Whether the expert is drawn at random instead of the best one.
         random_tokens: If an expert has too many tokens, keep random ones instead of the first that torch.topk finds.
     """
     gates = F.softmax(logits, dim=1)
@@ -77,7 +77,7 @@ def two_choices(logits: torch.Tensor, capacity: int | None, sampled: bool = True
     Args:
         logits: (tokens, experts) fp32.
         capacity: First and second choices that an expert takes; None is all.
-        sampled: Draw the second expert instead of taking the second best.
+        sampled: Whether the second expert is drawn at random instead of the second best one.
     """
     gates = F.softmax(logits, dim=1)
     first = torch.argmax(gates, dim=1)
@@ -99,7 +99,7 @@ def several_choices(logits: torch.Tensor, choices: int, capacity: int | None, ke
 
     Args:
         logits: (tokens, experts) fp32.
-        choices: Experts of a token.
+        choices: Number of experts per token.
         capacity: Tokens that an expert takes; None is all.
         keep: Tokens that an expert with too many keeps: "probs" for those with the largest probability, "position" for the first.
 

@@ -51,8 +51,8 @@ class Feed:
         source = given if given is not None else self.batches
         if source is None:
             raise StateError(
-                "this stage of the pipeline reads data and there is none: call train_batch(data_iter=...), or give initialize() "
-                "training_data=, or call set_dataloader() or set_dataiterator() before"
+                "this stage of the pipeline reads data, but there is no iterator: call train_batch(data_iter=...), pass training_data= "
+                "to initialize(), or call set_dataloader() or set_dataiterator() first"
             )
         batches = require_iterator(source)
         return [self._micro_batch(next(batches), device) for _ in range(count)]

@@ -63,7 +63,7 @@ def without_values(layer: Layer) -> nn.Module | None:
     try:
         with kept_random_states(), torch.device("meta"):
             module = layer.build()
-    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # its constructor reads values; an error of its own comes again
+    except (RuntimeError, NotImplementedError, TypeError, ValueError):  # the constructor reads values; other errors recur in the real build
         with kept_random_states():
             module = layer.build()
     if isinstance(layer, TiedLayerSpec):
@@ -93,7 +93,7 @@ def _require_tied(spec: TiedLayerSpec, module: nn.Module) -> None:
             found = getattr(found, part, None)
         if not isinstance(found, torch.Tensor):
             names = ", ".join(name for name, _ in module.named_parameters()) or "none"
-            raise ConfigError(f"TiedLayerSpec {spec.key!r}: tied_weight_attr {name!r} is no parameter of {spec!r}, which has {names}")
+            raise ConfigError(f"TiedLayerSpec {spec.key!r}: tied_weight_attr {name!r} is not a parameter of {spec!r}, which has {names}")
 
 
 def build_layers(
@@ -147,7 +147,7 @@ class HeldElsewhere:
     """
 
     def __init__(self, here: Iterable[nn.Module]) -> None:
-        self._made: dict[int, tuple[Any, Any]] = {}  # beside each copy its original, whose id must not serve again
+        self._made: dict[int, tuple[Any, Any]] = {}  # id of original -> (copy, original); holding the original keeps its id unique
         for module in here:
             for shared in (*module.modules(), *module.parameters(), *module.buffers()):
                 self._made[id(shared)] = (shared, shared)

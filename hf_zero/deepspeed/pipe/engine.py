@@ -41,9 +41,9 @@ def _refused(call: str) -> Callable[..., Any]:
             PipelineError: Always.
         """
         raise PipelineError(
-            f"PipelineEngine.{call}: the stages of a pipeline work on several micro-batches at a time, so only whole batches can be asked "
-            "for: engine.train_batch(data_iter) runs forward, backward and step of gradient_accumulation_steps micro-batches, "
-            "engine.eval_batch(data_iter) the forward alone"
+            f"PipelineEngine.{call} is not available: the stages of a pipeline work on several micro-batches at a time, so an engine runs "
+            "whole batches. engine.train_batch(data_iter) runs forward, backward and step of gradient_accumulation_steps micro-batches, "
+            "engine.eval_batch(data_iter) runs the forward alone"
         )
 
     return refuse
@@ -68,7 +68,7 @@ class PipelineEngine(Engine):
         UnsupportedError: The ZeRO stage is 3.
     """
 
-    training_route = "eval"  # in the order of the data set, as in DeepSpeed
+    training_route = "eval"  # keep the order of the data set, as DeepSpeed does
 
     def __init__(
         self, module: nn.Module, resolved: ResolvedConfig, parts: EngineParts, sequence_parallel: SequenceParallel | None = None
@@ -208,7 +208,7 @@ class PipelineEngine(Engine):
         share_buffers(self.module, self._pipe)
         return super()._consolidated_16bit_state_dict(exclude_frozen_parameters)
 
-    # -- what only whole batches can do -----------------------------------------------------------------------------------
+    # -- methods that a pipeline engine refuses ---------------------------------------------------------------------------
 
     forward = _refused("forward()")
     backward = _refused("backward()")
@@ -240,7 +240,7 @@ class PipelineEngine(Engine):
     def _report(self, found: list[dict[str, torch.Tensor]]) -> None:
         """Store the means of the additional losses that the last stage ``found``, on every rank; collective if the model reports some."""
         if getattr(type(self.module), "get_additional_losses", None) is PipelineModule.get_additional_losses:
-            return  # asked of the class, which is the same on all stages: a batch costs no message for it
+            return  # the class decides this, equally on all stages, so no message is needed
         names = self._pipe.broadcast_object(list(found[0]) if found else [], self.num_stages - 1, "names of losses")
         self._additional_losses = {name: self._everywhere([losses[name] for losses in found]) for name in names} or None
 
@@ -262,7 +262,7 @@ def _mean(values: list[torch.Tensor], data: Collectives) -> torch.Tensor:
     """
     if not all(isinstance(value, torch.Tensor) and value.shape == values[0].shape for value in values):
         raise ConfigError(
-            "eval_batch(reduce_output='avg'): the model does not return tensors of one shape; reduce_output=None gives a list"
+            "eval_batch(reduce_output='avg'): the model does not return tensors of one shape; reduce_output=None returns a list"
         )
     mean = torch.stack([value.float() for value in values]).mean(0)
     data.all_reduce(mean, "mean over micro-batches").wait()

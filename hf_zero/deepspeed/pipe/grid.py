@@ -48,7 +48,7 @@ class PipelineParallelGrid:
         self._topology = require_fit(topology or default_topology(len(ranks)), len(ranks))
         if len(ranks) != self.world_size:
             raise ConfigError(
-                f"PipelineParallelGrid(process_group=...): {len(ranks)} of {self.world_size} ranks; pipelines take all of them"
+                f"PipelineParallelGrid(process_group=...): the group has {len(ranks)} of {self.world_size} ranks; pass a group of all ranks"
             )
         self.pipe_parallel_size = self._topology.get_dim("pipe")
         self.data_parallel_size = self._topology.get_dim("data")
@@ -79,7 +79,7 @@ class PipelineParallelGrid:
         return self.stage_id
 
     def get_data_parallel_id(self) -> int:
-        """Return this rank's place among the ranks with the same parameters."""
+        """Return this rank's position among the ranks with the same parameters."""
         return self.data_parallel_id
 
     def get_global_rank(self) -> int:
@@ -108,7 +108,7 @@ class PipelineParallelGrid:
         return self._axes["pipe"].group
 
     def get_data_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks with the same parameters."""
+        """Return this rank's position among the ranks with the same parameters."""
         return self._axes["data"].rank
 
     def get_data_parallel_world_size(self) -> int:
@@ -132,7 +132,7 @@ class PipelineParallelGrid:
         return self._axes["model"].group
 
     def get_slice_parallel_rank(self) -> int:
-        """Return this rank's place among the ranks that divide its layers."""
+        """Return this rank's position among the ranks that divide its layers."""
         return self._axes["slice"].rank
 
     def get_slice_parallel_world_size(self) -> int:
@@ -157,9 +157,9 @@ def require_fit(topology: ProcessTopology, ranks: int) -> ProcessTopology:
     """
     axes = topology.get_axis_names()
     if not {"pipe", "data"} <= set(axes) <= {"pipe", "data", "model"}:
-        raise ConfigError(f"a pipeline's topology has the axes pipe and data, and model where layers are divided; this one has {axes}")
+        raise ConfigError(f"a pipeline's topology needs the axes pipe and data, and model if layers are split; this one has {axes}")
     if topology.world_size() != ranks:
-        raise ConfigError(f"the topology {topology} has {topology.world_size()} ranks, and there are {ranks}; as many must be in it")
+        raise ConfigError(f"the topology {topology} has {topology.world_size()} ranks, but there are {ranks}; both must be equal")
     return topology
 
 

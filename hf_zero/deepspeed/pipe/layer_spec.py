@@ -26,7 +26,7 @@ class LayerSpec:
 
     def __init__(self, typename: type[nn.Module], *module_args: Any, **module_kwargs: Any) -> None:
         if not (isinstance(typename, type) and issubclass(typename, nn.Module)):
-            raise ConfigError(f"{type(self).__name__}({typename!r}): the class of a torch.nn.Module is allowed, which the pipeline calls")
+            raise ConfigError(f"{type(self).__name__}({typename!r}): pass a class of torch.nn.Module, which the pipeline constructs")
         self.typename = typename
         self.module_args = module_args
         self.module_kwargs = module_kwargs

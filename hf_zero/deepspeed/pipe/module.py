@@ -43,7 +43,7 @@ def stage_borders(method: str, sizes: Sequence[int], names: Sequence[str], stage
     """
     if len(sizes) < stages:
         raise ConfigError(
-            f"a PipelineModule of {len(sizes)} layer(s) over {stages} stages: each needs one; num_stages up to {len(sizes)} fits"
+            f"a PipelineModule of {len(sizes)} layer(s) over {stages} stages: each stage needs one; set num_stages to {len(sizes)} or less"
         )
     kind, _, pattern = method.partition(":")
     match kind.lower():
@@ -60,7 +60,7 @@ def _matches(pattern: str, names: Sequence[str]) -> list[int]:
     try:
         found = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in names]
     except re.error as error:
-        raise ConfigError(f"partition_method 'type:{pattern}' is no regular expression: {error}") from None
+        raise ConfigError(f"partition_method 'type:{pattern}' is not a regular expression: {error}") from None
     if not any(found):
         raise ConfigError(f"partition_method 'type:{pattern}' matches no layer; there are {', '.join(dict.fromkeys(names))}")
     return found
@@ -203,9 +203,9 @@ class PipelineModule(nn.Module):
         """
         loss = outputs if self.loss_fn is None else self.loss_fn(outputs, labels)
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-            made = "what the last layer returns, without loss_fn," if self.loss_fn is None else "what loss_fn returns"
+            made = "the result of the last layer (there is no loss_fn)" if self.loss_fn is None else "the result of loss_fn"
             shown = f"a tensor {tuple(loss.shape)}" if isinstance(loss, torch.Tensor) else f"a {type(loss).__name__}"
-            raise ConfigError(f"PipelineModule: {made} is the loss, and is {shown}; a tensor of one number is allowed")
+            raise ConfigError(f"PipelineModule: {made} is the loss and must be a tensor of one number, but is {shown}")
         return loss.reshape(())
 
     def get_additional_losses(self) -> Mapping[str, torch.Tensor] | None:
@@ -251,7 +251,7 @@ class PipelineModule(nn.Module):
             ConfigError: ``layer_idx`` is out of range.
         """
         if not 0 <= layer_idx < self.parts[-1]:
-            raise ConfigError(f"stage_owner({layer_idx}): layers go from 0 to {self.parts[-1] - 1}")
+            raise ConfigError(f"stage_owner({layer_idx}): layers are numbered from 0 to {self.parts[-1] - 1}")
         return bisect_right(self.parts, layer_idx) - 1
 
 

@@ -32,7 +32,7 @@ class ProcessTopology:
         self.dims = [int(size) for size in dims]
         if len(self.axes) != len(self.dims) or len(set(self.axes)) != len(self.axes) or min(self.dims, default=1) < 1:
             raise ConfigError(
-                f"ProcessTopology(axes={self.axes}, dims={self.dims}): each axis has a name of its own and a size of at least 1"
+                f"ProcessTopology(axes={self.axes}, dims={self.dims}): each axis needs a distinct name and a size of at least 1"
             )
         self.ProcessCoord: Any = namedtuple("ProcessCoord", self.axes)  # type: ignore[misc]  # noqa: PYI024
 
@@ -43,14 +43,12 @@ class ProcessTopology:
             ConfigError: An axis is missing (``filter_match`` takes fewer) or unknown, or the coordinate is outside of the grid.
         """
         if set(coord_kwargs) != set(self.axes):
-            raise ConfigError(
-                f"get_rank({_shown(coord_kwargs)}): the axes are {self.axes}, each of them once; use filter_match() for slices"
-            )
+            raise ConfigError(f"get_rank({_shown(coord_kwargs)}): give each of the axes {self.axes} once, or use filter_match() for slices")
         rank = 0
         for axis, size in zip(self.axes, self.dims, strict=True):
             place = coord_kwargs[axis]
             if not 0 <= place < size:
-                raise ConfigError(f"get_rank({_shown(coord_kwargs)}): axis {axis} goes from 0 to {size - 1}")
+                raise ConfigError(f"get_rank({_shown(coord_kwargs)}): positions on axis {axis} are 0 to {size - 1}")
             rank = rank * size + place
         return rank
 
@@ -101,7 +99,7 @@ class ProcessTopology:
         """
         unknown = set(filter_kwargs) - set(self.axes)
         if unknown:
-            raise ConfigError(f"filter_match({_shown(filter_kwargs)}): there are the axes {self.axes}")
+            raise ConfigError(f"filter_match({_shown(filter_kwargs)}): the axes are {self.axes}")
         places = [[filter_kwargs[axis]] if axis in filter_kwargs else range(size) for axis, size in zip(self.axes, self.dims, strict=True)]
         return [
             self.get_rank(**dict(zip(self.axes, coord, strict=True)))
@@ -119,7 +117,7 @@ class ProcessTopology:
 
     def _require(self, rank: int) -> None:
         if not 0 <= rank < self.world_size():
-            raise ConfigError(f"rank {rank} is not in the topology {self}, whose ranks go from 0 to {self.world_size() - 1}")
+            raise ConfigError(f"rank {rank} is not in the topology {self}, whose ranks are 0 to {self.world_size() - 1}")
 
     def __str__(self) -> str:
         return " x ".join(f"{axis} {size}" for axis, size in zip(self.axes, self.dims, strict=True))
@@ -167,7 +165,7 @@ def prime_factors(number: int) -> list[int]:
         ConfigError: ``number`` is below 1.
     """
     if number < 1:
-        raise ConfigError(f"prime_factors({number}): a number from 1 on is allowed")
+        raise ConfigError(f"prime_factors({number}): the number must be at least 1")
     found, factor = [], 2
     while factor * factor <= number:
         if number % factor:

@@ -13,7 +13,7 @@ from hf_zero.comm.device import default_device
 from hf_zero.deepspeed.alias.finder import RefusedAttributeError
 from hf_zero.deepspeed.served.builders import BUILDERS, OpBuilder
 
-# Functions that torch.cuda, torch.xpu, torch.npu ... share; served from the module of the current device type.
+# Functions that torch.cuda, torch.xpu, torch.npu and others share; taken from the module of the current device type.
 _DEVICE_FUNCTIONS = frozenset(
     (
         "Event",
@@ -99,7 +99,7 @@ class TorchAccelerator:
         """Return whether the device itself computes in fp16. Other CPUs train in fp16 through fp32, slowly."""
         if not self._is_cpu:
             return True
-        has = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # not in every build of torch
+        has = getattr(torch.ops.mkldnn, "_is_mkldnn_fp16_supported", None)  # missing in some builds of torch
         return has is not None and bool(has())
 
     def supported_dtypes(self) -> list[torch.dtype]:

@@ -15,14 +15,14 @@ from torch import nn
 from hf_zero.errors import ConfigError
 
 PARAM_COMM_DTYPE_ATTR_NAME = "comm_dtype"
-"""Attribute of a parameter that may be communicated in another type than its own: that type."""
+"""Name of the attribute of a parameter with the dtype in which the parameter may be communicated."""
 
 LOWER_PRECISION_SAFE_MODULES: list[type[nn.Module]] = [nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d]
-"""Classes whose parameters are marked where the section names none."""
+"""Classes whose parameters are marked if the section names none."""
 
 _KEY = "torch_autocast.lower_precision_safe_modules"
 
-_marked_with: list[torch.dtype] = []  # the type of the last engine with autocast
+_marked_with: list[torch.dtype] = []  # dtype of the newest engine with autocast
 
 
 def mark_lower_precision(model: nn.Module, dtype: torch.dtype, names: Sequence[str] | None) -> None:
@@ -53,7 +53,7 @@ def _class_of(name: str) -> type[nn.Module]:
             f"{_KEY} has {name!r}, which cannot be imported ({problem}); write the full name, as in torch.nn.Linear"
         ) from None
     if not isinstance(found, type):
-        raise ConfigError(f"{_KEY} has {name!r}, which is no class; write the full name of one, as in torch.nn.Linear")
+        raise ConfigError(f"{_KEY} has {name!r}, which is not a class; write the full name of a class, as in torch.nn.Linear")
     return found
 
 

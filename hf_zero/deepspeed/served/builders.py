@@ -16,7 +16,7 @@ class OpBuilder:
 
     NAME: ClassVar[str] = ""
     USE: ClassVar[str] = ""
-    """What to call in place of the operator's functions; empty where there is nothing."""
+    """Alternative to the operator's functions; "" if there is none."""
 
     def __init__(self, name: str | None = None) -> None:
         self.name = name or self.NAME
@@ -40,7 +40,7 @@ class OpBuilder:
             RefusedAttributeError: hf_zero does not support the feature.
         """
         if not self.USE:
-            raise RefusedAttributeError(f"{type(self).__name__}().load(): hf_zero has no counterpart of the operator {self.NAME!r}")
+            raise RefusedAttributeError(f"{type(self).__name__}().load(): hf_zero does not implement the operator {self.NAME!r}")
         return LoadedOp(self)
 
     jit_load = load
@@ -82,14 +82,14 @@ BUILDERS: Final[dict[str, type[OpBuilder]]] = {
         ("TransformerBuilder", "transformer", ""),
     )
 }
-"""Class name -> builder."""
+"""Builders by class name."""
 
 ALL_OPS: Final = {builder.NAME: builder() for builder in BUILDERS.values()}
 _WITHOUT_BUILDER = (
     *("deepspeed_ccl_comm", "deepspeed_shm_comm", "dc", "fp_quantizer", "inference_core_ops", "cutlass_ops", "quantizer"),
     *("ragged_device_ops", "ragged_ops", "random_ltd", "spatial_inference", "stochastic_transformer"),
 )
-"""Operators whose builders nobody asks for."""
+"""Operators whose builders no known script uses."""
 COMPATIBLE_OPS: Final = {name: builder.is_compatible() for name, builder in ALL_OPS.items()} | dict.fromkeys(_WITHOUT_BUILDER, False)
 
 

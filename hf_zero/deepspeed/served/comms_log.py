@@ -57,7 +57,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """
     log = current_log()
     if log is None:
-        warn_once("log_summary(): nothing is recorded; set comms_logger.enabled in the configuration, before initialize()")
+        warn_once("log_summary(): nothing is recorded; set comms_logger.enabled in the configuration before initialize()")
         return {} if return_dict else None
     by_rank = None
     if show_straggler and dist.is_initialized():

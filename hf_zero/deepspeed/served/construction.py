@@ -11,7 +11,7 @@ import torch
 from hf_zero.errors import ConfigError
 
 partitioned_param_data_shape = [0]
-"""The shape that a parameter shows while it is divided."""
+"""Shape of a parameter while it is sharded."""
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 

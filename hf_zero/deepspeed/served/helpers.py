@@ -111,7 +111,7 @@ def partition_balanced(weights: Sequence[float], num_parts: int) -> list[int]:
     if len(weights) <= num_parts:
         return partition_uniform(len(weights), num_parts)
     sums = [0, *accumulate(weights)]
-    # Bisection over what a part may weigh: the answer is the sum of some run of items.
+    # Bisection over the largest weight of a part, which is the sum of some consecutive items.
     candidates = sorted({sums[stop] - sums[start] for start in range(len(sums)) for stop in range(start + 1, len(sums))})
     limit = candidates[bisect_left(candidates, True, key=lambda most: _borders(sums, most, num_parts) is not None)]
     return _borders(sums, limit, num_parts) or []

@@ -21,7 +21,7 @@ def fetch_hostfile(hostfile_path: str | os.PathLike[str]) -> OrderedDict[str, in
         ConfigError: The file is wrong; the error is also a ``ValueError``, and its message names file and line.
     """
     if not os.path.isfile(hostfile_path):
-        logger.warning(f"there is no hostfile {hostfile_path}: this machine alone is used")
+        logger.warning(f"there is no hostfile {hostfile_path}; using this machine alone")
         return None
     return _counts(hosts.read_hostfile(os.fspath(hostfile_path)))
 

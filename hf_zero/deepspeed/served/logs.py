@@ -69,7 +69,7 @@ def get_log_level_from_string(log_level_str: str) -> int:
     """
     level = log_levels.get(log_level_str.lower())
     if level is None:
-        raise ConfigError(f"{log_level_str!r} is no level of the log; there are {', '.join(log_levels)}")
+        raise ConfigError(f"{log_level_str!r} is not a log level; allowed are {', '.join(log_levels)}")
     return int(level)
 
 

@@ -17,8 +17,8 @@ from torch import nn
 from hf_zero.core.units.unit import full_shape
 from hf_zero.system.sizes import size_text
 
-_WEIGHT, _STATE, _GRADIENT, _LOADED = 2, 12, 4, 4  # bytes per parameter; loaded: an fp32 model before it is cast
-# A block in use, the next one, and the gradient of one, 16 bit each.
+_WEIGHT, _STATE, _GRADIENT, _LOADED = 2, 12, 4, 4  # bytes per parameter; _LOADED is for an fp32 model before it is cast
+# 16-bit weights of the block in use and of the next one, and 16-bit gradients of one block.
 _BLOCKS_AT_ONCE = 3
 
 

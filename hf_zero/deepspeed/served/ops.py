@@ -22,7 +22,7 @@ from hf_zero.optim.muon import MuonWithAuxAdam as MuonWithAuxAdam
 
 Params = Iterable[torch.Tensor] | Iterable[dict[str, Any]]
 
-# Those of Adafactor (transformers', torch's), Muon, LAMB, LARS, Shampoo and SOAP, GaLore and APOLLO.
+# Keys of param groups of Adafactor (transformers and torch), Muon, LAMB, LARS, Shampoo, SOAP, GaLore and APOLLO.
 _WHOLE_TENSOR_KEYS = (
     "clip_threshold",
     "beta2_decay",
@@ -33,7 +33,7 @@ _WHOLE_TENSOR_KEYS = (
     "precondition_frequency",
     "update_proj_gap",
 )
-# Keys that stay in the groups of an optimizer that was no Adam: SGD's, RMSprop's, Adadelta's.
+# Keys of param groups of other optimizers than Adam: SGD, RMSprop, Adadelta.
 _FOREIGN_KEYS = ("momentum", "nesterov", "alpha", "rho", "lr_decay")
 
 
@@ -75,7 +75,7 @@ class DeepSpeedCPUAdam(HostAdam):
         params = list(model_params)
         _warn_about_foreign_groups(name, params)
         for group in params:
-            if isinstance(group, dict):  # a group's own value, left by the user's Adam or AdamW, would beat the default
+            if isinstance(group, dict):  # remove the value of the user's Adam or AdamW, which would take precedence over the default
                 group["decoupled_weight_decay"] = adamw_mode
         super().__init__(params, lr, betas, eps, weight_decay, decoupled_weight_decay=adamw_mode, bias_correction=bias_correction)
         self.fp32_optimizer_states = fp32_optimizer_states
@@ -194,7 +194,7 @@ def _require_fp32_states(owner: str, value: bool) -> None:
 
 
 def _require_grad_none(owner: str, value: bool) -> None:
-    _require(owner, "set_grad_none", value, True, "leave it out; gradients are released after the step")
+    _require(owner, "set_grad_none", value, True, "leave it out; gradients are freed after the step")
 
 
 def _warn_about_foreign_groups(owner: str, params: list[Any]) -> None:

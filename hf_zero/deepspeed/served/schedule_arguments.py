@@ -19,12 +19,12 @@ _ARGUMENTS: tuple[tuple[str, type, float | str | None, str], ...] = (
     ("cycle_min_mom", float, 0.8, "lowest momentum of the cycle"),
     ("cycle_max_mom", float, 0.9, "highest momentum of the cycle"),
     ("decay_mom_rate", float, 0.0, "decay of the momentum per interval"),
-    ("warmup_min_lr", float, 0.0, "learning rate the warm-up starts from"),
-    ("warmup_max_lr", float, 0.001, "learning rate the warm-up ends at"),
+    ("warmup_min_lr", float, 0.0, "learning rate at the start of the warm-up"),
+    ("warmup_max_lr", float, 0.001, "learning rate at the end of the warm-up"),
     ("warmup_num_steps", int, 1000, "steps of the warm-up"),
     ("warmup_type", str, "log", "log or linear"),
-    ("warmup_min_ratio", float, 0.01, "part of the learning rate that the warm-up of WarmupCosineLR starts from"),
-    ("cos_min_ratio", float, 0.01, "part of the learning rate that WarmupCosineLR ends at"),
+    ("warmup_min_ratio", float, 0.01, "fraction of the learning rate at the start of WarmupCosineLR's warm-up"),
+    ("cos_min_ratio", float, 0.01, "fraction of the learning rate at the end of WarmupCosineLR"),
 )
 
 
@@ -39,7 +39,7 @@ def add_tuning_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentPa
     """
     group = parser.add_argument_group("Learning rate schedule", "schedules of the configuration's scheduler section")
     group.add_argument("--lr_schedule", type=str, default=None, help="name of the schedule")
-    # Both as a flag and with a value: DeepSpeed's argument has been either.
+    # Accept it as a flag and with a value, because versions of DeepSpeed differ.
     text = "grow at the end of intervals only"
     group.add_argument("--lr_range_test_staircase", type=_truth, nargs="?", const=True, default=False, help=text)
     group.add_argument("--cycle_momentum", default=False, action="store_true", help="cycle the momentum too")

@@ -61,7 +61,7 @@ def get_sequence_data_parallel_rank() -> int:
     return _joint().rank
 
 
-# DeepSpeed's module has no further axis, and names this one twice.
+# DeepSpeed's module has no further axis, but two names for this one.
 get_model_parallel_group = get_sequence_parallel_group
 get_model_parallel_world_size = get_sequence_parallel_world_size
 get_model_parallel_rank = get_sequence_parallel_rank

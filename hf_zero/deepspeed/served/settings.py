@@ -22,17 +22,17 @@ TORCH_ADAM_PARAM, ADAM_W_MODE = "torch_adam", "adam_w_mode"
 TORCH_DISTRIBUTED_DEFAULT_PORT = 29500
 default_pg_timeout = default_timeout()
 NO_COMMIT = "hf_zero"
-"""Stands where DeepSpeed names the commit it was built from."""
+"""Placeholder for the commit from which DeepSpeed was built."""
 
 TORCH_INFO = {
     "version": ".".join(torch.__version__.split(".")[:2]),
     "bf16_support": True,
     "cuda_version": ".".join((torch.version.cuda or "0.0").split(".")[:2]),
-    # Without nccl three numbers: who reads "0.0" asks torch.cuda.nccl.version() instead, which PyTorch without CUDA does not have.
+    # Three numbers without NCCL: for "0.0" scripts call torch.cuda.nccl.version(), which PyTorch without CUDA does not have.
     "nccl_version": ".".join(map(str, torch.cuda.nccl.version()[:2])) if torch.version.cuda else "0.0.0",
     "hip_version": ".".join((torch.version.hip or "0.0").split(".")[:2]),
 }
-"""The PyTorch that runs; DeepSpeed names the one that it was built with."""
+"""Version of the running PyTorch; DeepSpeed has the version that it was built with."""
 
 
 class OffloadDeviceEnum(str, Enum):
@@ -104,7 +104,7 @@ class DeepSpeedZeroConfig(ZeroView):
     """
 
     def __init__(self, **keys: Any) -> None:
-        # A section that names no stage contradicts nothing yet, so this key is judged at the one stage that has it.
+        # A section without stage contradicts no key, so check this key for the only stage that has it.
         node = {} if "stage" in keys else {name: keys.pop(name) for name in ("zero_hpz_partition_size",) if name in keys}
         super().__init__(_with_section(keys))
         if node:

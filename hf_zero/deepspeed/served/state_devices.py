@@ -25,6 +25,6 @@ def get_state_devices(model: Any, state: Any) -> set[torch.device]:
     """
     kind = str(getattr(state, "value", state))
     if kind not in KINDS:
-        raise ConfigError(f"get_state_devices(state={kind!r}): no kind of state; there are {', '.join(KINDS)}")
+        raise ConfigError(f"get_state_devices(state={kind!r}): not a kind of state; allowed are {', '.join(KINDS)}")
     devices: set[torch.device] = model.offloaded_states.devices(kind)
     return devices

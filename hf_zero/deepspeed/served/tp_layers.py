@@ -31,7 +31,7 @@ class _OfKind(type(nn.Module)):  # type: ignore[misc]
 
 class _Divided(nn.Linear, metaclass=_OfKind):
     divided: int
-    """The dimension of the weight that is divided: 0 outputs, 1 inputs."""
+    """Dimension along which the weight is divided: 0 for outputs, 1 for inputs."""
 
     def __init__(self, module: nn.Linear, mp_group: dist.ProcessGroup) -> None:
         nn.Module.__init__(self)

@@ -41,7 +41,7 @@ def main(args: Any = None) -> None:
     args = parse_arguments() if args is None else args
     source, target = Path(args.input_folder), Path(args.output_folder)
     if not folders.is_complete(source):
-        raise CheckpointError(f"{source} is no complete checkpoint of hf_zero; `hf-zero convert` reads those of DeepSpeed")
+        raise CheckpointError(f"{source} is not a complete hf_zero checkpoint; `hf-zero convert` reads DeepSpeed checkpoints")
     text = folders.read_index(source)
     files = Index.from_json(text, str(source / INDEX_FILE)).files
     RangeReader(source, files).check_sizes()
