@@ -275,6 +275,7 @@ JIT = Method(
     "JITCheckpointCallback.set_trainer",
     "with enable_jit_checkpoint each rank decides by a timer of its own when it saves, and a rank that saves alone waits for ever",
     around="hf_zero.integrations.preemption:set_trainer",
+    since=(5,),
 )
 LOG = Method(
     "transformers.trainer",
@@ -474,16 +475,22 @@ def _replaced(method: Method, function: Callable[..., Any]) -> Callable[..., Any
     return replaced
 
 
-def _report(method: Method) -> None:
-    library = method.module.partition(".")[0]
+def came_later(method: Method) -> bool:
+    """Return whether the installed library is older than ``method``."""
+    return tuple(map(int, re.findall("[0-9]+", _version(method))[: len(method.since)])) < method.since
+
+
+def _version(method: Method) -> str:
     try:
-        version = importlib.metadata.version(library)
+        return importlib.metadata.version(method.module.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
-        version = "(of unknown version)"
-    if method.since and tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)])) < method.since:
-        return
-    if method not in _lost:
+        return "(of unknown version)"
+
+
+def _report(method: Method) -> None:
+    if not came_later(method) and method not in _lost:
         from hf_zero.observe import warn_once  # imports torch, as the library has
 
-        _lost[method] = f"{library} {version} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
+        library = f"{method.module.partition('.')[0]} {_version(method)}"
+        _lost[method] = f"{library} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
         warn_once(_lost[method])
