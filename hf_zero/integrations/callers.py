@@ -282,6 +282,7 @@ JIT = Method(
     "JITCheckpointCallback.set_trainer",
     "with enable_jit_checkpoint each rank decides by its own timer when to save, and a rank that saves alone waits forever",
     around="hf_zero.integrations.preemption:set_trainer",
+    since=(5,),
 )
 LOG = Method(
     "transformers.trainer",
@@ -482,18 +483,25 @@ def _replaced(method: Method, function: Callable[..., Any]) -> Callable[..., Any
     return replaced
 
 
-def _report(method: Method) -> None:
-    """Record that the library lacks ``method``, and warn once; do nothing if the library's version is known to be below ``since``."""
-    library = method.module.partition(".")[0]
+def came_later(method: Method) -> bool:
+    """Return whether the installed library is known to be older than ``method``."""
+    numbers = tuple(map(int, re.findall("[0-9]+", _version(method))[: len(method.since)]))
+    return bool(numbers) and numbers < method.since
+
+
+def _version(method: Method) -> str:
+    """Return the version of the installed library that has, or lacks, ``method``."""
     try:
-        version = importlib.metadata.version(library)
+        return importlib.metadata.version(method.module.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
-        version = "(of unknown version)"
-    numbers = tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)]))
-    if numbers and numbers < method.since:
-        return
-    if method not in _lost:
+        return "(of unknown version)"
+
+
+def _report(method: Method) -> None:
+    """Record that the library lacks ``method``, and warn once; do nothing if the library is older than the method."""
+    if not came_later(method) and method not in _lost:
         from hf_zero.observe import warn_once  # imports torch, which the library has imported already
 
-        _lost[method] = f"{library} {version} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
+        library = f"{method.module.partition('.')[0]} {_version(method)}"
+        _lost[method] = f"{library} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
         warn_once(_lost[method])
