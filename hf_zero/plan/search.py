@@ -16,8 +16,9 @@ known of one that has not been planned:
   memory alone.
 - What takes longer by what it has in common with others than five that fit is not among the best. Of a pipeline the last stage says so.
 
-It is worth its lines: a search for GPT-2 with 12 blocks on 4 ranks (no axes) runs 8 plans where its 64 candidates would take 64, and one
-for a Llama of 8 B on 8 ranks (all axes) 91 where 928 candidates would take some 1,800.
+It is worth its lines: without activations on the host, which double the families, a search for GPT-2 with 12 blocks on 4 ranks (no axes)
+runs 8 plans where its 64 candidates would take 64, and one for a Llama of 8 B on 8 ranks (all axes) 91 where 928 candidates would take some
+1,800.
 """
 
 from __future__ import annotations
