@@ -190,9 +190,9 @@ def tokens_of(text: str) -> int:
 
 
 def page_with(table: ResultTable, page: str) -> str:
-    """Return the page with the table in its place."""
+    """Return the page with the table in its place, without rows of which nothing was planned yet."""
     lines = ["", table.text, "", "| " + " | ".join(table.columns) + " |", "|" + "---|" * len(table.columns)]
-    lines += ["| " + " | ".join(row) + " |" for row in table.rows]
+    lines += ["| " + " | ".join(row) + " |" for row in table.rows if any(row[COLUMNS:])]
     return page.split(START)[0] + START + "\n".join([*lines, STOP]) + page.split(STOP)[1]
 
 

@@ -95,6 +95,7 @@ class ContextOfAccelerate:
         module = build(size)
         handler = TorchContextParallelConfig(cp_comm_strategy="allgather")
         self.accelerator = Accelerator(
+            cpu=True,
             parallelism_config=ParallelismConfig(cp_size=dist.get_world_size(), cp_handler=handler),
             fsdp_plugin=FullyShardedDataParallelPlugin(
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]

@@ -2,7 +2,7 @@
 
 torchrun --nproc_per_node 2 examples/minimal/long_sequences.py
 
-The longest sequence that fits your GPUs, before there are any: hf-zero plan python:examples/minimal/long_sequences.py:build
+Whether a sequence fits your GPUs, before there are any: hf-zero plan python:THIS_FILE:build (docs/long-sequences.md).
 """
 
 from pydoc_data.topics import topics  # text that every Python carries: the language reference
