@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ from hf_zero.errors import CollectiveError
 
 TAGS = 1 << 16  # back ends number their own messages below
 _VOTE = TAGS + 1  # tag of votes
+_numbers = itertools.count()
+by_number: WeakValueDictionary[int, Collectives] = WeakValueDictionary()  # of this process
 
 
 @dataclass
@@ -120,6 +124,7 @@ class Collectives(ABC):
 
     Attributes:
         topology: The axis of all calls.
+        number: Number of this object in the process.
         sent_bytes: Number of bytes that this rank has sent so far.
         blocks_host: Whether a wait blocks this process, not only a device stream.
         joint: The network of all data-parallel ranks, if the axis has only some of them.
@@ -132,6 +137,8 @@ class Collectives(ABC):
 
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
+        self.number = next(_numbers)
+        by_number[self.number] = self
         self.sent_bytes = 0
 
     @property
