@@ -3,15 +3,15 @@
 [Note: collectives in graphs] torch.compile cannot follow the code that sends, and would break a graph at every collective between the
 layers of a block. Here each collective is one operation that the graph calls as it is, with its wait. The graphs of ranks that share a
 block are compiled from the same code for the same shapes, so their operations have one order, and the backward of a graph has the reverse
-one. An operation names its network by a number, because a graph holds numbers and tensors only. All layers pass one label, ``GRAPH``:
-a label of each layer's own would make each layer another graph.
+one. An operation names its network by the number of the process group, because a graph holds numbers and tensors only; a new engine over
+the same group uses the same graphs. All layers pass one label, ``GRAPH``: a label of each layer's own would make each layer another graph.
 """
 
 from __future__ import annotations
 
 import torch
 
-from hf_zero.comm.collectives import Collectives, by_number
+from hf_zero.comm.collectives import Collectives, newest_network
 from hf_zero.errors import StateError
 
 GRAPH = "compiled block"  # label of what graphs send
@@ -23,7 +23,7 @@ def in_graph() -> bool:
 
 
 def _network(number: int) -> Collectives:
-    found = by_number.get(number)
+    found = newest_network(number)
     if found is None:
         raise StateError(
             "a compiled graph contains a collective of an engine that is gone: compile the modules again after the model was given to a "

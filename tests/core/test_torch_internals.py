@@ -128,17 +128,18 @@ def test_hooks_stay_out_of_compiled_graphs() -> None:
     assert graphs and "torch._dynamo.eval_frame" in sys.modules
 
 
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
 def test_a_module_that_is_left_out_breaks_the_graph_around_it_once() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.first, self.middle, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.middle(self.first(x)))
-
     torch._dynamo.reset()
-    model, inside = Model(), []
+    model, inside = Three(), []
     model.middle.register_forward_hook(lambda *_: inside.append(torch.compiler.is_compiling()))
     leave_out_of_graphs(model.middle)
     assert compiled_call(model.middle) is None
@@ -152,17 +153,16 @@ def test_a_module_that_is_left_out_breaks_the_graph_around_it_once() -> None:
 
 def test_equal_modules_with_hooks_of_one_number_share_a_graph() -> None:
     torch._dynamo.reset()
-    counter, layers = torch._dynamo.testing.CompileCounter(), [nn.Sequential(nn.Linear(2, 2)) for _ in range(3)]
+    counter, layers = torch._dynamo.testing.CompileCounter(), [Three() for _ in range(3)]
     for layer in layers:
-        handle = layer[0].register_forward_hook(lambda _module, _args, output: output + 1, always_call=True)
+        handle = layer.middle.register_forward_hook(lambda _module, _args, output: output + 1, always_call=True)
         give_number(handle, -7)
         layer.compile(backend=counter)
-    assert torch.equal(layers[2](torch.ones(1, 2)), layers[2].forward(torch.ones(1, 2)))
     for layer in layers:
-        layer(torch.ones(1, 2))
+        assert torch.equal(layer(torch.ones(1, 2)), layer.forward(torch.ones(1, 2)))
     assert counter.frame_count == 1
     handle.remove()
-    assert not layers[2][0]._forward_hooks and not layers[2][0]._forward_hooks_always_called
+    assert not layers[2].middle._forward_hooks and not layers[2].middle._forward_hooks_always_called
 
 
 def test_more_than_eight_unequal_modules_are_compiled() -> None:
