@@ -21,8 +21,9 @@ STEPS = 6
 class Case:
     """Training of a small Llama or Mixtral by two ranks.
 
-    ``way``: "" (nothing is compiled), "engine" (``engine.compile()``), "regions" (accelerate's regional compilation after the engine
-    is made) or "before" (blocks are compiled before it). ``kind``: what is trained: "", "lora", "tp", "sp", "ep" or "pp".
+    ``way``: "" (nothing is compiled), "engine" (``engine.compile()``), "regions" (accelerate's regional compilation of the engine's
+    model), "before" (blocks are compiled before there is an engine) or "wrapped" (they are replaced by wrappers of ``torch.compile``).
+    ``kind``: what is trained: "", "lora", "tp", "sp", "ep" or "pp".
     """
 
     stage: int
@@ -106,6 +107,10 @@ def compile_model(case: Case, target: Any) -> None:
     elif case.way == "before":
         for block in blocks_of(target):
             block.compile(backend=case.backend)
+    elif case.way == "wrapped":
+        layers: Any = next(module for module in target.modules() if isinstance(module, nn.ModuleList) and len(module) == LAYERS)
+        for number, block in enumerate(list(layers)):
+            layers[number] = torch.compile(block, backend=case.backend)
 
 
 def counts() -> tuple[int, int]:
@@ -142,10 +147,10 @@ class Script:
             self.mpu = UlyssesSPAttentionHF.register_with_transformers(
                 model_name_or_path=model, core_attn_implementation="sdpa", sequence_parallel_size=2, micro_batch_size=2
             )
-        if case.way == "before":
+        if case.way in ("before", "wrapped"):
             compile_model(case, model)
         self.engine = parity.initialize(model, case.run(), **({"mpu": self.mpu} if self.mpu is not None else {}))
-        if case.way not in ("", "before"):
+        if case.way not in ("", "before", "wrapped"):
             compile_model(case, self.engine)
 
     def loss(self, step: int, rows: int) -> Tensor:

@@ -20,7 +20,7 @@ from typing import Any
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.core.schedule.torch_internals import compiled_call, outside_compile, set_compiled_call
+from hf_zero.core.schedule.torch_internals import compiled_call, is_compiled_wrapper, outside_compile, set_compiled_call
 from hf_zero.core.units.guards import refuse_sharded
 
 RAISED = object()  # takes the place of the output of a forward that raised
@@ -147,10 +147,13 @@ def as_written(module: nn.Module) -> Iterator[None]:
     compiled = [(inner, call) for inner in module.modules() if (call := compiled_call(inner)) is not None]
     around = [call for _, call in compiled if isinstance(call, AroundCompiled) and not call.as_written]
     plain = [(inner, call) for inner, call in compiled if not isinstance(call, AroundCompiled)]
+    wrappers = [(wrapper, wrapper.__dict__["forward"]) for wrapper in module.modules() if is_compiled_wrapper(wrapper)]
     for call in around:
         call.as_written = True
     for inner, _ in plain:
         set_compiled_call(inner, None)
+    for wrapper, _ in wrappers:
+        wrapper.__dict__["forward"] = wrapper._orig_mod.__call__
     try:
         yield
     finally:
@@ -158,3 +161,5 @@ def as_written(module: nn.Module) -> Iterator[None]:
             call.as_written = False
         for inner, plain_call in plain:
             set_compiled_call(inner, plain_call)
+        for wrapper, forward in wrappers:
+            wrapper.__dict__["forward"] = forward
