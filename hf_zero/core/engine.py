@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.written import drop_gradients
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
@@ -417,9 +418,15 @@ class Engine(nn.Module):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Compile every block in place with torch.compile (the complete module when no block was found)."""
-        options = {"backend": backend, **(compile_kwargs or {})}
+        """Compile every block in place with torch.compile (the complete module when no block was found).
+
+        Args:
+            backend: As for ``torch.compile``.
+            compile_kwargs: Further arguments of ``torch.compile``.
+            **kwargs: The same, as ``nn.Module.compile`` takes them; they stand above ``compile_kwargs``.
+        """
         targets = [block.module for block in self.runtime.blocks] or [self.module]
+        options = {"backend": backend, **recompile_limit(len(targets)), **(compile_kwargs or {}), **kwargs}
         for target in targets:
             target.compile(**options)
         self.runtime.follow_compile(inside=True)

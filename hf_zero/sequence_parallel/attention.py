@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -21,7 +20,21 @@ _PER_HEAD = ("s_aux", "sinks")  # arguments with one value per query head
 _OF_SLICES = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table")  # made of slices; meaningless for the whole
 _GROUPS = "num_key_value_groups"
 
-_sliced: WeakKeyDictionary[nn.Module, SlicedAttention] = WeakKeyDictionary()
+_SLICED = "_hf_zero_sliced"  # attribute of a module
+
+
+class _Mark:
+    """Names the attention of a module's slices; a copy of the module has none.
+
+    An attribute, because torch.compile takes a module that it finds in a table for that one module: the graph of a layer, which serves
+    all equal layers, would then have the weights of one.
+    """
+
+    def __init__(self, attention: SlicedAttention | None = None) -> None:
+        self.attention = attention
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
 
 
 class SlicedAttention:
@@ -31,7 +44,7 @@ class SlicedAttention:
         collectives: The sequence-parallel group.
         reads_positions: The core function wants positions (flash attention finds packed sequences by them).
         sliced: Whether the last forward of the model was over slices.
-        calls: Calls in the forward under way.
+        called: Whether the forward under way has called it.
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
     """
 
@@ -39,10 +52,15 @@ class SlicedAttention:
         self.collectives = collectives
         self.reads_positions = reads_positions
         self.sliced = False
-        self.calls = 0
+        self.called = False
         self.inside_whole = 0
         for module in model.modules() if modules is None else map(model.get_submodule, modules):
-            _sliced[module] = self
+            module.__dict__[_SLICED] = _Mark(self)
+
+    @property
+    def run(self) -> Callable[..., tuple[torch.Tensor, None]]:
+        """Return ``attend``, as ``dispatching`` calls it."""
+        return self.attend
 
     def trades(self, module: nn.Module) -> bool:
         """Return whether a forward of ``module``, one of the model's, is over slices.
@@ -75,7 +93,7 @@ class SlicedAttention:
         Returns:
             (batch, slice, heads, width), and None for the weights.
         """
-        self.calls += 1
+        self.called = True
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
             raise UnsupportedError(
@@ -172,9 +190,10 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sliced, core = _sliced.get(module), core_of(module)
+        mark, core = getattr(module, _SLICED, None), core_of(module)
+        sliced = None if mark is None else mark.attention
         if sliced is None or sliced.inside_whole or not sliced.trades(module):
             return core(module, query, key, value, attention_mask, **kwargs)
-        return sliced.attend(core, module, query, key, value, attention_mask, **kwargs)
+        return sliced.run(core, module, query, key, value, attention_mask, **kwargs)
 
     return attend

@@ -120,7 +120,7 @@ class DividedForwards(BoundForwards):
         self._is_mean = batch.get("num_items_in_batch") is None
         # accelerate's scripts and Trainer scale a part of a sum by all ranks, as that of a rank with samples of its own.
         self._joins_loss = self._is_mean or not by_caller
-        self.attention.calls = 0
+        self.attention.called = False
         self._masks.enter(batch["position_ids"].shape[-1])
         self._randomness.enter(model.training)
         self._open = True
@@ -202,7 +202,7 @@ class DividedForwards(BoundForwards):
         self._randomness.leave()
         if output is None:
             return None
-        if self.attention.calls == 0:
+        if not self.attention.called:
             raise UnsupportedError(
                 f"context parallelism: {type(model).__name__} did not call its attention through transformers' attention interface, so "
                 "each rank attended to its part only; this model is not supported with this version of transformers"

@@ -159,7 +159,7 @@ class SlicedForwards(BoundForwards):
         if not self._compared:
             self._compare(args, kwargs)
         kwargs = {**kwargs, "position_ids": self._positions.of(args, kwargs)}
-        attention.calls = 0
+        attention.called = False
         self._masks.enter(length)
         self._randomness.enter(model.training)
         self._open = True
@@ -185,7 +185,7 @@ class SlicedForwards(BoundForwards):
             return self._whole.leave(output)
         self._masks.leave()
         self._randomness.leave()
-        if output is not None and self.attention.calls == 0:
+        if output is not None and not self.attention.called:
             raise UnsupportedError(
                 f"sequence parallelism: {type(model).__name__} did not call its attention through transformers' attention interface "
                 f"({self.implementation}), so each rank attended to its slice only; this model is not supported with this version of "

@@ -6,6 +6,7 @@ sinks, soft caps, dropout and head sizes are its own affair, and nothing has to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.torch_internals import outside_compile
 from hf_zero.errors import UnsupportedError
 from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
 from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
@@ -125,6 +127,12 @@ class ContextAttention(SlicedAttention):
         self.layout = layout
         self.across = across
         self.inside = inside
+        self._outside = outside_compile(self.attend)
+
+    @property
+    def run(self) -> Callable[..., tuple[torch.Tensor, None]]:
+        """Return ``attend`` outside of graphs: the ring sends while it computes."""
+        return self._outside
 
     def attend(
         self,
@@ -147,7 +155,7 @@ class ContextAttention(SlicedAttention):
             attention_mask: This place's rows of the mask of whole sequences, as ``RowMasks`` has them made; or None.
             **kwargs: For ``core``.
         """
-        self.calls += 1
+        self.called = True
         self._require_own(query, key, kwargs)
         kwargs.pop("position_ids", None)
         run = partial(self._of_place, core)

@@ -72,6 +72,8 @@ def _train(stage: int, way: str, checkpointing: str, folder: str) -> tuple[list[
             engine.eval()
             with torch.no_grad():
                 losses.append(float(engine(input_ids=tokens, labels=tokens).loss))
+            # Uncompiled: a cache would make every layer another graph.
+            losses.append(engine.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=True).sum().item())
             engine.train()
         if step == 3:
             engine.save_checkpoint(folder)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import observe
+from hf_zero.core.generation import GenerateMethod
 from tests.support import ranks
 from tests.support.models import CASES, LENGTH, VOCAB
 from tests.support.parity import Run, initialize
@@ -174,9 +175,12 @@ def check_removal() -> None:
     engine = initialize(CASES["llama"].build(), run("auto"))
     copied = copy.deepcopy(engine.module)
     assert copied.generate.__self__ is copied and "generate" in vars(engine.module)
+    engine.module.generate = prompt  # a script's own
     engine = initialize(engine.module, Run(stage=2))
-    assert "generate" not in vars(engine.module)
+    assert type(vars(engine.module)["generate"]) is GenerateMethod
+    module = engine.module
     engine.destroy()
+    assert vars(module)["generate"] is prompt
 
 
 def test_free_memory_of_the_host_is_shared() -> None:
