@@ -41,7 +41,10 @@ def _stored(url: str, environment: dict[str, str]) -> tuple[list[str], list[str]
     options = {"key": environment["AWS_ACCESS_KEY_ID"], "secret": environment["AWS_SECRET_ACCESS_KEY"]}
     store = fsspec.filesystem("s3", endpoint_url=environment["AWS_ENDPOINT_URL"], use_listings_cache=False, **options)
     bucket, _, key = url.removeprefix("s3://").partition("/")
-    begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads") or []
+    try:
+        begun = store.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key).get("Uploads") or []
+    except FileNotFoundError:  # this server says so where none was ever begun
+        begun = []
     return sorted(name.removeprefix(f"{bucket}/{key}/") for name in store.find(f"{bucket}/{key}")), [one["Key"] for one in begun]
 
 
