@@ -28,6 +28,7 @@ class _Unit:
     lent: bool = False
     reshards: bool = True
     rests: bool = False
+    exact: bool = False
 
     @property
     def layout(self) -> Any:

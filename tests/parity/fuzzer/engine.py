@@ -1,4 +1,4 @@
-"""A script of the fuzzer through the engine: one rank's side of a comparison."""
+"""Run a script of the fuzzer through the engine: one rank's side of a comparison."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.parity.fuzzer.plain import SETTINGS, averaged_twice, length_of, new_m
 
 
 def config_of(cell: Cell) -> dict[str, Any]:
-    """The configuration of a cell, in DeepSpeed's words."""
+    """Return the configuration of a cell, with DeepSpeed's keys."""
     zero: dict[str, Any] = {"stage": cell.stage}
     if cell.stage == 3:
         zero["stage3_param_persistence_threshold"] = cell.persist
@@ -41,12 +41,12 @@ def config_of(cell: Cell) -> dict[str, Any]:
 
 
 class Zero(Side):
-    """The engine's side; its methods are those of ``script_plain.Plain``, and show the same things.
+    """The engine's side; its methods are those of ``script_plain.Plain``, and show the same values.
 
     Args:
-        cell: Where the script runs.
-        rank: This process's.
-        folder: Of this script's checkpoints, the same on every rank.
+        cell: Settings under which the script runs.
+        rank: This process's rank.
+        folder: Folder of this script's checkpoints, the same on every rank.
     """
 
     def __init__(self, cell: Cell, rank: int, folder: Path) -> None:
@@ -60,7 +60,7 @@ class Zero(Side):
         self.saves = 0
 
     def close(self) -> None:
-        """Free everything, files included."""
+        """Free everything, including files."""
         self.engine.destroy()
         if self.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
@@ -268,23 +268,23 @@ class Zero(Side):
     # -- what is compared -------------------------------------------------------------------------------------------------------
 
     def weights(self) -> dict[str, Tensor]:
-        """Whole parameters by name; collective."""
+        """Return complete parameters by name; collective."""
         named = dict(self.model.named_parameters())
         with hf_zero.zero.GatheredParameters(list(named.values())):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
 
     def masters(self) -> dict[str, Tensor]:
-        """Whole masters of what trains, by name; collective."""
+        """Return the complete masters of trained parameters, by name; collective."""
         found = {name: utils.safe_get_full_fp32_param(parameter) for name, parameter in self.model.named_parameters()}
         return {name: value.detach().float().clone() for name, value in found.items() if value is not None}
 
     def moments(self, key: str) -> dict[str, Tensor]:
-        """A state of the optimizer by the parameter's name, where there is one; collective."""
+        """Return one state of the optimizer by the parameter's name, for parameters that have it; collective."""
         found = {name: utils.safe_get_full_optimizer_state(parameter, key) for name, parameter in self.model.named_parameters()}
         return {name: value.detach().float().clone() for name, value in found.items() if value is not None}
 
     def buffers(self) -> dict[str, Tensor]:
-        """This rank's buffers by name."""
+        """Return this rank's buffers by name."""
         return {name: value.clone() for name, value in self.model.named_buffers()}
 
     def _shape(self, parameter: Any) -> torch.Size:

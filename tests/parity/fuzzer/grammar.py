@@ -1,4 +1,6 @@
-"""Scripts of the fuzzer as plain data: what a script may do, when, how it is drawn, and how it is written in a line."""
+"""Define scripts of the fuzzer as plain data: the operations and where they may stand, how scripts are drawn, and how they are written in a
+line.
+"""
 
 from __future__ import annotations
 
@@ -17,21 +19,21 @@ LAYERS = ("blocks.0", "blocks.1", "head", "embed")
 
 @dataclass(frozen=True)
 class Cell:
-    """Where a script runs.
+    """Settings under which a script runs.
 
     Attributes:
-        stage: Of ZeRO.
+        stage: ZeRO stage.
         dtype: "fp32" or "bf16".
         ranks: Number of ranks.
         accumulation: Micro-steps per optimizer step.
         clip: Largest norm of all gradients; 0 is off.
         frozen: Layer that is frozen when the engine is made, or "none".
         persist: ``stage3_param_persistence_threshold``.
-        keep: Blocks stay unsharded between forward and backward.
-        client: The script brings its own torch optimizer.
-        tied: The head's matrix is the embedding's.
-        buffers: The model has a table, running statistics and a counter.
-        recompute: "none", "block", or "pieces" (reentrant, as often as the data asks).
+        keep: Whether blocks stay unsharded between forward and backward.
+        client: Whether the script passes its own torch optimizer.
+        tied: Whether the head's matrix is the embedding's.
+        buffers: Whether the model has a table, running statistics and a counter.
+        recompute: "none", "block", or "pieces" (reentrant, in as many pieces as the data determines).
         looks: All values are compared after each "step", or at the "end" only.
     """
 
@@ -83,7 +85,7 @@ class Operation(NamedTuple):
 
 
 class Script(NamedTuple):
-    """A cell and what is done there, in order."""
+    """A cell and the operations that run in it, in order."""
 
     cell: Cell
     operations: tuple[Operation, ...]
@@ -94,15 +96,15 @@ class Script(NamedTuple):
 
 @dataclass(frozen=True)
 class Kind:
-    """What an operation may be given, and where it may stand.
+    """Allowed arguments and places of an operation, and the errors that it may raise.
 
     Attributes:
         args: Values of each argument, the simplest first.
-        gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step, "z" at the
-            end: what always raises.
-        refusal: "never": it must be served. "named": an error on all ranks that names the parameter or layer of ``args`` will do.
-            "any": an error of the package on all ranks will do. Words: where one rank alone does it, an error on all ranks with one of
-            these will do.
+        gaps: Where it may be drawn: "a" before a forward, "b" before the backward, "c" before the step, "z" at the end: operations that
+            always raise.
+        refusal: "never": it must work. "named": an error on all ranks that names the parameter or layer of ``args`` is accepted. "any": an
+            error of the package on all ranks is accepted. Words: if one rank alone does it, an error on all ranks with one of these words
+            is accepted.
     """
 
     args: dict[str, tuple[Any, ...]]
@@ -167,7 +169,7 @@ NEEDS = {
 
 
 def refusal_words(operation: Operation) -> Sequence[str] | None:
-    """The words that an error which refuses ``operation`` may use; "" stands for any error of the package, None: it must be served."""
+    """Return words of which an error that refuses ``operation`` must use one; "" means any error of the package, None: it must work."""
     refusal = KINDS[operation.name].refusal
     if refusal == "never" or (isinstance(refusal, tuple) and operation.get("who") == "all"):
         return None
@@ -181,16 +183,16 @@ def refusal_words(operation: Operation) -> Sequence[str] | None:
 
 
 def fails_alone(script: Script, place: int) -> bool:
-    """Whether the operation at ``place`` is a forward that raises on one rank, while the others are at the operation behind it."""
+    """Return whether the operation at ``place`` is a forward that raises on one rank, while the others are at the operation after it."""
     operation = script.operations[place]
     return operation.name == "fail_forward" and operation.get("who") == 0 and script.cell.ranks > 1
 
 
 class Course:
-    """How far a script has come: what the next operation needs.
+    """Progress of a script: the facts that decide whether the next operation makes sense.
 
     Args:
-        cell: Where it runs.
+        cell: Settings under which the script runs.
     """
 
     def __init__(self, cell: Cell) -> None:
@@ -200,7 +202,7 @@ class Course:
         self.held = self.waits = False  # a loss waits for its backward, gradients wait for their step
 
     def take(self, operation: Operation) -> bool:
-        """Goes on with ``operation``, if it makes sense here in plain PyTorch; whether it does."""
+        """Append ``operation``, if it makes sense at this place in plain PyTorch; return whether it does."""
         name, layer, cell = operation.name, operation.get("layer"), self.cell
         between = not self.held and not self.waits
         makes_sense = {
@@ -230,7 +232,7 @@ class Course:
 
 
 def valid(script: Script) -> bool:
-    """Whether every operation makes sense where it stands: what is loaded was saved, what is removed was added, and so on."""
+    """Return whether every operation makes sense at its place: a load comes after its save, a removal after the addition, and so on."""
     return keep_valid(script) == list(script.operations)
 
 
@@ -238,7 +240,9 @@ def valid(script: Script) -> bool:
 
 
 def cell_text(cell: Cell) -> str:
-    """A cell as the first line of a script: the four settings that always matter, and what is not as usual."""
+    """Return a cell as the first line of a script: the four settings that always matter, and other settings that differ from the
+    default.
+    """
     always = ("stage", "dtype", "ranks", "accumulation")
     shown = [field for field in fields(Cell) if field.name in always or getattr(cell, field.name) != field.default]
     return " ".join(["cell", *(f"{field.name}={getattr(cell, field.name)}" for field in shown)])
@@ -274,7 +278,7 @@ def _parse_value(text: str) -> Any:
 
 @strategies.composite
 def scripts(draw: Any) -> Script:
-    """Draw a script: up to three optimizer steps, with something else before, between and after their phases."""
+    """Draw a script: up to three optimizer steps, with other operations before, between and after their phases."""
     cell = Cell(
         **{name: draw(strategies.sampled_from(_OFTEN.get(name, values[:1] * 5 + values[1:]))) for name, values in CELL_VALUES.items()}
     )
@@ -300,7 +304,7 @@ def _others(draw: Any, gap: str) -> Iterator[Operation]:
 
 
 def _with_needs(operations: Sequence[Operation]) -> Iterator[Operation]:
-    """Puts what an operation needs in its place where that is missing: a save for a load, and so on."""
+    """Insert the operations that others need and that are missing: a save for a load, and so on."""
     before: set[Operation] = set()
     for operation in operations:
         need = NEEDS.get(operation.name)
@@ -316,13 +320,13 @@ def _drawn(draw: Any, name: str) -> Operation:
 
 @cache
 def variants(name: str) -> tuple[Operation, ...]:
-    """The operation with all its arguments."""
+    """Return the operation with all its arguments."""
     args = KINDS[name].args
     return tuple(Operation(name, tuple(zip(args, values, strict=True))) for values in itertools.product(*args.values()))
 
 
 def keep_valid(script: Script) -> list[Operation]:
-    """The operations of ``script`` without those that make no sense after what is before them."""
+    """Return the operations of ``script`` without those that make no sense after the ones before them."""
     course = Course(script.cell)
     kept = Script(script.cell, tuple(operation for operation in script.operations if course.take(operation)))
     # The other ranks' forward is the one that a rank tries again: any other operation there is a collective that a rank runs alone.
@@ -331,7 +335,7 @@ def keep_valid(script: Script) -> list[Operation]:
 
 
 def simpler(script: Script) -> Iterator[Script]:
-    """Scripts that do a little less, those that leave out most first."""
+    """Yield scripts that do a little less, those that leave out most first."""
     operations = script.operations
     for size in (len(operations) // 2, 3, 2, 1):
         for start in range(len(operations) - size + 1) if size else ():

@@ -1,6 +1,6 @@
-"""What scripts may not do yet: patterns that the fuzzer leaves out until they are mended, each with scripts that show the fault.
+"""List open faults: patterns that the fuzzer leaves out until they are fixed, each with scripts that show the fault.
 
-Delete an entry when ``python -m tests.parity.fuzzer.report known`` says that it is closed, and move its scripts to ``MENDED``.
+Delete an entry when ``python -m tests.parity.fuzzer.report known`` reports that it is closed, and move its scripts to ``MENDED``.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ class Known(NamedTuple):
 
     Attributes:
         issue: Section of the issue that it belongs to.
-        pattern: Settings of the cell and operations that come in this order, whatever stands between them, parted by "|"; a value may
-            be several, parted by "/". "at" is where an operation stands, as in ``phases``.
+        pattern: Settings of the cell and operations, in this order with any others between them, separated by "|"; alternatives of a value
+            are separated by "/". "at" is the place of an operation, as in ``phases``.
         reason: What goes wrong.
-        scripts: Small ones that show it.
+        scripts: Small scripts that show it.
     """
 
     issue: str
@@ -200,12 +200,14 @@ MENDED: tuple[str, ...] = (
 
 
 def known(script: Script, faults: Sequence[Known] = KNOWN_OPEN) -> Known | None:
-    """The first of ``faults`` that ``script`` would meet."""
+    """Return the first of ``faults`` that ``script`` would trigger."""
     return next((one for one in faults if matches(one.pattern, script)), None)
 
 
 def without_known(script: Script, faults: Sequence[Known] = KNOWN_OPEN) -> Script:
-    """The script without the operations that would complete one of ``faults``; its cell is changed where that alone is one."""
+    """Return the script without the operations that would complete one of ``faults``; if the cell alone triggers one, the cell is
+    changed.
+    """
     cell = script.cell
     for one in faults:
         settings, *operations = _parts(one.pattern)
@@ -221,7 +223,7 @@ def without_known(script: Script, faults: Sequence[Known] = KNOWN_OPEN) -> Scrip
 
 
 def matches(pattern: str, script: Script) -> bool:
-    """Whether ``script`` runs where ``pattern`` says and has its operations in their order."""
+    """Return whether ``script`` runs in a cell of ``pattern`` and has its operations in their order."""
     settings, *operations = _parts(pattern)
     if not _fits_cell(settings, script.cell):
         return False
@@ -235,7 +237,7 @@ def matches(pattern: str, script: Script) -> bool:
 
 
 def phases(operations: Sequence[Operation]) -> list[str]:
-    """Where each operation stands: "b" while a loss waits for its backward, else "c" while gradients wait for their step, else "a"."""
+    """Return the place of each operation: "b" while a loss has no backward yet, else "c" while gradients have no step yet, else "a"."""
     found, held, waits = [], False, False
     for operation in operations:
         found.append("b" if held else "c" if waits else "a")
@@ -263,5 +265,5 @@ def _pairs(texts: Sequence[str]) -> list[tuple[str, str]]:
 
 
 def mended() -> list[Script]:
-    """The scripts that failed once."""
+    """Return the scripts that failed once."""
     return [parse(text) for text in MENDED]

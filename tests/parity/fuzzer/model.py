@@ -1,4 +1,4 @@
-"""The tiny causal model that scripts of the fuzzer train, its data, and values that both sides of a comparison draw alike."""
+"""Define the tiny causal model that scripts of the fuzzer train, its data, and values that both sides of a comparison draw alike."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class ScriptError(RuntimeError):
-    """What a forward or backward of the model raises when a script asks for it."""
+    """Error that a forward or backward of the model raises when a script asks for it."""
 
 
 class Adapter(nn.Module):
@@ -33,11 +33,11 @@ class Adapter(nn.Module):
 
 
 class Layer(nn.Module):
-    """A repeated block: two matrices, a vector, running statistics, an adapter where a script has added one.
+    """A repeated block: two matrices, a vector, running statistics, and an adapter if a script has added one.
 
     Attributes:
         fails: "forward" or "backward" makes the next one raise a ``ScriptError``.
-        recompute: "block" recomputes the layer in backward; "pieces" recomputes its two halves, as often as the data asks.
+        recompute: "block" recomputes the layer in backward; "pieces" recomputes its two halves, as often as the data determines.
     """
 
     def __init__(self, recompute: str) -> None:
@@ -70,7 +70,7 @@ class Layer(nn.Module):
 
 
 class ScriptModel(nn.Module):
-    """Embedding, two layers, head. The loss is returned where labels are given, else logits of every position."""
+    """A model of embedding, two layers and head. It returns the loss if labels are given, else logits of every position."""
 
     def __init__(self, cell: Cell) -> None:
         super().__init__()
@@ -116,11 +116,11 @@ class ScriptModel(nn.Module):
 
 
 class Side:
-    """What both sides of a comparison are made of, and the operations that they do alike.
+    """Base class of both sides of a comparison, with the operations that are the same on both.
 
     Args:
-        cell: Where the script runs.
-        rank: The one whose values are shown.
+        cell: Settings under which the script runs.
+        rank: The rank whose values are shown.
     """
 
     def __init__(self, cell: Cell, rank: int) -> None:
@@ -141,14 +141,14 @@ class Side:
         return {what: compute(what, self.model.get_parameter(param))}
 
     def average_of(self, named: dict[str, nn.Parameter]) -> Seen:
-        """Take whole parameters into their averages, and show these."""
+        """Add complete parameters to their averages, and show these."""
         for name, parameter in named.items():
             value = parameter.detach().float()
             self.shadow[name] = torch.lerp(self.shadow[name], value, 0.5) if name in self.shadow else value.clone()
         return {f"average of {name}": value.clone() for name, value in self.shadow.items()}
 
     def take_average(self, named: dict[str, nn.Parameter]) -> Seen:
-        """Write averages to the whole parameters that have one."""
+        """Write averages to the complete parameters that have one."""
         with torch.no_grad():
             for name, parameter in named.items():
                 if name in self.shadow:
@@ -183,7 +183,7 @@ def add_adapter(model: nn.Module, layer: str, dtype: torch.dtype, trains: bool) 
 
 
 def noise(name: str, shape: Any, seed: int) -> Tensor:
-    """Return values that depend on the name and the seed, fp32, of a size that a comparison in bf16 cannot miss."""
+    """Return values that depend on the name and the seed, fp32, large enough for a comparison in bf16 to detect."""
     source = torch.Generator().manual_seed(zlib.crc32(f"{name} {seed}".encode()))
     return torch.randn(tuple(shape), generator=source) * 0.4
 
@@ -196,7 +196,7 @@ def batch(data: int, rank: int) -> tuple[Tensor, Tensor]:
 
 
 def write(parameter: nn.Parameter, how: str, value: Tensor) -> None:
-    """Change a whole parameter the way ``how`` says; ``value`` has its shape."""
+    """Change a complete parameter by the method ``how``; ``value`` has its shape."""
     value = value.to(parameter.dtype)
     if how == "assign":
         parameter.data = value
@@ -215,7 +215,7 @@ def write(parameter: nn.Parameter, how: str, value: Tensor) -> None:
 
 
 def compute(what: str, parameter: Tensor) -> Tensor:
-    """Return what a script makes of a parameter's values."""
+    """Return the result of a script's computation with a parameter's values."""
     with torch.no_grad():
         if what == "sum":
             return parameter.sum()
@@ -231,7 +231,7 @@ def compute(what: str, parameter: Tensor) -> Tensor:
 
 
 def read(what: str, model: nn.Module, name: str) -> None:
-    """Look at what needs no values of the parameter ``name``; a rank may do that alone."""
+    """Read a property of the parameter ``name`` that needs no values; one rank may do this alone."""
     if what == "attribute":  # as a script's log does
         layer, _, last = name.rpartition(".")
         assert getattr(model.get_submodule(layer), last).dtype.is_floating_point

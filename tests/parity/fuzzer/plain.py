@@ -1,4 +1,4 @@
-"""A script of the fuzzer in plain PyTorch: one process that trains on the data of all ranks, with fp32 masters for bf16."""
+"""Run a script of the fuzzer in plain PyTorch: one process that trains on the data of all ranks, with fp32 masters for bf16."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ SETTINGS: dict[str, Any] = {"lr": 0.02, "betas": (0.9, 0.99), "eps": 1e-3, "weig
 
 
 class MustRefuse(RuntimeError):
-    """No outcome of an operation can be right: the package has to refuse it, then or before anything reads the values."""
+    """Error for an operation without a correct result: the package must refuse it, then or before anything reads the values."""
 
 
 @dataclass
 class State:
-    """Everything that a checkpoint or a comparison needs of one side.
+    """State of one side, as needed for checkpoints and comparisons.
 
     Attributes:
         weights: Parameters by name, as the forward reads them.
-        masters: fp32 masters of what the optimizer holds, by name.
+        masters: fp32 masters of the optimizer's parameters, by name.
         moments: The optimizer's state of each parameter, by name.
         groups: Names of each param group.
         rates: Learning rate of each group.
-        buffers: Of each rank, by name.
-        steps: Optimizer steps so far.
-        norm: Of all gradients at the last step, before clipping.
+        buffers: Buffers of each rank, by name.
+        steps: Number of optimizer steps so far.
+        norm: Norm of all gradients at the last step, before clipping.
     """
 
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -48,10 +48,11 @@ class State:
 
 
 class Plain(Side):
-    """One side of a comparison; each method but the helpers is an operation of ``script_grammar.KINDS`` and shows what it saw.
+    """One side of a comparison; each method except the helpers is an operation of ``script_grammar.KINDS`` and shows the values that it
+    saw.
 
-    Where PyTorch and the package's documents leave a choice, ``candidates`` holds every permitted state after an operation, the literal
-    one first; ``settle`` takes the one that the other side has.
+    Where PyTorch and the package's documents allow several results, ``candidates`` holds every permitted state after an operation, the
+    literal one first; ``settle`` chooses the one that the other side has.
     """
 
     def __init__(self, cell: Cell, rank: int) -> None:
@@ -367,7 +368,7 @@ class Plain(Side):
     # -- states -----------------------------------------------------------------------------------------------------------------
 
     def adopt(self) -> None:
-        """Carry what a script wrote to parameters into their masters; elements that are as they were keep their fp32 bits."""
+        """Copy values that a script wrote to parameters into their masters; unchanged elements keep their fp32 bits."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in self.masters:
@@ -375,7 +376,7 @@ class Plain(Side):
                     self.masters[name].copy_(torch.where(changed, parameter.float(), self.masters[name]))
 
     def state(self) -> State:
-        """A copy of everything."""
+        """Return a copy of the complete state."""
         return State(
             {name: value.detach().clone() for name, value in self.model.named_parameters()},
             {name: value.detach().clone() for name, value in self.masters.items()},
@@ -388,7 +389,7 @@ class Plain(Side):
         )
 
     def restore(self, state: State) -> None:
-        """Go back to ``state``, which has this model's parameters."""
+        """Restore ``state``, which has this model's parameters."""
         for name, parameter in self.model.named_parameters():
             parameter.data.copy_(state.weights[name])  # a graph that waits for its backward does not hear of it
         self.optimizer.state.clear()
@@ -406,7 +407,7 @@ class Plain(Side):
         self.steps, self.norm = state.steps, state.norm
 
     def follow(self, masters: dict[str, Tensor]) -> None:
-        """Go on from the other side's masters, which are within rounding of these: see [Note: parity in 16 bit]."""
+        """Continue from the other side's masters, which are within rounding of these: see [Note: parity in 16 bit]."""
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 if name in masters and name in self.masters:
@@ -421,7 +422,7 @@ class Plain(Side):
         return next(found for found, parameter in self.model.named_parameters() if parameter is wanted)
 
     def _each_rank(self) -> Iterator[int]:
-        """Every rank in turn, the model with the buffers of that rank."""
+        """Yield every rank in turn, with the buffers of that rank in the model."""
         for rank in range(self.cell.ranks):
             self._enter(rank)
             yield rank
@@ -432,24 +433,24 @@ class Plain(Side):
 
 
 def length_of(lengths: str, rank: int) -> int:
-    """How many tokens a rank generates."""
+    """Return the number of tokens that a rank generates."""
     return 2 + (rank if lengths == "by_rank" else 0)
 
 
 def new_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Whole weights that a script loads into a model, by name, fp32."""
+    """Return the complete weights that a script loads into a model, by name, fp32."""
     shapes = [(name, parameter) for name, parameter in model.named_parameters(remove_duplicate=False)]
     names = {id(parameter): name for name, parameter in reversed(shapes)}
     return {name: noise(names[id(parameter)], getattr(parameter, "ds_shape", parameter.shape), 6) for name, parameter in shapes}
 
 
 def new_moments(name: str, shape: Any) -> dict[str, Tensor]:
-    """Moments that a script writes for a parameter."""
+    """Return the moments that a script writes for a parameter."""
     return {"exp_avg": noise(name, shape, 7), "exp_avg_sq": noise(name, shape, 8).square()}
 
 
 def averaged_twice(model: nn.Module) -> nn.Module:
-    """torch's own average of a model, updated twice."""
+    """Return torch's own average of a model, updated twice."""
     averaged = torch.optim.swa_utils.AveragedModel(model)
     averaged.update_parameters(model)
     averaged.update_parameters(model)

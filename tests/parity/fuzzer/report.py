@@ -41,12 +41,12 @@ TIMEOUT = 15.0  # seconds of a wait that is a hang: by hand somebody looks at it
 
 
 def everywhere(script: Script) -> list[Script]:
-    """The script at all stages, precisions and numbers of ranks, everything else as in its cell."""
+    """Return the script at all stages, precisions and numbers of ranks, with the other settings of its cell."""
     return [script._replace(cell=replace(script.cell, stage=cell.stage, dtype=cell.dtype, ranks=cell.ranks)) for cell in CELLS]
 
 
 def draw(count: int, start: int | None = None) -> list[Script]:
-    """Draw ``count`` scripts, each another one; ``start`` seeds hypothesis, None leaves it to the settings of the run."""
+    """Draw ``count`` different scripts; ``start`` seeds hypothesis, None uses the settings of the run."""
     found: list[Script] = []
 
     def collect(script: Script) -> None:
@@ -61,7 +61,7 @@ def draw(count: int, start: int | None = None) -> list[Script]:
 
 
 def _unlike(found: Sequence[Script]) -> list[Script]:
-    """Without those that are nearly what was drawn before them: hypothesis likes to change an example a little."""
+    """Return the scripts without near copies of earlier ones: hypothesis often changes an example only a little."""
     kept = list(found[:1])
     for script in found[1:]:
         if script.cell != kept[-1].cell or len(set(script.operations) ^ set(kept[-1].operations)) > 4:
@@ -72,7 +72,7 @@ def _unlike(found: Sequence[Script]) -> list[Script]:
 def shrink(
     script: Script, verdict: Verdict, judge: Callable[[Sequence[Script]], list[Verdict]], rounds: int = 12
 ) -> tuple[Script, Verdict]:
-    """A script that does as little as can be and ends with the same word; each round tries all that are a little simpler at once."""
+    """Return a minimal script with the same kind of verdict; each round tries all scripts that are a little simpler."""
     for _ in range(rounds):
         tried = [one for one in dict.fromkeys(simpler(script)) if valid(one)]
         found = next(((one, seen) for one, seen in _in_parts(tried, judge) if seen.word == verdict.word), None)
@@ -83,19 +83,19 @@ def shrink(
 
 
 def _in_parts(tried: list[Script], judge: Callable[[Sequence[Script]], list[Verdict]]) -> Iterator[tuple[Script, Verdict]]:
-    """Verdicts in order, a few at a time: the first that serves ends the round."""
+    """Yield scripts with their verdicts in order, judged a few at a time, so that the caller can stop at the first suitable one."""
     for start in range(0, len(tried), 6):
         part = tried[start : start + 6]
         yield from zip(part, judge(part), strict=True)
 
 
 def quickly(found: Sequence[Script]) -> list[Verdict]:
-    """Verdicts with the short time limit."""
+    """Return the verdicts with the short time limit."""
     return verdicts_of(found, timeout=TIMEOUT)
 
 
 def table(names: Sequence[str]) -> Iterator[tuple[str, list[tuple[Script, Verdict]]]]:
-    """Each operation with each of its arguments in each place of a short training, at most cells."""
+    """Return each operation with each of its arguments in each place of a short training, in most cells."""
     rows = [row for row in _rows() if not names or row[0].split()[0] in names]
     for start in range(0, len(rows), 10):  # jobs are shared
         part = rows[start : start + 10]
@@ -111,14 +111,16 @@ def _rows() -> Iterator[tuple[str, list[Script]]]:
 
 
 def _is_shown(operation: Operation) -> bool:
-    """One batch, and two parameters: a matrix and a small vector."""
+    """Return whether the arguments use one batch and one of two parameters: a matrix and a small vector."""
     data, param, layer = operation.get("data"), operation.get("param"), operation.get("layer")
     params = (None, "blocks.0.up.weight", *(["blocks.1.gain"] if operation.name in ("write", "gather_write") else []))
     return data in (None, 20) and param in params and layer in (None, "blocks.0", "head")
 
 
 def around(operation: Operation, gap: str, cell: Cell) -> Script | None:
-    """A training of three steps with ``operation`` in the second, and what it needs before; None where it makes no sense."""
+    """Return a training of three steps with ``operation`` in the second, and the operations that it needs before; None if it makes no
+    sense.
+    """
     if operation.name == "unfreeze":
         cell = replace(cell, frozen=str(operation.get("layer")))
     lines = [str(NEEDS.get(operation.name, "")), "forward data=0", "backward", "step"]

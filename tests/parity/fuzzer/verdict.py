@@ -1,4 +1,4 @@
-"""Runs scripts of the fuzzer on both sides and judges each: equal, refused by name, or what must not be.
+"""Run scripts of the fuzzer on both sides and judge each: equal, refused by name, or a fault.
 
 | verdict | meaning |
 |---|---|
@@ -48,7 +48,7 @@ LIMITS = {"fp32": 2e-5, "bf16": 2e-3}
 
 
 class Verdict(NamedTuple):
-    """How a script ended: a word of the table above, the operation it ended at, and why."""
+    """Result of a script: a word of the table above, the operation it ended at, and the reason."""
 
     word: str
     place: int = -1
@@ -61,16 +61,16 @@ class Verdict(NamedTuple):
 
 @dataclass
 class Status:
-    """How a script stands on one rank.
+    """Result of a script on one rank.
 
     Attributes:
         differs: First difference from plain PyTorch, with the number of the operation.
-        error: Of the engine's side: its class and text.
+        error: Error of the engine's side: its class and text.
         kind: "package", "collective" (a wait that ended), "script" or "other".
         place: Number of the operation that raised.
         plain: Class of PyTorch's error, "refuse" where the package has to refuse, or "".
         plain_place: Number of the operation that PyTorch raised at.
-        later: Class and place of an error of PyTorch behind what the package has to refuse.
+        later: Class and place of an error of PyTorch after an operation that the package has to refuse.
     """
 
     differs: tuple[int, str] | None = None
@@ -90,7 +90,7 @@ class Status:
 
 
 class EndOfJob(RuntimeError):
-    """A script has left ranks that waited, or messages that nobody takes: the next one needs new processes."""
+    """Error that ends a job: a script has left waiting ranks or unread messages, so the next one needs new processes."""
 
 
 def run_scripts(scripts: Sequence[Script], folder: str, timeout: float) -> None:
@@ -110,7 +110,7 @@ def run_scripts(scripts: Sequence[Script], folder: str, timeout: float) -> None:
 
 
 def _run_script(script: Script, folder: Path, group: Any) -> tuple[Verdict, bool]:
-    """The verdict, and whether these processes may go on."""
+    """Return the verdict, and whether these processes can run further scripts."""
     status, sides = Status(), []
     with recording() as record:
         try:
@@ -253,7 +253,7 @@ def _differs(status: Status, place: int, text: str) -> None:
 
 
 def _worst(found: dict[str, Tensor], wanted: dict[str, Tensor], dtype: str, what: str, everywhere: bool = False, loose: float = 1) -> str:
-    """The largest difference as text, "" if all are within the limit."""
+    """Return the largest difference as text, "" if all are within the limit."""
     if everywhere and found.keys() != wanted.keys():
         return f"{what}s of other names: {sorted(found.keys() ^ wanted.keys())}"
     worst = (0.0, "")
@@ -292,7 +292,7 @@ def _check_order(record: collective_order.Record, group: Any) -> Verdict | None:
 
 
 def judge(script: Script, everyone: Sequence[Status]) -> Verdict:
-    """The verdict on a script from how its ranks ended."""
+    """Return the verdict on a script from its results on all ranks."""
     failed = [one for one in everyone if one.error]
     waited = [one for one in failed if one.kind == "collective"]
     differs = min((one.differs for one in everyone if one.differs is not None), default=None)
@@ -311,7 +311,7 @@ def judge(script: Script, everyone: Sequence[Status]) -> Verdict:
 
 
 def _judge_error(script: Script, everyone: Sequence[Status]) -> Verdict:
-    """The verdict where all ranks raised."""
+    """Return the verdict if all ranks raised."""
     first = everyone[0]
     if first.plain and first.plain != "refuse" and first.place == first.plain_place:
         fits = all(one.kind == "package" or one.error.startswith(first.plain) for one in everyone)
@@ -331,12 +331,12 @@ def _may_refuse(operation: Operation, everyone: Sequence[Status]) -> bool:
 
 
 def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.0 * PATIENCE) -> list[Verdict]:
-    """The verdict on each script. Scripts of one number of ranks share jobs of ``batch``; a hang costs the rest a new job.
+    """Return the verdict on each script. Scripts of one number of ranks share jobs of ``batch``; after a hang the others need a new job.
 
     Args:
-        scripts: In any order.
-        batch: Scripts in a job.
-        timeout: Seconds after which a collective that waits is a hang.
+        scripts: Scripts in any order.
+        batch: Number of scripts in a job.
+        timeout: Seconds after which a collective that waits counts as a hang.
     """
     found: dict[int, Verdict] = {}
     for world in sorted({script.cell.ranks for script in scripts}):
@@ -350,7 +350,7 @@ def verdicts_of(scripts: Sequence[Script], batch: int = 50, timeout: float = 60.
 
 
 def _run_job(scripts: Sequence[Script], world: int, timeout: float) -> list[Verdict]:
-    """Verdicts of the first scripts, one at least."""
+    """Return the verdicts of the first scripts, at least one."""
     with tempfile.TemporaryDirectory(prefix="hf_zero_scripts_") as folder:
         limit = 4 * timeout + 2 * len(scripts) + 60
         # Each script's collectives are checked by themselves, so that one which is out of order does not hide the others.

@@ -1,4 +1,4 @@
-"""The canary: one optimizer step of a tiny model of an architecture, through the engine on some ranks and in plain PyTorch."""
+"""Run the canary: one optimizer step of a tiny model of an architecture, through the engine on some ranks and in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ LIMIT = Difference(loss=5e-6, norm=2e-5, weights=2e-4, masters=2e-4)
 
 @dataclass(frozen=True)
 class Sighting:
-    """What one architecture did. ``problem`` is empty when loss, grad norm and weights agree."""
+    """Result of one architecture. ``problem`` is empty when loss, grad norm and weights agree."""
 
     name: str
     problem: str
@@ -25,7 +25,7 @@ class Sighting:
 
 
 def check(name: str, stage: int = 3) -> Sighting:
-    """One step of a class on this rank's rows, compared with the reference; the same answer on every rank."""
+    """Take one step of a class on this rank's rows, and compare it with the reference; return the same answer on every rank."""
     run = Run(stage=stage, steps=1, clip=0.1)
 
     def feed(step: int, micro: int, rank: int) -> Batch:
@@ -39,7 +39,7 @@ def check(name: str, stage: int = 3) -> Sighting:
 
 
 def compare(name: str, trace: Trace, expected: Trace) -> Sighting:
-    """Whether loss, grad norm and weights agree; the norm must say something: not 0, not infinite."""
+    """Return whether loss, grad norm and weights agree; the norm must be neither 0 nor infinite."""
     found = difference(trace, expected)
     if not 0 < expected.norms[0] < float("inf"):
         return Sighting(name, f"plain PyTorch has a gradient norm of {expected.norms[0]}", found)

@@ -40,7 +40,7 @@ def main() -> int:
 
 
 def render(sightings: list[canary.Sighting]) -> str:
-    """Return the section: how many, the largest differences by task, what fails and what was left out, each with the reason."""
+    """Return the section: number of architectures, largest differences by task, failures and omissions, each with the reason."""
     good = [sighting for sighting in sightings if not sighting.problem]
     bad = [sighting for sighting in sightings if sighting.problem]
     tasks = Counter(zoo.architecture(sighting.name).task for sighting in good)

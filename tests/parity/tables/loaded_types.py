@@ -38,16 +38,16 @@ Types = dict[str, torch.dtype]
 
 @dataclass
 class Row:
-    """One architecture.
+    """Result of one architecture.
 
     Attributes:
-        name: Its class.
-        engines: Engines that were looked at.
-        kept: Parameters that stayed in fp32, of one engine for each 16-bit type together.
-        buffers: Floating-point buffers of one engine.
-        forwards: Engines whose logits were compared.
-        differences: What was not as loaded, each with its place.
-        notes: What could not be looked at, and why.
+        name: Class name of the model.
+        engines: Number of engines that were checked.
+        kept: Parameters that stayed in fp32, summed over one engine for each 16-bit dtype.
+        buffers: Number of floating-point buffers of one engine.
+        forwards: Number of engines whose logits were compared.
+        differences: Tensors that differ from the loaded ones, each with its place.
+        notes: Checks that were impossible, each with the reason.
     """
 
     name: str
@@ -60,27 +60,27 @@ class Row:
 
 
 def build(name: str) -> nn.Module:
-    """A tiny model in fp32: of a text architecture, or of one that reads images or sound."""
+    """Return a tiny model in fp32: of a text architecture, or of one that reads images or sound."""
     return zoo.build(name) if name in text_names() else senses.build(name)
 
 
 def text_names() -> list[str]:
-    """Names of the classes that read text alone."""
+    """Return the names of the classes that read only text."""
     return [item.name for item in zoo.architectures()]
 
 
 def types_of(model: nn.Module) -> Types:
-    """The types of floating-point parameters and buffers, by name."""
+    """Return the dtypes of floating-point parameters and buffers, by name."""
     return {name: tensor.dtype for name, tensor in [*model.named_parameters(), *model.named_buffers()] if tensor.is_floating_point()}
 
 
 def buffers_of(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the floating-point buffers."""
+    """Return copies of the floating-point buffers."""
     return {name: buffer.detach().clone() for name, buffer in model.named_buffers() if buffer.is_floating_point()}
 
 
 def expected_types(model: nn.Module, dtype: torch.dtype, named: set[str]) -> Types:
-    """What training ``model`` in ``dtype`` leaves: buffers and ``named`` parameters as they are, the others in ``dtype``."""
+    """Return the dtypes expected after training ``model`` in ``dtype``: buffers and ``named`` parameters unchanged, others ``dtype``."""
     before, params = types_of(model), dict(model.named_parameters())
     norms = {
         f"{name}.{own}" if name else own
@@ -92,7 +92,7 @@ def expected_types(model: nn.Module, dtype: torch.dtype, named: set[str]) -> Typ
 
 
 def named_by_library(loaded: Any, dtype: torch.dtype) -> set[str]:
-    """Parameters that transformers itself loads in fp32 where a model is loaded in ``dtype``, by its own plan and expression."""
+    """Return the parameters that transformers itself loads in fp32 when a model is loaded in ``dtype``, by its own plan and expression."""
     from transformers.core_model_loading import build_glob_alternation
 
     plan = loaded._get_dtype_plan(dtype)
@@ -105,7 +105,7 @@ def named_by_library(loaded: Any, dtype: torch.dtype) -> set[str]:
 
 
 def measure(name: str, folder: str, cells: Sequence[tuple[str, int]] = CELLS) -> Row:
-    """One architecture, built here in fp32 and read from a file in 16 bit, in each of ``cells`` (type, stage). Collective."""
+    """Check one architecture, built here in fp32 and read from a file in 16 bit, in each of ``cells`` (dtype, stage). Collective."""
     row = Row(name)
     model = build(name)
     cls: Any = type(model)
@@ -160,7 +160,7 @@ def _check_built(row: Row, model: nn.Module, run: Run, named: set[str], folder: 
 
 
 def _check_checkpoint(row: Row, engine: Any, folder: str, expected: Types, buffers: dict[str, Tensor], place: str) -> None:
-    """Saves, forgets the buffers, and loads again."""
+    """Save, overwrite the buffers, and load again."""
     engine.save_checkpoint(folder, "t")
     with torch.no_grad():
         for buffer in engine.module.buffers():
@@ -174,7 +174,7 @@ def _check_checkpoint(row: Row, engine: Any, folder: str, expected: Types, buffe
 
 
 def _check_file(row: Row, engine: Any, folder: str, expected: Types, buffers: dict[str, Tensor], place: str) -> None:
-    """The whole model in one file: types as trained, buffers unrounded."""
+    """Check the complete model in one file: dtypes as trained, buffers unrounded."""
     assert engine.save_16bit_model(folder, "model.safetensors")
     if ranks.rank() != 0:
         return
@@ -190,7 +190,7 @@ def _check_file(row: Row, engine: Any, folder: str, expected: Types, buffers: di
 
 
 def _check_loaded(row: Row, cls: Any, path: str, plain: nn.Module, run: Run, named: set[str], place: str) -> None:
-    """A model that ``from_pretrained`` has read in 16 bit, sharded while it is read at stage 3."""
+    """Check a model that ``from_pretrained`` has read in 16 bit, sharded while it is read at stage 3."""
     dtype = DTYPES[run.dtype]
     expected, buffers = expected_types(plain, dtype, named), buffers_of(plain)
     with transformers_zero3(run) if run.stage == 3 else nullcontext():
@@ -211,7 +211,9 @@ def _check_loaded(row: Row, cls: Any, path: str, plain: nn.Module, run: Run, nam
 
 
 def _logits(name: str, model: Any) -> Tensor | str | None:
-    """The logits of a model, or the first tensor of its outputs, or the error that its types end in; None where no input is at hand."""
+    """Return the logits of a model, or the first tensor of its outputs, or the error that its dtypes cause; None if no input is
+    available.
+    """
     batch = _batch(name, model)
     if batch is None:
         return None
@@ -228,7 +230,7 @@ def _logits(name: str, model: Any) -> Tensor | str | None:
 
 
 def _batch(name: str, model: Any) -> dict[str, Tensor] | None:
-    """Inputs of a model on its device, images and sound in the type of its parameters; None where ``senses`` has none."""
+    """Return inputs of a model on its device, images and sound in the dtype of its parameters; None where ``senses`` has none."""
     module = getattr(model, "module", model)
     if name not in text_names():
         dtypes = [param.dtype for param in module.parameters()]
@@ -263,7 +265,7 @@ def _compare(row: Row, found: dict[str, Any], expected: dict[str, Any], what: st
 
 
 def measure_each(names: list[str], thinned: bool = False) -> list[Row]:
-    """Rows of ``names``, one after the other, each of one cell if ``thinned``, which takes every cell in turn. Collective."""
+    """Return rows of ``names``, one after the other; with ``thinned`` each in one cell, which takes all cells in turn. Collective."""
     warnings.simplefilter("ignore")
     with tempfile.TemporaryDirectory() as mine:
         shared = [mine]
@@ -277,7 +279,7 @@ def measure_each(names: list[str], thinned: bool = False) -> list[Row]:
 
 
 def measure_all(names: list[str], at_once: int = 12, thinned: bool = False) -> Iterator[Row]:
-    """Rows of ``names`` over 2 ranks, ``thinned`` as in ``measure_each``; a group that fails is tried one by one."""
+    """Return rows of ``names`` over 2 ranks, ``thinned`` as in ``measure_each``; the names of a group that fails are tried one by one."""
     for start in range(0, len(names), at_once):
         part = names[start : start + at_once]
         try:
