@@ -13,7 +13,6 @@ import json
 import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
 from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
@@ -95,9 +94,9 @@ def _add_convert(commands: Any) -> None:
         help="convert checkpoints between hf_zero, DeepSpeed (read only), torch.distributed.checkpoint and Hugging Face models",
     )
     convert.add_argument(
-        "source", type=Path, help="folder with one or several checkpoints, or with a model; the format is recognised from its files"
+        "source", help="folder or URL with one or several checkpoints, or folder with a model; the format is recognised from its files"
     )
-    convert.add_argument("target", type=Path, help="folder to write")
+    convert.add_argument("target", help="folder to write; with --to hf_zero also a URL")
     convert.add_argument(
         "--to",
         choices=("hf_zero", "hf", "dcp"),
@@ -147,10 +146,11 @@ def _size(text: str) -> int:
 
 def _convert(options: argparse.Namespace) -> int:
     from hf_zero.checkpoint.convert.run import Conversion, convert
+    from hf_zero.system.object_store import place_of
 
     wanted = Conversion(
-        source=options.source,
-        target=options.target,
+        source=place_of(options.source),
+        target=place_of(options.target),
         to=options.to,
         tag=options.tag,
         dtype=options.dtype,

@@ -1,6 +1,6 @@
 """The public helpers that ``deepspeed.utils`` has, and our own."""
 
-from hf_zero.checkpoint.commit.folders import newest_trainer_checkpoint
+from hf_zero.checkpoint.commit.trainer_folders import newest_trainer_checkpoint
 from hf_zero.core.averages import AveragedWeights
 from hf_zero.deepspeed.leaf_modules import (
     get_z3_leaf_modules,

@@ -437,8 +437,8 @@ FAULTS: tuple[Fault, ...] = (
         "checkpoint/commit/folders.py",
         (
             "a folder without marker is complete",
-            "return (folder / INDEX_FILE).is_file() and (folder / MARKER_FILE).is_file()",
-            "return (folder / INDEX_FILE).is_file()",
+            "    if not (folder / MARKER_FILE).is_file():\n        return None\n    number",
+            "    number",
             (FAULTY, FOLDERS),
         ),
         ("a damaged index passes", "    if digest(text) != expected:\n", "    if False:\n", (FAULTY, FOLDERS)),

@@ -103,7 +103,7 @@ class RankProcesses:
         line = process.stdout.readline() if ready else ""  # type: ignore[union-attr]
         if line:
             return line
-        what = f"a rank ended with code {process.wait(10)}" if ready else "a rank does not answer"
+        what = f"a rank ended with code {process.wait(SECONDS_TO_ANSWER)}" if ready else "a rank does not answer"
         self._log.seek(0)
         raise RuntimeError(f"{self.name}: {what}\n{self._log.read()[-3000:]}")
 

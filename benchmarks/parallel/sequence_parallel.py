@@ -21,6 +21,7 @@ from benchmarks.common.tables import ResultTable
 WORKER = Path(__file__).with_name("sequence_parallel_worker.py")
 WORLD = 2
 TITLES = {"hf_zero": "hf_zero, slices", "deepspeed": "DeepSpeed Ulysses, slices", "whole": "hf_zero, whole sequences"}
+PEERS = ("deepspeed", "fsdp2")
 TEXT = (
     "A Llama ({layers} layers, {width} wide, {heads} heads, half as many key heads, vocabulary {vocab}, fp32) at ZeRO stage 1 on 2 gloo "
     "ranks of one thread. Slices: both ranks train on one sequence; whole sequences: each rank on its own. Memory is what tensors of a "
@@ -33,19 +34,22 @@ class Contender:
     """One package; by length: seconds per step, one entry per round, and bytes."""
 
     package: str
+    world: int = WORLD
     ranks: RankProcesses | None = None
     seconds: dict[int, list[float]] = field(default_factory=dict)
     peaks: dict[int, int] = field(default_factory=dict)
+    sent: dict[int, int] = field(default_factory=dict)
     failed: str = ""
 
     def start(self, python: str, size: dict[str, int]) -> None:
         """Build the model on both ranks; record the error of a peer that fails."""
         try:
-            self.ranks = RankProcesses(TITLES[self.package], WORKER, [self.package, size], WORLD, python)
+            self.ranks = RankProcesses(self.package, WORKER, [self.package, size], self.world, python)
         except RuntimeError as error:
-            if self.package != "deepspeed":
+            if self.package not in PEERS:
                 raise
-            self.failed = str(error).strip().splitlines()[-1][:120]
+            lines = [line for line in str(error).strip().splitlines() if "Error" in line] or str(error).strip().splitlines()
+            self.failed = lines[-1].removeprefix("[rank0]: ").removeprefix("[rank1]: ")[:160]
 
     def time(self, length: int, steps: int) -> None:
         """Add the seconds per step of the slower rank."""
@@ -55,6 +59,10 @@ class Contender:
     def weigh(self, length: int) -> None:
         """Record the bytes of the rank that needs more."""
         self.peaks[length] = max(answer["peak"] for answer in self.ranks.ask(peak=True, length=length))  # type: ignore[union-attr]
+
+    def count(self, length: int) -> None:
+        """Notes the bytes that attention of the rank with more sends in a step."""
+        self.sent[length] = max(answer["sent"] for answer in self.ranks.ask(sent=True, length=length))  # type: ignore[union-attr]
 
     def tokens_per_second(self, length: int, place: int) -> float:
         """Return the tokens per second of all ranks in one round."""

@@ -15,7 +15,7 @@ from hf_zero.assembly.networks import Networks
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.core.generation import Generation
+from hf_zero.core.generation import Generation, PlainGeneration, StandsBefore
 from hf_zero.core.schedule.backward_phase import begin_inside
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.unit import Unit
@@ -46,9 +46,11 @@ def attach_hooks(module: nn.Module, runtime: Runtime, topology: Topology) -> Non
 
 
 def attach_generation(module: nn.Module, runtime: Runtime, units: Sequence[Unit], networks: Networks, config: ZeroConfig) -> None:
-    """Wrap ``generate`` for sharded parameters, or for experts that other ranks hold."""
+    """Wrap ``generate``: for sharded parameters, for experts that other ranks hold, or for compiled modules alone."""
     synced = networks.topology.expert is not None
-    generation = Generation(runtime, units, networks.collectives.data, config.hf_zero.gather_for_generation, synced)
+    generation: StandsBefore = PlainGeneration()
+    if runtime.schedule is not None or synced:
+        generation = Generation(runtime, units, networks.collectives.data, config.hf_zero.gather_for_generation, synced)
     generation.attach(module)
     runtime.keep(generation)
 

@@ -127,7 +127,7 @@ class PartsBuilder:
         stays = {id(unit) for block in blocks if block.name in kept for unit in block.units}
         persist_and_reshard(units, stays, zero.stage3_param_persistence_threshold, zero.stage3_model_persistence_threshold)
         attach_hooks(self.module, runtime, self.topology)
-        if schedule is not None or (self.topology.expert is not None and self.topology.pipe is None):
+        if self.topology.pipe is None:  # a pipeline brings a wrapper of its own
             attach_generation(self.module, runtime, units, self.networks, self.config)
         return parts
 

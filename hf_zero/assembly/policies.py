@@ -188,6 +188,7 @@ def checkpoint_settings(config: ZeroConfig) -> CheckpointSettings:
         masters_from_fp32=config.zero_optimization.load_from_fp32_weights,
         tag_validation=config.checkpoint.tag_validation,
         pickle_client_state=config.hf_zero.pickle_client_state,
+        url=config.hf_zero.checkpoint_url or "",
     )
 
 

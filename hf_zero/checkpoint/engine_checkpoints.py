@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from hf_zero.checkpoint.commit import agreement, folders
 from hf_zero.checkpoint.commit.background import Background
+from hf_zero.checkpoint.commit.trainer_folders import note_place
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
@@ -26,9 +27,10 @@ from hf_zero.core.engine_parts import Restored
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of
-from hf_zero.errors import CheckpointError, StateError, UnsupportedError
+from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import signals
+from hf_zero.system.object_store import ObjectPath, is_url, place_of, raw
 from hf_zero.tensor_parallel.same_data import SameData
 
 T = TypeVar("T")
@@ -46,6 +48,7 @@ class CheckpointSettings:
         tag_validation: Reaction to different tags on different ranks: "fail", "warn" or "ignore".
         pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
+        url: Place in an object store of what would go to local folders; empty for none.
     """
 
     direct: bool
@@ -55,6 +58,7 @@ class CheckpointSettings:
     masters_from_fp32: bool
     tag_validation: str
     pickle_client_state: bool
+    url: str = ""
 
 
 class EngineCheckpoints:
@@ -72,6 +76,10 @@ class EngineCheckpoints:
         self._settings = settings
         self._collectives = collectives
         self.background: Background | None = None
+        self._store: ObjectPath | None = None
+        if settings.url:
+            _check_url(settings)
+            agreement.quickly(self.everyone(), "opening hf_zero.checkpoint_url", self._open)
         replicate = collectives.topology.replicate
         if settings.node_local and replicate is not None:
             raise UnsupportedError(
@@ -97,7 +105,7 @@ class EngineCheckpoints:
         def ask() -> tuple[SaveRequest, TrainingState]:
             WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = SaveRequest(
-                _folder(save_dir, "save_dir"),
+                self._place(save_dir, "save_dir"),
                 str(tag) if tag is not None else f"global_step{engine.progress.global_steps}",
                 client_state,
                 latest,
@@ -110,8 +118,11 @@ class EngineCheckpoints:
             return request, self.state_of(engine)
 
         request, state = self._agreed("save_checkpoint()", ask)
-        signals.name_newest(partial(folders.say_newest, Path(save_dir)))
+        _name_newest(request.save_dir)
         folder = save_checkpoint(state, request, self.background)
+        if isinstance(folder, ObjectPath) and self._store is not None and not is_url(save_dir):
+            what = f"noting in {save_dir} that its checkpoint is in {folder.parent}"
+            agreement.quickly(self.everyone(), what, lambda: _note(Path(save_dir), folder))
         if latest and not trained:
             engine.progress.saved_at = engine.progress.global_steps
         how = "saved to"
@@ -134,12 +145,13 @@ class EngineCheckpoints:
             # What a script has assigned (``param.data = value``) would take the place of what is loaded.
             WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
             request = LoadRequest(
-                _folder(load_dir, "load_dir"),
+                self._place(load_dir, "load_dir"),
                 None if tag is None else str(tag),
                 masters_from_fp32=settings.masters_from_fp32,
                 custom=custom,
                 node_local=settings.node_local,
                 may_unpickle=settings.pickle_client_state,
+                else_from=_folder(load_dir, "load_dir") if self._store is not None else "",
                 **wanted,
             )
             return request, self.state_of(engine)
@@ -148,20 +160,20 @@ class EngineCheckpoints:
         loaded = load_checkpoint(state, request)
         if loaded is None:
             return None
-        signals.name_newest(partial(folders.say_newest, Path(load_dir)))
+        _name_newest(request.load_dir)
         model_axis = self._collectives.topology.model
         if model_axis is not None:
             # What else is resumed, loaders and random states, may be that of other groups.
             SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
         whole = request.optimizer_states and not request.module_only and custom is None
-        engine.averages.loaded_from = str(loaded.path) if whole else ""
+        engine.averages.loaded_from = raw(loaded.path) if whole else ""
         engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
-        return Restored(str(loaded.path), loaded.client_state, loaded.counters)
+        return Restored(raw(loaded.path), loaded.client_state, loaded.counters)
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
-        load_averages(self.state_of(engine), Path(folder), averages)
+        load_averages(self.state_of(engine), place_of(folder), averages)
 
     def wait(self) -> None:
         """Waits until a checkpoint that is written in the background is complete; collective.
@@ -170,7 +182,7 @@ class EngineCheckpoints:
             CheckpointError: It could not be written; on every rank, with the same text.
         """
         if self.background is not None:
-            self.background.finish(self._everyone())
+            self.background.finish(self.everyone())
 
     def close(self) -> None:
         """Lets go of what writes in the background; local."""
@@ -190,7 +202,7 @@ class EngineCheckpoints:
             module=engine.module,
             units=engine.units,
             collectives=engine.collectives,
-            everyone=self._everyone(),
+            everyone=self.everyone(),
             tensor=_tensor_axis(engine),
             stage=engine.stage_policy.stage,
             optimizer=engine.optimizer if isinstance(engine.optimizer, ShardedOptimizer) else None,
@@ -209,27 +221,74 @@ class EngineCheckpoints:
     def _agreed(self, what: str, ask: Callable[[], T]) -> T:
         """Return the result of ``ask`` on this rank, where it fails on none: one rank's mistake is everybody's error; collective."""
         try:
-            return agreement.quickly(self._everyone(), what, ask)
+            return agreement.quickly(self.everyone(), what, ask)
         except CheckpointError as error:
             if isinstance(error.__cause__, StateError):  # this rank's own
                 raise error.__cause__ from None
             raise
 
-    def _everyone(self) -> Collectives:
+    @property
+    def url(self) -> str:
+        """Return the URL of what would go to local folders; empty if it goes there."""
+        return self._settings.url
+
+    def place_for(self, folder: str | os.PathLike[str]) -> ObjectPath:
+        """Return the place in the store of what would go to a local folder: below the URL, with the last name of the folder.
+
+        Raises:
+            CheckpointError: There is no store.
+        """
+        if self._store is None:
+            raise CheckpointError("hf_zero.checkpoint_url is not set")
+        return self._store / Path(os.path.abspath(folder)).name
+
+    def _open(self) -> None:
+        place = place_of(self._settings.url)
+        self._store = place if isinstance(place, ObjectPath) else None
+
+    def _place(self, given: Any, argument: str) -> str:
+        """Return the path or URL where checkpoints of ``given`` lie."""
+        folder = _folder(given, argument)
+        return folder if self._store is None or is_url(folder) else raw(self.place_for(folder))
+
+    def everyone(self) -> Collectives:
         """Return the network of all ranks that save as one: where they hold parts of a model, the group in which a step's ranks vote."""
         joint = joint_topology(self._collectives.topology)
         return self._collectives if joint is self._collectives.topology else open_collectives(own_topology(joint))
 
 
 def _folder(given: Any, argument: str) -> str:
-    """Return the path that was given as ``argument``.
+    """Return the path or URL that was given as ``argument``.
 
     Raises:
-        CheckpointError: It is no path.
+        CheckpointError: It is neither, or the library for the URL is not installed.
     """
     if not isinstance(given, (str, os.PathLike)):
-        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path")
-    return str(os.fspath(given))
+        raise CheckpointError(f"{argument} is {given!r}, allowed is a path: a string or a pathlib.Path, or a URL")
+    return raw(place_of(os.fspath(given)))
+
+
+def _check_url(settings: CheckpointSettings) -> None:
+    """Refuse what is no URL, and a disk of its own on every node."""
+    if not is_url(settings.url):
+        raise ConfigError(f"hf_zero.checkpoint_url is {settings.url!r}, allowed is a URL such as 's3://bucket/run'")
+    if settings.node_local:
+        raise ConfigError(
+            "hf_zero.checkpoint_url is a place that every node reaches, and checkpoint.use_node_local_storage is true; remove one of them"
+        )
+
+
+def _note(save_dir: Path, place: ObjectPath) -> None:
+    """Leave a note of the place in the local folder, once per node."""
+    if os.environ.get("LOCAL_RANK", "0") == "0":
+        note_place(save_dir, place.name, place)
+
+
+def _name_newest(given: str | os.PathLike[str]) -> None:
+    """Have the last words of a process name the newest checkpoint; it asks no store, which may take longer than the process has."""
+    place = place_of(os.fspath(given))
+    say = partial(folders.say_newest, place) if isinstance(place, Path) else lambda: f"complete checkpoints are in {place}"
+    signals.name_newest(say)
 
 
 def _tensor_axis(engine: Engine) -> TensorAxis:

@@ -32,6 +32,8 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import all_gather_updated, publish, write_back
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import log_rank0, span
+from hf_zero.system.object_store import Place, place_of, raw
+from hf_zero.system.secrets import without_credentials
 
 _SHOWN_NAMES = 5
 
@@ -41,7 +43,7 @@ class LoadRequest:
     """Request to load a checkpoint.
 
     Attributes:
-        load_dir: Folder of all checkpoints of a run.
+        load_dir: Folder of all checkpoints of a run, or its URL in an object store.
         tag: Name of one; None is the one ``latest`` names.
         strict: Every parameter and buffer of the model must be there, and no others.
         optimizer_states: Restore moments, param groups and loss scale.
@@ -51,6 +53,7 @@ class LoadRequest:
         custom: Called with ``src=`` (whole state dict) and ``dst=`` (the module) in place of loading parameters by name.
         node_local: Every node has a disk of its own, and ``load_dir`` is this rank's.
         may_unpickle: Read pickled values of the client state.
+        else_from: Local folder that is looked at where ``load_dir``, in an object store, has none; empty for no such folder.
     """
 
     load_dir: str
@@ -63,6 +66,7 @@ class LoadRequest:
     custom: Callable[..., Any] | None = None
     node_local: bool = False
     may_unpickle: bool = False
+    else_from: str = ""
 
 
 def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None:
@@ -78,23 +82,29 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         CheckpointError: On every rank, with the same text, naming file or parameter.
     """
     net = state.everyone
-    with span("load_checkpoint", request.load_dir):
-        what = f"loading a checkpoint from {request.load_dir}"
+    with span("load_checkpoint", without_credentials(request.load_dir)):
+        load_dir = without_credentials(request.load_dir)
+        what = f"loading a checkpoint from {load_dir}"
         if request.node_local:
-            here = node_local.find(net, what, Path(request.load_dir), request.tag)
-            found = (str(here), "") if here is not None else None
+            place = place_of(request.load_dir)
+            if not isinstance(place, Path):
+                raise CheckpointError(
+                    f"{what}: checkpoint.use_node_local_storage is true, and every node reaches this place; set it to false"
+                )
+            here = node_local.find(net, what, place, request.tag)
+            found = (raw(here), "") if here is not None else None
         else:
             found = agreement.on_first(net, what, lambda: _find(request))
         if found is None:
-            log_rank0("nothing loaded: %s has no file 'latest' and no complete checkpoint, and no tag was given", request.load_dir)
+            log_rank0("nothing loaded: %s has no file 'latest' and no complete checkpoint, and no tag was given", load_dir)
             return None
-        folder, text = Path(found[0]), found[1]
+        folder, text = place_of(found[0]), found[1]
         what = f"loading {folder}"
         box: list[_Plan] = []
         agreement.on_all(net, what, lambda: box.append(_Plan(state, request, folder, text or folders.read_index(folder))))
         plan = box[0]
         if request.node_local:
-            agreement.on_all(net, what, lambda: node_local.check_parts(folder, plan.index.files, plan.files()))
+            agreement.on_all(net, what, lambda: node_local.check_parts(Path(found[0]), plan.index.files, plan.files()))
         agreement.on_all(net, what, plan.read)
         if request.custom is not None:
             _load_custom(state, plan, request.custom, what)
@@ -104,7 +114,7 @@ def load_checkpoint(state: TrainingState, request: LoadRequest) -> Loaded | None
         return Loaded(folder, plan.client_state, None if request.module_only else plan.index.counters, plan.reader.bytes_read)
 
 
-def load_averages(state: TrainingState, folder: Path, averages: AveragedWeights) -> None:
+def load_averages(state: TrainingState, folder: Place, averages: AveragedWeights) -> None:
     """Load into ``averages``, made after ``folder`` was loaded, the averages that the folder holds; collective.
 
     Raises:
@@ -120,13 +130,15 @@ def load_averages(state: TrainingState, folder: Path, averages: AveragedWeights)
 
 def _find(request: LoadRequest) -> tuple[str, str] | None:
     """Return folder and index text, on rank 0; sizes of all files are checked here, once."""
-    load_dir = Path(request.load_dir)
+    load_dir = place_of(request.load_dir)
+    if request.else_from and not folders.complete_ones(load_dir) and folders.complete_ones(Path(request.else_from)):
+        load_dir = Path(request.else_from)  # saved before there was a URL
     folder = folders.find(load_dir, request.tag) if request.tag is not None else folders.find_latest(load_dir)
     if folder is None:
         return None
     text = folders.read_index(folder)
     RangeReader(folder, Index.from_json(text, str(folder / INDEX_FILE)).files).check_sizes()
-    return str(folder), text
+    return raw(folder), text
 
 
 class _Plan:
@@ -136,7 +148,7 @@ class _Plan:
         CheckpointError: Names, shapes or groups do not fit.
     """
 
-    def __init__(self, state: TrainingState, request: LoadRequest, folder: Path, text: str) -> None:
+    def __init__(self, state: TrainingState, request: LoadRequest, folder: Place, text: str) -> None:
         self.state = state
         self.request = request
         self.index = Index.from_json(text, str(folder / INDEX_FILE))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -16,20 +17,21 @@ import torch
 
 from hf_zero.checkpoint.commit import agreement, folders, node_local, staging
 from hf_zero.checkpoint.commit.background import Background, Task, Written
+from hf_zero.checkpoint.commit.targets import Target, target_of
 from hf_zero.checkpoint.contents import contents_of
-from hf_zero.checkpoint.files.disk import Disk
 from hf_zero.checkpoint.files.rows import Entry, whole
 from hf_zero.checkpoint.files.tensor_writer import write_tensor_file
 from hf_zero.checkpoint.format.index import Index
-from hf_zero.checkpoint.format.names import CHUNK_BYTES, LATEST_FILE, dtype_name, state_kind, values_file
+from hf_zero.checkpoint.format.names import CHUNK_BYTES, dtype_name, state_kind, values_file
 from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
 from hf_zero.checkpoint.state import optimizer_state
 from hf_zero.checkpoint.state.training_state import TrainingState
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.observe import note, span, warn_once
-from hf_zero.system import own_files
+from hf_zero.system.object_store import Place, place_of
 from hf_zero.system.process import Process
+from hf_zero.system.secrets import without_credentials
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,7 @@ class SaveRequest:
     """Request to save a checkpoint; rank 0's request counts, except for the client state.
 
     Attributes:
-        save_dir: Folder of all checkpoints of a run.
+        save_dir: Folder of all checkpoints of a run, or its URL in an object store.
         tag: Name of this one.
         client_state: The caller's values on this rank.
         latest: Point ``latest`` at it.
@@ -61,7 +63,7 @@ class SaveRequest:
     may_pickle: bool = False
 
 
-def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Path:
+def save_checkpoint(state: TrainingState, request: SaveRequest, background: Background | None = None) -> Place:
     """Writes ``<save_dir>/<tag>/``, complete or not at all; collective.
 
     Nothing is written when a value cannot be saved. When a rank fails, all raise and what was there before stays.
@@ -93,24 +95,28 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
-                background.start(Task(what, save.folder, Process.own(), save.write_files, save.commit), told)
-                return Path(request.save_dir) / request.tag
+                background.start(Task(what, save.target, save.write_files, save.commit), told)
+                return place_of(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
             agreement.on_first(net, what, lambda: save.commit(told, written))
         except CheckpointError:
             if net.rank == 0:
-                staging.abandon(save.folder)
+                save.target.abandon()
             raise
-    return Path(request.save_dir) / request.tag
+    return place_of(request.save_dir) / request.tag
 
 
 def _what(request: SaveRequest) -> str:
-    return f"saving checkpoint {request.tag!r} to {request.save_dir}{' on every node' if request.node_local else ''}"
+    return f"saving checkpoint {request.tag!r} to {without_credentials(request.save_dir)}{' on every node' if request.node_local else ''}"
 
 
 def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]) -> Path:
     """Write the agreed files to every node's disk; see [Note: node-local checkpoints]."""
     net, request = state.everyone, save.request
+    if not isinstance(save.folder, Path):
+        raise CheckpointError(
+            f"{_what(request)}: checkpoint.use_node_local_storage is true, and every node reaches this place; set it to false"
+        )
     what, place = _what(request), (Path(request.save_dir), request.tag)
     try:
         disks = node_local.begin(net, what, place, request.number, [rank_told["process"] for rank_told in told])
@@ -119,7 +125,7 @@ def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]
         text = agreement.on_first(net, what, lambda: save.index(told, written).to_json())
         node_local.complete(net, disks, what, place, save.folder, text, request.latest)
     except CheckpointError:
-        staging.abandon(save.folder)
+        save.target.abandon()
         raise
     return place[0] / place[1]
 
@@ -225,13 +231,11 @@ class _Save:
 
     Attributes:
         request: Rank 0's, with this rank's client state.
-        folder: The hidden folder.
         files: Files to write.
         head: The index without what the other ranks add; on rank 0.
     """
 
     request: SaveRequest
-    folder: Path
     head: Index | None
 
     def __init__(self, state: TrainingState) -> None:
@@ -268,16 +272,25 @@ class _Save:
             raise CheckpointError("a save is prepared once")
         rank = state.everyone.rank
         self.request = request
-        self.folder = folders.staging_folder(Path(request.save_dir), request.tag, request.number)
         tensors = self._values.client.tensors if differs or rank == 0 else {}
         self.files = {**self._contents.files, values_file(rank): [whole(name, tensor) for name, tensor in tensors.items()]}
         self._client_state = self._values.client_state if differs else None
         self.head = _head(state, request, self._values) if rank == 0 else None
         del self._contents, self._values  # they hold the arrays
 
+    @cached_property
+    def target(self) -> Target:
+        """Return where the save goes; made where an error is told to all ranks."""
+        return target_of(place_of(self.request.save_dir), self.request.tag, self.request.number)
+
+    @property
+    def folder(self) -> Place:
+        """Return the folder that is being written."""
+        return self.target.folder
+
     def begin(self) -> None:
-        """Makes the hidden folder; on rank 0."""
-        staging.begin(Path(self.request.save_dir), self.request.tag, self.request.number)
+        """Prepare the target; on rank 0."""
+        self.target.begin()
         note("checkpoint_begun", self.request.tag)
 
     def copy(self, background: Background) -> None:
@@ -294,12 +307,14 @@ class _Save:
         return Written(records, self._client_state)
 
     def _write(self, files: Mapping[str, list[Entry]]) -> dict[str, FileRecord]:
-        records = {}
-        with Disk(self.request.direct) as disk:
-            for name, entries in files.items():
-                if entries:
-                    records[name] = write_tensor_file(self.folder / name, entries, disk=disk)
-                    note("checkpoint_file", f"{self.request.tag}: {name}")
+        with self.target.files(self.request.direct) as disk:
+
+            def write(name: str, entries: list[Entry]) -> FileRecord:
+                record = write_tensor_file(self.folder / name, entries, disk=disk)
+                note("checkpoint_file", f"{self.request.tag}: {name}")
+                return record
+
+            records = disk.each({name: partial(write, name, entries) for name, entries in files.items() if entries})
             disk.sync()
         return records
 
@@ -311,18 +326,7 @@ class _Save:
 
     def commit(self, told: list[dict[str, Any]], written: list[Written]) -> str:
         """Write index, marker, name, and last of all ``latest``; on rank 0."""
-        save_dir, tag = Path(self.request.save_dir), self.request.tag
-        index = self.index(told, written)
-        note("checkpoint_written", tag)
-        staging.finalize(self.folder, index.to_json())
-        note("checkpoint_sealed", tag)
-        final = staging.publish(self.folder, save_dir, tag)
-        staging.write_script(save_dir)
-        if self.request.latest:
-            note("checkpoint_latest", tag)
-            own_files.write_text(save_dir / LATEST_FILE, tag)
-        note("checkpoint_done", tag)
-        return str(final)
+        return str(self.target.commit(self.index(told, written), self.request.latest))
 
 
 # -- index ------------------------------------------------------------------------------------------------------------

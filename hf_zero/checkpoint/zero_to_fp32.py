@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turns a ZeRO checkpoint into whole fp32 weights, on one machine, without process group or GPU.
 
-A copy of this file lies beside every checkpoint. It needs torch, numpy and safetensors, nothing else:
+A copy of this file lies beside every checkpoint. It needs torch, numpy and safetensors, and fsspec if CHECKPOINT_DIR is a URL (s3://...):
 
     python zero_to_fp32.py CHECKPOINT_DIR OUTPUT_DIR [--tag global_step100]
 
@@ -33,15 +33,17 @@ FORMAT_VERSION = 1
 SMALL_BYTES, INDEX_BYTES = 65536, 16 << 20  # of text that is read whole
 CHUNK_BYTES = 65536  # per checksum
 ALIGNMENT = 16  # elements: where parameters begin in a unit
-_ITEM_BYTES = {
-    "F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1, "C64": 8, "I64": 8, "U64": 8, "I32": 4, "U32": 4, "I16": 2,
-    "U16": 2, "I8": 1, "U8": 1, "BOOL": 1,
-}  # fmt: skip
 _TORCH_ENDINGS = (".bin", ".pt", ".pth", ".ckpt")
 _DTYPES = {
     "fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16,
     "float16": torch.float16,
 }  # fmt: skip
+_TYPES = {
+    "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2, "C64": torch.complex64, "I64": torch.int64, "U64": torch.uint64, "I32": torch.int32,
+    "U32": torch.uint32, "I16": torch.int16, "U16": torch.uint16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool,
+}  # fmt: skip
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in _TYPES.items()}
 _FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")
 
 
@@ -63,15 +65,17 @@ class Checkpoint:
         self.written = written
         if tag is None:
             latest = os.path.join(base, "latest")
-            if not os.path.isfile(latest):
-                raise FileNotFoundError(f"{latest} does not exist; name the checkpoint with tag=")
+            if not _is_file(latest):
+                raise FileNotFoundError(f"{_shown(latest)} does not exist; name the checkpoint with tag=")
             with _reading(latest):
                 tag = _read_small(latest, SMALL_BYTES).decode("utf-8").strip()
                 _require(len(tag) <= 200, f"it names a folder of {len(tag)} characters")
         self.folder = os.path.join(base, str(tag))
+        number = _number_in(self.folder)
+        self.folder = os.path.join(self.folder, number) if number else self.folder
         self._path = os.path.join(self.folder, "index.json")
-        if not os.path.isfile(self._path) or not os.path.isfile(os.path.join(self.folder, "complete")):
-            raise FileNotFoundError(f"{_printable(self.folder)} is no complete checkpoint: it lacks index.json or complete")
+        if not _is_file(self._path) or not _is_file(os.path.join(self.folder, "complete")):
+            raise FileNotFoundError(f"{_shown(self.folder)} is no complete checkpoint: it lacks index.json or complete")
         self.frozen: set[str] = set()
         self.shapes: dict[str, list[int]] = {}
         # name -> where it lies: several places where tensor-parallel ranks hold slices of it
@@ -227,10 +231,16 @@ class Checkpoint:
         record, path = self._record(file, tensor), os.path.join(self.folder, file)
         numel = math.prod(record["shape"])
         stop = numel if stop is None else stop
-        if not os.path.isfile(path) or os.path.getsize(path) != self.index["files"][file]["nbytes"]:
-            raise ValueError(f"{path} is missing or has another size than the {self.index['files'][file]['nbytes']} bytes of the index")
+        nbytes = self.index["files"][file]["nbytes"]
+        if _size(path) != nbytes:
+            raise ValueError(
+                f"{_shown(path)} is missing or has another size than the {self.index['files'][file]['nbytes']} bytes in the index"
+            )
         chunk = CHUNK_BYTES // _ITEM_BYTES[record["dtype"]]  # elements per checksum
         first, last = start // chunk * chunk, min(-(-stop // chunk) * chunk, numel)
+        if _is_url(path):
+            whole, first = self._fetch(path, record, first, last), first if len(record["shape"]) == 1 else 0
+            return self._verified(path, tensor, whole, first, chunk)[start - first : stop - first]
         with _reading(path), safe_open(path, framework="pt") as opened:
             said = opened.get_slice(tensor)
             same = (said.get_dtype(), said.get_shape()) == (record["dtype"], record["shape"])
@@ -238,12 +248,27 @@ class Checkpoint:
             whole = opened.get_tensor(tensor).reshape(-1) if len(record["shape"]) != 1 else said[first:last]
         if len(record["shape"]) != 1:
             first = 0
-        data = memoryview(whole.contiguous().view(torch.uint8).numpy()) if whole.numel() else memoryview(b"")
+        return self._verified(path, tensor, whole, first, chunk)[start - first : stop - first]
+
+    def _fetch(self, path: str, record: dict[str, Any], first: int, last: int) -> torch.Tensor:
+        """Return elements ``first`` to ``last`` of a tensor in a store, all of them if it is no row: its checksums are its description."""
+        item, numel = _ITEM_BYTES[record["dtype"]], math.prod(record["shape"])
+        first, last = (first, last) if len(record["shape"]) == 1 else (0, numel)
+        with _reading(path):
+            found = bytearray(_store(path).cat_file(path, start=record["offset"] + first * item, end=record["offset"] + last * item))
+            _require(len(found) == (last - first) * item, f"{_shown(path)} ends too early")
+            row = torch.frombuffer(found, dtype=torch.uint8) if found else torch.empty(0, dtype=torch.uint8)
+            return row.view(_TYPES[record["dtype"]])
+
+    def _verified(self, path: str, tensor: str, whole: torch.Tensor, first: int, chunk: int) -> torch.Tensor:
+        """Return elements ``first`` on of a tensor, whose checksums must be those of the index."""
+        record = self._record(os.path.basename(path), tensor)
+        data = memoryview(whole.contiguous().view(torch.uint8).numpy()) if whole.numel() else memoryview(b"")  # type: ignore[arg-type]
         for position in range(0, len(data), CHUNK_BYTES):
             number = first // chunk + position // CHUNK_BYTES
             if f"{zlib.crc32(data[position : position + CHUNK_BYTES]):08x}" != record["crc32"][8 * number : 8 * number + 8]:
-                raise ValueError(f"{path} is damaged: chunk {number} of tensor {tensor!r} does not match its checksum")
-        return whole[start - first : stop - first]
+                raise ValueError(f"{_shown(path)} is damaged: chunk {number} of tensor {tensor!r} does not match its checksum")
+        return whole
 
     def names(self, exclude_frozen_parameters: bool = False) -> list[str]:
         """Return parameters, then buffers; tied parameters once."""
@@ -300,12 +325,19 @@ def _reading(path: str) -> Iterator[None]:
     except (_Refused, FileNotFoundError):
         raise
     except Exception as error:
-        told = _printable(str(error)[:2000] if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:200]}")
+        path = _shown(path)
+        told = _shown(str(error)[:2000] if type(error) is ValueError else f"{type(error).__name__}: {str(error)[:200]}")
         raise _Refused(told if path in told else f"{path} is damaged: {told}. Take another copy, or save it again") from error
 
 
 def _read_small(path: str, limit: int) -> bytes:
     """Return the content of a regular file of at most ``limit`` bytes; of an index more, where the files beside it hold much."""
+    if _is_url(path):
+        size = _size(path)
+        if size > limit == INDEX_BYTES:
+            limit += sum(other["size"] or 0 for other in _store(path).ls(os.path.dirname(path), detail=True)) // 32
+        _require(size <= limit, f"{_shown(path)} has {size:,} bytes, more than the {limit:,} that are read")
+        return bytes(_store(path).cat_file(path))
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # a pipe is not waited for
     with os.fdopen(descriptor, "rb") as file:
         found = os.fstat(descriptor)
@@ -325,6 +357,50 @@ def _read_small(path: str, limit: int) -> bytes:
 def _printable(text: str) -> str:
     """Return ``text`` with control characters of a terminal escaped: names in files from other people may hold anything."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else repr(letter)[1:-1] for letter in text)
+
+
+def _is_url(path: str) -> bool:
+    return re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", path) is not None
+
+
+def _store(url: str) -> Any:
+    """Return fsspec's file system for a URL."""
+    try:
+        import fsspec
+
+        checks = {"config_kwargs": {"response_checksum_validation": "when_required"}} if url.startswith("s3") else {}
+        return fsspec.url_to_fs(url, use_listings_cache=False, **checks)[0]  # ranges are verified here
+    except ImportError as error:
+        raise _Refused(f"{_shown(url)} needs fsspec and a library for its kind of store: pip install fsspec s3fs ({error})") from None
+
+
+def _size(path: str) -> int:
+    """Return the bytes of a file; -1 if there is none."""
+    if not _is_url(path):
+        return os.path.getsize(path) if os.path.isfile(path) else -1
+    try:
+        found = _store(path).info(path)
+    except FileNotFoundError:
+        return -1
+    return int(found["size"]) if found["type"] == "file" else -1
+
+
+def _is_file(path: str) -> bool:
+    return _size(path) >= 0
+
+
+def _number_in(folder: str) -> str:
+    """Return the sub-folder with the files of a checkpoint that its marker names, as those in object stores do; else nothing."""
+    marker = os.path.join(folder, "complete")
+    with _reading(marker):
+        text = _read_small(marker, SMALL_BYTES).decode("utf-8", "replace") if _is_file(marker) else ""
+    found = re.fullmatch(r"[0-9a-f]{64} ([0-9a-f]{8})", text.strip())
+    return found[1] if found is not None else ""
+
+
+def _shown(path: str) -> str:
+    """Return ``path`` for a message, without the password of a URL."""
+    return _printable(re.sub(r"(?<=://)[^\s/]*@", "***@", path))
 
 
 def _require(fine: bool, problem: str) -> None:

@@ -29,8 +29,4 @@ unit and the recent phases of this rank, and the ranks that no longer answer wit
 that they met in (``comm/roll_call.py``, [Note: roll call]). On nccl ``wait`` orders a stream and raises nothing: PyTorch's watchdog ends
 the process with SIGABRT when a collective fails or times out, and the launcher ends the other ranks; ``TORCH_NCCL_BLOCKING_WAIT=1``
 restores the error. The engine's own groups have the timeout of the default group. Users' page: docs/launch.md.
-
-Only ``own_files.py`` (with ``folder.py``, an open folder) writes or deletes files, and it deletes only files of hf_zero ([Note: what is
-written], [Note: what is deleted]); small files of other programs are read by ``text_file.py`` alone ([Note: bounded reading]).
-``tests/house/test_files.py`` counts every other call, with the reasons of the few exceptions.
 """

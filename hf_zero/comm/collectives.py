@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.distributed as dist
@@ -19,6 +20,8 @@ from hf_zero.errors import CollectiveError
 
 TAGS = 1 << 16  # back ends use smaller tags for their own messages
 _VOTE = TAGS + 1  # tag of votes
+_numbers: dict[Any, int] = {}  # by the name of a process group
+_networks: dict[int, list[ref[Collectives]]] = {}  # by the number of their process group
 
 
 @dataclass
@@ -113,11 +116,18 @@ def as_sent(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.view(torch.uint8) if is_narrow(tensor) else tensor
 
 
+def newest_network(number: int) -> Collectives | None:
+    """Return the newest network that is in use over the process group with this number; None without."""
+    alive = (known() for known in reversed(_networks.get(number, [])))
+    return next((network for network in alive if network is not None), None)
+
+
 class Collectives(ABC):
     """The collectives that the engine uses: all on 1D buffers, all in the same order on every rank.
 
     Attributes:
         topology: The axis of all calls.
+        number: Number of the process group, which graphs of torch.compile hold ([Note: collectives in graphs]).
         sent_bytes: Number of bytes that this rank has sent so far.
         blocks_host: A wait blocks this process, not only a device stream.
         joint: The collectives of all data-parallel ranks, if the axis has only some of them.
@@ -131,6 +141,12 @@ class Collectives(ABC):
     def __init__(self, topology: Topology) -> None:
         self.topology = topology
         self.sent_bytes = 0
+        self.take_number()
+
+    def take_number(self) -> None:
+        """Set ``number``, and send from now on what graphs send over this process group."""
+        self.number = _numbers.setdefault(getattr(self.topology.group, "group_name", None), len(_numbers))
+        _networks[self.number] = [known for known in _networks.get(self.number, ()) if known() is not None] + [ref(self)]
 
     @property
     def rank(self) -> int:

@@ -35,6 +35,7 @@ class RecordedCollectives(Collectives):
     def __init__(self, inner: Collectives, log: CommsLog) -> None:
         self.inner = inner
         self.topology = inner.topology
+        self.take_number()
         self.log = log
         self.blocks_host, self.pretended = inner.blocks_host, inner.pretended
         self._watch: Watch = HostWatch() if inner.blocks_host or inner.topology.device.type == "cpu" else DeviceWatch(inner.topology.device)

@@ -8,7 +8,7 @@ from typing import Any
 from hf_zero.config.keys import all_keys, default_of, extra_of, nested_of
 from hf_zero.config.schema.fields import Section
 from hf_zero.config.schema.root import ZeroConfig
-from hf_zero.system.secrets import hidden_under
+from hf_zero.system.secrets import hidden_under, without_credentials
 
 _PLACES = ("_path", "_folder", "_file", "_dir")
 _TELLING = frozenset(
@@ -64,4 +64,6 @@ def _text(value: Any) -> str:
         return f"[{', '.join(map(_text, value))}]"
     if isinstance(value, float) and value.is_integer():
         value = int(value)
+    if isinstance(value, str):
+        value = without_credentials(value)
     return "null" if value is None else repr(value) if isinstance(value, (str, bool, int, float)) else type(value).__name__

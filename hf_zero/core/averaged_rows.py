@@ -1,4 +1,4 @@
-"""Keep averages of parameters: flat rows beside the masters of units, and complete tensors for parameters that belong to no unit."""
+"""Store averages of parameters: flat rows for the shards of units, and complete tensors for parameters that belong to no unit."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ class Row:
     Attributes:
         layout: Layout of the unit; the unit itself may no longer exist.
         collectives: Network of the ranks that share the unit.
-        rank: This rank's place among the owners.
+        rank: This rank's position among the owners.
         flat: (shard_numel,), fp32 or wider; gaps hold zeros.
-        names: Parameters that are averaged; elements of ``flat`` that belong to other parameters are meaningless.
+        names: Names of the parameters that are averaged; elements of ``flat`` that belong to other parameters are meaningless.
     """
 
     layout: UnitLayout
@@ -37,7 +37,7 @@ class Row:
     names: set[str] = field(default_factory=set)
 
     def shard_part(self, index: int, flat: torch.Tensor) -> torch.Tensor:
-        """Return the part of ``flat`` that belongs to parameter ``index``, as ``Unit.shard_part`` does."""
+        """Return the part of ``flat`` that belongs to parameter ``index``, like ``Unit.shard_part``."""
         own = self.layout.shard_range(self.rank)
         part = self.layout.slots[index].range.intersect(own).shift(-own.start)
         return flat[part.start : part.stop] if part.numel else flat[:0]
@@ -54,10 +54,10 @@ class AveragedRows:
     """The averages of one model on this rank, by parameter.
 
     Attributes:
-        loose: Averages, of the full shape, of parameters that belong to no unit: they were frozen after they had been trained.
+        loose: Averages, of the full shape, of parameters that belong to no unit because they were frozen after they had been trained.
 
     Args:
-        units: Units of the engine; the average of a trained unit's parameters starts from their present values.
+        units: Units of the engine; the averages of trained units start from the parameters' present values.
         device: Device of the averages; None keeps each average on the device of its values.
     """
 
@@ -71,7 +71,7 @@ class AveragedRows:
         return ((unit, self._rows[id(unit.layout)]) for unit in units if id(unit.layout) in self._rows)
 
     def of_unit(self, unit: Unit) -> Row:
-        """Return the row of a unit. The row of a frozen unit averages no parameter yet."""
+        """Return the row of a unit. A new row of a unit that is not trained averages no parameter yet."""
         key = id(unit.layout)
         if key not in self._rows:
             self._rows[key] = self._new(unit, averages=False)
@@ -88,7 +88,7 @@ class AveragedRows:
         return [*(row.flat for row in self._rows.values()), *self.loose.values()]
 
     def pairs(self, units: Sequence[Unit], params: Mapping[str, torch.Tensor]) -> Pairs:
-        """Return the (average, value) pairs of all averaged parameters; ``params``: the parameters of the model, by name."""
+        """Return the (average, value) pairs of all averaged parameters; ``params`` contains the model's parameters by name."""
         found = [pair for unit, row in self.of(units) for pair in row.pairs(values_of(unit))]
         return found + [(average, params[name].detach()) for name, average in self.loose.items() if name in params]
 
@@ -101,8 +101,8 @@ class AveragedRows:
         return self.loose[name].clone() if name in self.loose else None
 
     def lay_out(self, units: Sequence[Unit]) -> None:
-        """Rebuild the rows for the present units. Collective if parameters have moved to other units; otherwise it looks at each unit
-        once.
+        """Rebuild the rows for the present units. Collective if parameters have moved to other units; otherwise it only checks each
+        unit.
         """
         present = {id(unit.layout) for unit in units}
         gone = [row for key, row in self._rows.items() if key not in present]
@@ -129,7 +129,7 @@ class AveragedRows:
             self.put(*place, whole)
 
     def put(self, unit: Unit, index: int, whole: torch.Tensor) -> None:
-        """Set the average of parameter ``index`` of ``unit`` from a tensor of all its elements; local."""
+        """Set the average of parameter ``index`` of ``unit`` from ``whole``, a tensor of all its elements; local."""
         row, slot = self.of_unit(unit), unit.layout.slots[index]
         row.names.add(slot.name)
         own = slot.range.intersect(unit.owned).shift(-slot.offset)
@@ -159,5 +159,5 @@ def wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _gathered(row: Row, index: int) -> torch.Tensor:
-    divided: Any = row  # one call covers as much of a unit as was requested
+    divided: Any = row  # has the attributes of a unit that this function uses
     return whole_from_owners(divided, index, row.flat, f"{row.layout.name}: average").view(row.layout.slots[index].shape)

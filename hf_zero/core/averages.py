@@ -1,4 +1,4 @@
-"""Average an engine's weights as shards on each rank: update the averages, exchange them with the weights, and exchange them back."""
+"""Average an engine's weights, sharded over the ranks: update the averages, swap them with the weights, and swap them back."""
 
 from __future__ import annotations
 
@@ -21,29 +21,30 @@ Decay = float | Callable[[int], float] | None
 
 
 class AveragedWeights:
-    """Average the weights that an engine trains: exponentially, or in equal parts.
+    """Averages of the weights that an engine trains: exponential, or an equal mean.
 
-    Each rank averages its own shards of the fp32 masters: nothing is gathered or sent, whatever the stage and wherever the masters rest.
-    An update gives the bits of ``torch.optim.swa_utils.AveragedModel`` over fp32 weights: the first copies the weights, later ones
-    average. Checkpoints of the engine hold the average, and any number of ranks and any stage can read it. It follows parameters by their
-    names: one that is trained later starts from the value that it has then, one that is frozen later stays in the average.
+    Each rank averages its own shards of the fp32 masters: nothing is gathered or sent, whatever the stage and wherever the masters are
+    kept. An update gives the same bits as ``torch.optim.swa_utils.AveragedModel`` over fp32 weights: the first update copies the weights,
+    later ones average. Checkpoints of the engine contain the averages, and any number of ranks and any stage can read them. Averages are
+    stored by parameter name: a parameter that is trained later starts from its value at that time, and one that is frozen later keeps its
+    average.
 
     Args:
         engine: The engine that ``initialize`` returned.
-        decay: Factor of an exponential average: average = decay * average + (1 - decay) * weight. A number from 0 to 1; or a function
-            that gives it for the number of updates so far; or None for the mean of the weights at all updates (SWA).
-        warm_up: Use the least of ``decay`` and (1 + updates) / (10 + updates), so that the average leaves the first weights early.
+        decay: Factor of an exponential average: average = decay * average + (1 - decay) * weight. A number from 0 to 1; or a function that
+            returns it for the number of updates so far; or None for the mean of the weights at all updates (SWA).
+        warm_up: Use the smaller of ``decay`` and (1 + updates) / (10 + updates), so that the first weights soon lose their influence.
         update_every: Only every ``update_every``-th call of ``update`` changes the average.
         use_buffers: Average the buffers of the model too. If False, the average has the buffers of the last update.
-        device: Device of the average; None is the device of the masters ("cpu" saves GPU memory). Averages of masters on NVMe are in
-            host memory.
-        name: Tells several averages of one engine apart: letters, digits and underscores.
+        device: Device of the average; None is the device of the masters ("cpu" saves GPU memory). Averages of masters on NVMe are in host
+            memory.
+        name: Distinguishes several averages of one engine: letters, digits and underscores.
 
     Attributes:
         name: The argument ``name``.
         rows: The averages.
         updates: Number of updates that changed the average.
-        calls: All calls of ``update`` at the end of an optimizer step.
+        calls: Number of calls of ``update`` at the end of an optimizer step.
 
     Raises:
         StateError: The engine trains nothing, or has an average of this name.
@@ -81,7 +82,7 @@ class AveragedWeights:
         self._decay, self._warm_up, self._every, self._use_buffers = decay, warm_up, update_every, use_buffers
         self._device = None if device is None else torch.device(device)
         self._buffers: dict[str, torch.Tensor] = {}
-        self._kept: Pairs = []  # weights whose place an average of another dtype takes now
+        self._kept: Pairs = []  # (weight, copy of its values) where the average has another dtype, while averages are applied
         self.start_over()
         engine.averages.kept[name] = self
         if engine.averages.loaded_from and engine.averages.loaded_steps == engine.progress.global_steps:
@@ -89,7 +90,7 @@ class AveragedWeights:
 
     @property
     def usable(self) -> bool:
-        """Return whether the engine exists and has its own weights in place."""
+        """Return whether the engine exists, is not destroyed, and has its own weights in place."""
         engine = self._engine()
         return engine is not None and not engine.destroyed and not engine.averages.applied
 
@@ -106,10 +107,10 @@ class AveragedWeights:
         In the middle of an accumulation, where ``step`` has changed nothing, it does nothing.
 
         Returns:
-            Whether the call counted.
+            Whether this call changed the averages.
 
         Raises:
-            StateError: The engine is gone, destroyed, or has averages in the place of its weights.
+            StateError: The engine no longer exists or is destroyed, or averages replace its weights.
         """
         engine = self._require("update()")
         engine.averages.require_weights("update()")
@@ -132,7 +133,7 @@ class AveragedWeights:
         for average, value in pairs:
             if average.numel() and average.dtype == value.dtype and average.device == value.device:
                 alike.setdefault((average.device, average.dtype), []).append((average, value))
-            elif average.numel():  # one at a time: each pair needs a copy of its own
+            elif average.numel():  # one at a time, because each needs a temporary copy
                 self._into([average], [value.to(average.device, average.dtype)])
         for group in alike.values():
             self._into([average for average, _ in group], [value for _, value in group])
@@ -163,13 +164,13 @@ class AveragedWeights:
             for average, buffer in pairs:
                 average.copy_(buffer)
 
-    # -- in the place of the weights ----------------------------------------------------------------------------------
+    # -- replacing the weights ----------------------------------------------------------------------------------------
 
     @contextmanager
     def applied(self) -> Iterator[AveragedWeights]:
-        """Put the averages in the place of the engine's weights inside the ``with``, for evaluation and export; collective.
+        """Replace the engine's weights by the averages inside the ``with``, for evaluation and export; collective.
 
-        An error inside leaves the averages in place, because other ranks may not have raised it: call ``restore`` on all ranks to go on
+        An error inside leaves the averages in place, because other ranks may not have raised it: call ``restore`` on all ranks to continue
         training.
         """
         self.apply()
@@ -178,10 +179,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def apply(self) -> None:
-        """Exchange the weights for the averages until ``restore``; collective. The weights wait in the memory of the averages meanwhile.
+        """Replace the weights by the averages until ``restore``; collective. The memory of the averages holds the weights meanwhile.
 
         Raises:
-            StateError: A backward is still to come, averages are in the place of the weights already, or the engine is destroyed.
+            StateError: A backward may still follow, averages already replace the weights, or the engine is destroyed.
         """
         engine = self._begin_exchange("apply()")
         self._kept = [(value, value.clone()) for average, value in self._pairs(engine) if average.dtype != value.dtype]
@@ -193,10 +194,10 @@ class AveragedWeights:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Exchange the averages for the weights again, which are bit for bit the same; collective.
+        """Put the weights back, with the same bits as before ``apply``; collective.
 
         Raises:
-            StateError: These averages are not in the place of the weights.
+            StateError: These averages do not replace the weights now.
         """
         engine = self._require("restore()")
         if engine.averages.applied != self.name:
@@ -212,7 +213,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def copy_to_weights(self) -> None:
-        """Overwrite the weights with the averages, as at the end of a training; collective. The optimizer's state does not change.
+        """Overwrite the weights with the averages, for example at the end of a training; collective. The optimizer's state does not change.
 
         Raises:
             StateError: In the same cases as in ``apply``.
@@ -223,7 +224,9 @@ class AveragedWeights:
         _spread(engine)
 
     def _begin_exchange(self, what: str) -> Engine:
-        """Raise if a forward or backward still needs the present weights, then bring the weights up to date; return the engine."""
+        """Raise if a forward or backward still needs the present weights; adopt writes to the weights, update the rows, and return the
+        engine.
+        """
         engine = self._require(what)
         engine.averages.require_weights(what)
         if not engine.runtime.idle:
@@ -252,7 +255,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def start_over(self) -> None:
-        """Start anew from the present weights, with no update; local."""
+        """Start again from the present weights, with no update; local."""
         engine = self._require("start_over()")
         self.updates = self.calls = 0
         self.rows, self._buffers = AveragedRows(engine.units, self._device), {}
@@ -260,7 +263,7 @@ class AveragedWeights:
             self.buffer(name)
 
     def buffer(self, name: str) -> torch.Tensor:
-        """Return the buffer ``name`` of the average, which begins with the present value. Local."""
+        """Return the buffer ``name`` of the average; a new one starts from the model's present value. Local."""
         if name not in self._buffers:
             buffer = self._require("buffer()").module.get_buffer(name)
             widens = self._use_buffers and buffer.is_floating_point()
@@ -278,7 +281,7 @@ class AveragedWeights:
 
     @torch.no_grad()
     def whole(self, name: str) -> torch.Tensor:
-        """Return the average of one parameter in its full (shape), on the engine's device; collective.
+        """Return the average of one parameter, in the parameter's full shape, on the engine's device; collective.
 
         Raises:
             StateError: No parameter of this name is averaged.
@@ -312,7 +315,7 @@ def _named(engine: Engine) -> dict[str, torch.Tensor]:
 
 
 def _spread(engine: Engine) -> None:
-    """Bring masters that were written to into the weights that forward uses; collective."""
+    """Publish masters that were written to the weights that forward uses: cast them into shards, and all-gather; collective."""
     for unit in engine.units:
         publish([unit])
         pending = all_gather_updated(unit)

@@ -13,7 +13,7 @@ from hf_zero.core.schedule.gathered_parameters import GatheredParameters
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.unit import Unit, find_unit, full_shape, is_sharded
 
-# One line of a constructor names fewer parameters than this. Parameters that were touched earlier are resharded.
+# Fewer parameters than this appear in one line of a constructor. Of the parameters accessed, the oldest are resharded first.
 _MOST_OPEN = 8
 
 _SHAPE_ATTRIBUTES = frozenset({"shape", "ndim", "nbytes"})
@@ -26,19 +26,20 @@ _VALUELESS_METHODS = frozenset(
 
 
 class ConstructorAccess(TorchFunctionMode):
-    """Unshards a sharded parameter when any torch function receives it, and keeps the values that rank 0 writes.
+    """A mode that unshards a sharded parameter when a torch function that needs its values receives it, and keeps the values that rank 0
+    writes.
 
     [Note: writes in constructors] ``self.out = nn.Linear(...)`` shards the weight. A write in the next line,
     ``self.out.weight.data.zero_()``, would go to an empty tensor and be lost silently; torch's own Transformer ends its constructor with a
-    loop of such writes. So while a model is built, a parameter that is touched is unsharded, collectively, until the next module is
-    assigned (or ``_MOST_OPEN`` others were touched). Constructors run the same code on all ranks, or the ranks' modules would differ
-    anyway; a print of a norm on one rank alone waits for the other ranks. Queries about shapes are answered without values, and queries
-    about dtypes and gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
+    loop of such writes. So while a model is built, a parameter that is accessed is unsharded, collectively, until the next module is
+    assigned (or ``_MOST_OPEN`` others were accessed). Constructors must run the same code on all ranks, since otherwise the ranks' modules
+    would differ anyway; if one rank alone prints a norm, it waits for the other ranks. Queries about shapes are answered without values,
+    and queries about dtypes and gradients need none. The device is the one that the parameter was built on ([Note: as it was built]).
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._open: dict[Unit, GatheredParameters] = {}  # the parameter that was opened last comes last
+        self._open: dict[Unit, GatheredParameters] = {}  # in the order in which they were unsharded
 
     def __torch_function__(self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -64,7 +65,7 @@ class ConstructorAccess(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _touch(self, params: Sequence[nn.Parameter]) -> None:
-        """Unshard all of ``params`` in one pass, and reshard the other parameters that have been open longest."""
+        """Unshard all of ``params``, and reshard the other parameters that have been unsharded longest if there are too many."""
         wanted = {find_unit(param)[0]: param for param in params}  # type: ignore[index]
         others = [unit for unit in self._open if unit not in wanted]
         for unit in others[: max(0, len(others) + len(wanted) - _MOST_OPEN)]:
@@ -81,7 +82,7 @@ class ConstructorAccess(TorchFunctionMode):
             context.__exit__(None, None, None)
 
     def abandon(self, error: BaseException) -> None:
-        """Reshard all parameters that were unsharded, and discard what was written to them; local."""
+        """Reshard all parameters that were unsharded, and discard values that were written to them; local."""
         while self._open:
             _, context = self._open.popitem()
             context.__exit__(type(error), error, error.__traceback__)

@@ -14,6 +14,7 @@ from torch import nn
 from hf_zero.core.engine_parts import AppliedAverages, EngineParts, RunAgain, step_schedule
 from hf_zero.core.offloaded_states import OffloadedStates
 from hf_zero.core.schedule.gradients import UnitGradients
+from hf_zero.core.schedule.torch_internals import recompile_limit
 from hf_zero.core.step.written import drop_gradients
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
@@ -351,7 +352,7 @@ class Engine(nn.Module):
         """Write ``<save_dir>/<tag>/`` with everything that a run needs to resume, with any number of ranks; collective.
 
         Args:
-            save_dir: Folder of all checkpoints of the run.
+            save_dir: Folder of all checkpoints of the run, or its URL in an object store (``s3://bucket/run``).
             tag: Name of this checkpoint; ``global_step{N}`` when None. Rank 0's value is used, as for the other arguments.
             client_state: Values of the caller, returned by ``load_checkpoint``; no pickle, so plain values and tensors only.
             save_latest: Write the tag into ``<save_dir>/latest``.
@@ -378,7 +379,7 @@ class Engine(nn.Module):
         """Restore what ``save_checkpoint`` wrote, with any number of ranks and any stage; collective.
 
         Args:
-            load_dir: Folder of all checkpoints of the run.
+            load_dir: Folder of all checkpoints of the run, or its URL in an object store.
             tag: Name of the checkpoint; None is the one that ``<load_dir>/latest`` names.
             load_module_strict: The checkpoint must hold exactly this model's parameters and buffers.
             load_optimizer_states: Restore moments, param groups and loss scale; if False, masters come from the weights.
@@ -417,9 +418,15 @@ class Engine(nn.Module):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, **kwargs: Any) -> None:  # type: ignore[override]
-        """Compile every block in place with torch.compile (the complete module when no block was found)."""
-        options = {"backend": backend, **(compile_kwargs or {})}
+        """Compile every block in place with torch.compile (the complete module when no block was found).
+
+        Args:
+            backend: As for ``torch.compile``.
+            compile_kwargs: Further arguments of ``torch.compile``.
+            **kwargs: The same, as ``nn.Module.compile`` takes them; they stand above ``compile_kwargs``.
+        """
         targets = [block.module for block in self.runtime.blocks] or [self.module]
+        options = {"backend": backend, **recompile_limit(len(targets)), **(compile_kwargs or {}), **kwargs}
         for target in targets:
             target.compile(**options)
         self.runtime.follow_compile(inside=True)

@@ -1,4 +1,4 @@
-"""Define the parts that an engine is made of, and the interface that writes and reads its checkpoints."""
+"""Define the parts of an engine, and the interface that writes and reads its checkpoints."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Checkpoints(Protocol):
         """Read a checkpoint into the engine's parts; return None when no tag is given and there is no ``latest``. Collective."""
 
     def load_averages(self, engine: Any, folder: str, averages: Any) -> None:
-        """Read averages of weights that were created after a checkpoint was loaded, if the checkpoint has them; collective."""
+        """Read a checkpoint's averages of weights into ``averages``, created after the load, if the checkpoint has them; collective."""
 
     def wait(self) -> None:
         """Wait until all background writes are complete; collective."""
@@ -74,23 +74,23 @@ class EngineParts:
     Attributes:
         runtime: Hooks on the module.
         units: All units, trainable and frozen.
-        collectives: The data-parallel axis.
-        policy: The ZeRO stage.
-        precision: Element types.
+        collectives: Network of the data-parallel axis.
+        policy: Policy of the ZeRO stage.
+        precision: Dtypes.
         scaler: Loss scale.
-        accumulation: Which backward is the last of a step.
-        samples_per_step: Samples of all ranks in an optimizer step.
+        accumulation: Decides which backward is the last of a step.
+        samples_per_step: Number of samples of all ranks in an optimizer step.
         progress: Counters.
         clock: Times the phases.
         reports: Log lines and monitors.
         checkpoints: Writes and reads checkpoints.
-        optimizer: None for an engine that only runs forward.
-        stepper: None for an engine that only runs forward.
-        scheduler: Stepped by the engine; None when the caller steps a scheduler itself.
+        optimizer: Optimizer over the masters; None for an engine that only runs forward.
+        stepper: Takes the optimizer steps; None for an engine that only runs forward.
+        scheduler: Learning rate schedule that the engine steps; None when the caller steps a scheduler itself.
         give_back: Releases the process groups that only training needs; every rank calls it.
-        spikes: Recognizes gradient norms far above those before; None if the configuration does not request it.
+        spikes: Recognizes gradient norms far above earlier ones; None if the configuration does not request it.
         preemption: Signals that ask the ranks to end.
-        long_waits: Reports waits of this rank that take long.
+        long_waits: Reports long waits of this rank.
         explain: Called with the engine, an error and the phase that failed (forward, backward or step), while the tensors of that phase
             still exist; may add to the error's message.
     """
@@ -120,9 +120,10 @@ class EngineParts:
 class RunAgain:
     """Arguments of the last forward, if it raised.
 
-    [Note: a forward and its second try] A forward that ran out of memory, was caught and is run again is one micro-step, and so counts
-    once. One that is given another batch is the next micro-step: the rank has skipped one (``core/step/agreement.py``). The values
-    are compared, because a script may bring its batch to the device anew; only after an error, so nothing else costs anything.
+    [Note: a forward and its second try] If a forward ran out of memory, and the script caught the error and runs it again, both are one
+    micro-step and count once. A forward with another batch is the next micro-step: the rank has skipped one (``core/step/agreement.py``).
+    The values of the arguments are compared, because a script may copy its batch to the device again; they are compared only after an
+    error, so other forwards have no cost.
     """
 
     def __init__(self) -> None:
@@ -133,7 +134,7 @@ class RunAgain:
         self._raised = _digest(given)
 
     def is_of(self, given: Any) -> bool:
-        """Return whether ``given`` are the arguments of the forward that raised, and forget that forward."""
+        """Return whether ``given`` are the arguments of the forward that raised, and forget these arguments."""
         if self._raised is None:
             return False
         raised, self._raised = self._raised, None
@@ -141,7 +142,7 @@ class RunAgain:
 
 
 def _digest(given: Any) -> str:
-    """Return a digest, equal for equal tensors and plain values in nested containers; of other objects only the class counts."""
+    """Return a digest of nested containers, equal for equal tensors and plain values; of other objects it contains only the class."""
     found = hashlib.sha256()
     for leaf in tree_leaves(given):
         if isinstance(leaf, torch.Tensor):
@@ -154,9 +155,9 @@ def _digest(given: Any) -> str:
 
 
 def step_schedule(scheduler: Any, arguments: Mapping[str, Any] | None, samples: int) -> None:
-    """Step ``scheduler``; pass ``samples`` to one whose ``step`` requires a number, because it counts samples.
+    """Step ``scheduler``; pass ``samples`` if its ``step`` requires a number, because it counts samples.
 
-    torch's own schedulers never get it: ``ReduceLROnPlateau.step`` requires a metric, which only a script has.
+    torch's own schedulers never get the number: ``ReduceLROnPlateau.step`` requires a metric, which only a script has.
 
     Args:
         scheduler: Object with a ``step`` method.
@@ -173,13 +174,13 @@ def _asks(step: Any) -> bool:
     """Return whether ``step`` has a positional parameter without a default."""
     try:
         parameters = inspect.signature(step).parameters.values()
-    except (TypeError, ValueError):  # signature of a function that is not written in Python
+    except (TypeError, ValueError):  # a function that is not written in Python may have no signature
         return False
     return any(one.default is one.empty and one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD) for one in parameters)
 
 
 class Averages(Protocol):
-    """Interface of one kind of average that an engine's checkpoints hold."""
+    """Interface of one kind of average that an engine's checkpoints contain."""
 
     @property
     def name(self) -> str:
@@ -193,13 +194,13 @@ class Averages(Protocol):
 
 
 class AppliedAverages:
-    """Averages of an engine's weights, and whether one is in the place of the weights.
+    """Averages of an engine's weights, and the name of the one that replaces the weights now.
 
     Attributes:
         kept: All averages, by name.
-        applied: Name of the average that is in the place of the weights; "" if there is none.
-        loaded_from: Folder of the checkpoint that was loaded last with its optimizer state, for averages that are made after the load.
-        loaded_steps: Optimizer steps that the checkpoint had counted.
+        applied: Name of the average that replaces the weights; "" if there is none.
+        loaded_from: Folder of the checkpoint that was loaded last with its optimizer state, for averages that are created after the load.
+        loaded_steps: Number of optimizer steps in the counters of that checkpoint.
     """
 
     def __init__(self) -> None:
@@ -214,10 +215,10 @@ class AppliedAverages:
             averages.follow()
 
     def require_weights(self, what: str) -> None:
-        """Raise if averages are in the place of the weights; ``what`` names the caller, which needs the trained weights.
+        """Raise if averages replace the weights; ``what`` names the caller, which needs the trained weights.
 
         Raises:
-            StateError: Averages are in the place of the weights.
+            StateError: Averages replace the weights now.
         """
         if self.applied:
             raise StateError(

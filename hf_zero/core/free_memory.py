@@ -1,4 +1,4 @@
-"""Find how many bytes a device can still give to this process."""
+"""Find how many bytes this process can still allocate on a device."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
     """Return the number of bytes that this rank may still allocate on ``device``; None if it is unknown.
 
     Args:
-        device: For a GPU, the driver's free memory and the unused memory of torch's allocator count. For the CPU, the machine's and the
-            control groups' remaining memory counts.
-        ranks_on_host: Ranks that share the host's memory evenly.
+        device: Of a GPU, the driver's free memory and the unused memory of torch's allocator are counted. Of the CPU, the remaining memory
+            of the machine and of its control groups is counted.
+        ranks_on_host: Number of ranks that share the host's memory evenly.
     """
     if device.type == "cpu":
         host = free_memory()
@@ -27,5 +27,5 @@ def free_bytes(device: torch.device, ranks_on_host: int = 1) -> int | None:
 
 
 def ranks_on_this_host(world: int) -> int:
-    """Return the number of ranks on this host according to the launcher; ``world`` if the launcher does not say."""
+    """Return the number of ranks on this host according to the launcher; ``world`` if the launcher does not report it."""
     return ranks_of_node() or world

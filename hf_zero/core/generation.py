@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
+from copy import deepcopy
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.free_memory import free_bytes, ranks_on_this_host
-from hf_zero.core.schedule.forward_hooks import RAISED
+from hf_zero.core.schedule.forward_hooks import RAISED, as_written
 from hf_zero.core.schedule.runtime import Runtime
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import CollectiveError
@@ -29,10 +30,10 @@ class StandsBefore(ABC):
     """Wrapper of the ``generate`` methods of a module and of the modules inside it.
 
     Attributes:
-        synced: Whether ranks run the same number of forwards, together.
+        synced: Whether ranks run the same number of forwards, together; None leaves it to the caller.
     """
 
-    synced = False
+    synced: bool | None = False
 
     def __init__(self) -> None:
         self._modules: list[nn.Module] = []
@@ -47,13 +48,26 @@ class StandsBefore(ABC):
     def remove(self) -> None:
         """Remove the wrappers; the runtime calls it when it removes its hooks."""
         for module in self._modules:
-            if isinstance(module.__dict__.get("generate"), GenerateMethod):
+            method = module.__dict__.get("generate")
+            if isinstance(method, GenerateMethod):
                 del module.__dict__["generate"]
+                if method.replaced is not None:
+                    module.__dict__["generate"] = method.replaced
         self._modules = []
 
     @abstractmethod
     def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
         """Call ``generate``, which runs ``module``; collective."""
+
+
+class PlainGeneration(StandsBefore):
+    """Wrapper of the ``generate`` methods inside a module that can generate as it is."""
+
+    synced = None
+
+    def run(self, module: nn.Module, generate: Callable[[], Any]) -> Any:
+        """Call ``generate``; local."""
+        return generate()
 
 
 class Generation(StandsBefore):
@@ -170,20 +184,30 @@ def _remove(handles: Iterable[RemovableHandle]) -> None:
 
 
 class GenerateMethod:
-    """The ``generate`` attribute of one module; a copy of the module gets a plain bound method instead."""
+    """The ``generate`` attribute of one module; a copy of the module gets a plain bound method instead.
+
+    Attributes:
+        replaced: What the script had set in the place of the class's method; None without.
+    """
 
     def __init__(self, generation: StandsBefore, module: nn.Module) -> None:
         self._generation = generation
         self._module = module
-        self.__wrapped__ = MethodType(getattr(type(module), "generate"), module)  # noqa: B009 - a Module has no such name for the type checker
+        own: Any = module.__dict__.get("generate")
+        self.replaced: Callable[..., Any] | None = own.replaced if isinstance(own, GenerateMethod) else own
+        method = getattr(type(module), "generate")  # noqa: B009 - a Module has no such name for the type checker
+        self.__wrapped__: Callable[..., Any] = MethodType(method, module) if self.replaced is None else self.replaced
         self._synced = "synced_gpus" in inspect.signature(self.__wrapped__).parameters
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the class's method, with ``synced_gpus`` set as [Note: generation] says."""
-        if self._synced:
+        """Call the class's method, uncompiled ([Note: generation and torch.compile]), with ``synced_gpus`` as [Note: generation] says."""
+        if self._synced and self._generation.synced is not None:
             kwargs["synced_gpus"] = self._generation.synced
-        return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))
+        with as_written(self._module):
+            return self._generation.run(self._module, partial(self.__wrapped__, *args, **kwargs))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         copied = memo.get(id(self._module))
-        return self if copied is None else MethodType(type(copied).generate, copied)
+        if copied is None:
+            return self
+        return MethodType(type(copied).generate, copied) if self.replaced is None else deepcopy(self.replaced, memo)

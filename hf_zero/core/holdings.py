@@ -72,9 +72,7 @@ def loose_tensors(module: torch.nn.Module) -> Iterator[Holding]:
 
 
 def gradients(entries: Sequence[UnitGradients], module: torch.nn.Module) -> Iterator[Holding]:
-    """Yield the gradients that are being collected, are on their way, or are reduced, and those that autograd still keeps in
-    ``param.grad``.
-    """
+    """Yield gradients that are being collected, in flight, or reduced, and gradients that autograd still keeps in ``param.grad``."""
     pools = {id(entry.collected.pool): entry.collected.pool for entry in entries}
     for tensors in (*(entry.tensors() for entry in entries), *(pool.tensors() for pool in pools.values())):
         yield from (Holding("gradients", tensor) for tensor in tensors)
@@ -95,7 +93,9 @@ def bytes_by_kind(held: Iterable[Holding]) -> Counter[tuple[str, str]]:
 
 
 def alive(engine: Any) -> Counter[tuple[str, str]]:
-    """Return the bytes that ``engine`` keeps now, by tier and kind; without activations and work space, which no engine part keeps."""
+    """Return the bytes that ``engine`` keeps now, by tier and kind; without activations and work space, which no part of the engine
+    keeps.
+    """
     entries = engine.stepper.reducer.gradients if engine.stepper is not None else ()
     kept = holdings(engine.units, engine.optimizer)
     averages = (Holding("moments", tensor) for each in engine.averages.kept.values() for tensor in each.tensors())

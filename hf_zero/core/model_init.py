@@ -1,4 +1,4 @@
-"""Implement ``zero.Init``: parameters become shards while the model is being built."""
+"""Implement ``zero.Init``, which shards parameters while the model is being built."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ _LARGE = 64 * 2**20  # bytes
 
 
 class ModelInit:
-    """Shards parameters as soon as their module is finished, so that no rank ever holds the whole model.
+    """A context that shards parameters as soon as their module is finished, so that no rank ever has the complete model.
 
-    [Note: when a module is finished] Its constructor has returned when it is assigned to its parent, which torch reports through its
-    registration hooks. So each layer is whole only between its own construction and its assignment; the largest single layer
-    bounds the memory. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else in torch is changed, so every
-    rank draws the random numbers of a model that is built whole, in the same order ([Note: as it was built] has their types).
+    [Note: when a module is finished] The constructor of a module has returned when the module is assigned to its parent, which torch
+    reports through its registration hooks. So each layer is unsharded only between its own construction and its assignment; the largest
+    single layer determines the memory that is needed. Values are rank 0's. Hooks are registered on entry and removed on exit; nothing else
+    in torch is changed, so every rank draws the random numbers of a model that is built unsharded, in the same order ([Note: as it was
+    built] describes their dtypes).
 
-    [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor meets layers that are sharded
-    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer unshards its parameters and
-    keeps what rank 0 writes: once per layer, where other writes ([Note: writes in constructors]) are once per parameter. It is an
-    attribute of the layer; ``nn.Module.apply`` itself is not touched. Pretrained models have a variant of their own, ``smart_apply``,
-    whose function also writes to the children of the module it is given; not every version of their library unshards them for it.
+    [Note: apply inside a constructor] ``self.apply(init_weights)`` at the end of a model's constructor reaches layers that are sharded
+    already, and would write to empty tensors. So until exit the ``apply`` of a sharded layer unshards its parameters and keeps the values
+    that rank 0 writes: once per layer, while other writes ([Note: writes in constructors]) are handled once per parameter. This ``apply``
+    is an attribute of the layer; ``nn.Module.apply`` itself is not changed. Pretrained models have a variant of their own, ``smart_apply``,
+    whose function also writes to the children of the module that it is given; not every version of their library unshards them for it.
 
     [Note: cast when built] Parameters are cast when the model is complete: its constructor draws values in the same dtype as without
     sharding, and only a complete model shows which of its parameters keep their dtype (``keeps``). Until then a shard has the dtype that
@@ -61,16 +62,16 @@ class ModelInit:
     Args:
         group: Data-parallel process group; None is all ranks.
         replicate: Number of shard groups that the process group is divided into.
-        dtype: Type floating-point parameters are cast to when the model is built; None leaves them.
-        device: Where shards live; None is the device of the local rank.
-        enabled: False makes it do nothing.
-        shard_storage: Where shards rest between uses.
+        dtype: Dtype that floating-point parameters are cast to when the model is built; None keeps their dtypes.
+        device: Device of the shards; None is the device of the local rank.
+        enabled: False makes the context do nothing.
+        shard_storage: Where shards are kept between uses.
         listener: Is notified of changes to the parameters.
         keeps: Returns the parameters of a model that the cast skips: dtypes by the parameters' ``id``.
 
     Attributes:
-        fills_meta: Parameters (sharded) and buffers that are on the meta device at exit get memory, because a load will
-            give all of them values. If False, they stay on the meta device.
+        fills_meta: Whether parameters (sharded) and buffers that are on the meta device at exit get memory, because a load will set the
+            values of all of them. If False, they stay on the meta device.
     """
 
     def __init__(
@@ -92,8 +93,8 @@ class ModelInit:
             listener = listener or ParamListener()
             self._spec = UnitSpec(open_collectives(topology), shards=True, reshards=True, shard_storage=shard_storage, listener=listener)
         self._open: dict[int, nn.Module] = {}  # modules with parameters of their own that are not sharded yet
-        self._divided: WeakSet[nn.Module] = WeakSet()  # modules with divided parameters, or whose ``smart_apply`` unshards
-        self._built: WeakSet[nn.Module] = WeakSet()  # modules that got a parameter or a module inside
+        self._divided: WeakSet[nn.Module] = WeakSet()  # modules with sharded parameters, or whose ``smart_apply`` unshards
+        self._built: WeakSet[nn.Module] = WeakSet()  # modules to which a parameter or a module was assigned
         self._building = False
         self.fills_meta = False
         self._access = ConstructorAccess()
@@ -154,7 +155,7 @@ class ModelInit:
         if param is not None and find_unit(param) is None:
             self._open[id(module)] = module
         elif param is not None:
-            self._divided.add(module)  # this may be the last moment at which the module is reachable
+            self._divided.add(module)  # recorded here, because the module may not be reported again
 
     def _on_buffer(self, module: nn.Module, name: str, buffer: torch.Tensor | None) -> None:
         if self.fills_meta and buffer is not None and buffer.is_meta:
@@ -179,10 +180,10 @@ class ModelInit:
                 self._divided.add(parent)
 
     def shard(self, module: nn.Module, kept: KeptTypes | None = None) -> None:
-        """Shard the parameters that ``module`` itself registers; collective. ``kept``: dtypes that some parameters keep, by ``id``.
+        """Shard the parameters that ``module`` itself registers; collective. ``kept`` contains dtypes that some parameters keep, by ``id``.
 
-        Originals of a parametrization (weight norm) stay whole until ``initialize``: reading ``module.weight`` computes it from them, and
-        libraries that initialise weights do so on rank 0 alone.
+        Originals of a parametrization (weight norm) stay unsharded until ``initialize``: reading ``module.weight`` computes it from them,
+        and libraries that initialise weights do so on rank 0 alone.
         """
         if self._spec is None:
             return
@@ -205,17 +206,17 @@ class ModelInit:
 
     @property
     def saves_memory(self) -> bool:
-        """Return whether sharding saves or moves memory of this rank: not on one rank without offload, nor if ``enabled`` is False."""
+        """Return whether sharding saves or moves memory of this rank: False on one rank without offload, and if ``enabled`` is False."""
         return self._spec is not None and (self._spec.collectives.world > 1 or self._spec.shard_storage.reshards)
 
     def divide(self, module: nn.Module, label: str, members: list[NamedParam], dtype: torch.dtype) -> Unit:
-        """Make one resharded unit of parameters of ``module``, with rank 0's values; collective.
+        """Make one unit of parameters of ``module``, with rank 0's values, and reshard it; collective.
 
         Args:
-            module: Registers them; gets the guards of modules that no engine unshards.
+            module: Module that registers the parameters; gets the guards of modules that no engine unshards.
             label: Name of the unit.
             members: The parameters, with the attributes that the unit keeps for them.
-            dtype: Their type from now on.
+            dtype: Dtype of the parameters from now on.
 
         Returns:
             The unit.
@@ -228,15 +229,15 @@ class ModelInit:
         return unit
 
     def shard_all(self, module: nn.Module) -> None:
-        """Shard every parameter of an existing module, and cast it; collective."""
+        """Shard and cast every parameter of an existing module; collective."""
         kept = self._keeps(module) if self._dtype is not None else {}
         for inner in module.modules():
             self.shard(inner, kept)
 
 
 def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
-    """Cast a parameter that ``zero.Init`` put into a unit of its own; local. Packed weights, and parameters that are unsharded by a caller
-    now, do not change: ``initialize`` casts the latter.
+    """Cast a parameter that ``zero.Init`` put into a unit of its own; local. Packed weights do not change, nor do parameters that a caller
+    has unsharded now, which ``initialize`` casts.
     """
     owner = find_unit(param)
     if owner is None or len(owner[0].params) > 1 or is_packed(param) or is_wrapped(param):
@@ -247,7 +248,7 @@ def cast_sharded(param: torch.Tensor, dtype: torch.dtype) -> None:
 
 
 def _finish_built(unit: Unit, dtype: torch.dtype | None) -> None:
-    """Cast the shard of a unit of a complete model: its parameters move to a unit of that dtype, resharded; local.
+    """Mark the model of a unit as built, and cast its shard by moving its parameters to a new, resharded unit; local.
 
     Args:
         unit: A sharded unit.
@@ -277,7 +278,7 @@ def _fill_meta(module: nn.Module, filled: dict[int, torch.Tensor]) -> None:
 
     Args:
         module: The module.
-        filled: The replacements so far, by the id of the meta tensor, for tensors that several modules register.
+        filled: Replacements so far, by the id of the meta tensor, for tensors that several modules register.
     """
     for name, param in module._parameters.items():
         if param is not None and param.is_meta:
@@ -296,7 +297,7 @@ def _is_whole(param: nn.Parameter | None) -> bool:
 
 
 def warn_if_built_whole(module: nn.Module) -> None:
-    """Warn once, for a large model, that every rank has built all of it, and say how to avoid this."""
+    """Warn once, for a large model, that every rank has built the complete model, and say how to avoid this."""
     whole = sum(param.nbytes for param in module.parameters() if find_unit(param) is None)
     if whole < _LARGE:
         return
@@ -320,8 +321,8 @@ def _smart_apply_unsharded(module: Any, fn: Callable[..., None], *args: Any) -> 
 
 
 class _Unsharded:
-    """Calls ``fn(module, ...)`` with the parameters that ``module`` and its children register unsharded, and keeps the values that rank 0
-    writes.
+    """A function that calls ``fn(module, ...)`` with the parameters that ``module`` and its children register unsharded, and keeps the
+    values that rank 0 writes.
     """
 
     def __init__(self, fn: Callable[..., None]) -> None:
@@ -335,13 +336,13 @@ class _Unsharded:
 
 _STAND_INS = ("apply", "smart_apply")
 
-# The real function is called: libraries that build a model to fill its weights from a file replace functions of torch.nn.init by empty
-# ones.
+# The original function, because libraries that build a model to fill its weights from a file replace functions of torch.nn.init by
+# empty ones.
 _kaiming_uniform_ = nn.init.kaiming_uniform_
 
 
 def _initialize_if_skipped(originals: ParametrizationList) -> None:
-    """Give a parametrized weight torch's default values when the surrounding library has switched initialisation off.
+    """Give a parametrized weight torch's default values if the surrounding library has switched initialisation off.
 
     Without sharding, ``from_pretrained`` leaves such weights (wav2vec2's positional convolution) as their constructor made them; inside
     ``zero.Init`` it switches constructors' initialisation off and never initialises them later, so they would hold uninitialised memory.

@@ -1,7 +1,7 @@
 """Move state of an idle engine to host memory, so that other work can use the device.
 
-A script that alternates training with generation (an actor and an inference engine on one GPU) calls it between the two. It is unrelated to
-the ``offload_*`` sections of a configuration, whose state rests on the host all the time.
+It serves scripts that alternate training with generation (an actor and an inference engine on one GPU). It is unrelated to the
+``offload_*`` sections of a configuration, whose state is always kept on the host.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hf_zero.errors import StateError
 from hf_zero.memory.buffers import HostMemory, HostPool
 
 KINDS = ("optim_states", "hp_params", "lp_params", "lp_grads", "contiguous_grad_buffer")
-"""Kinds of state: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients on their way."""
+"""Kinds of state: moments, fp32 masters, parameters, gradients accumulated so far, buffers of gradients that are being reduced."""
 
 
 class Storages:
@@ -30,7 +30,7 @@ class Storages:
 
     Args:
         tensors: Tensors whose memory is to be moved; views of one memory count once.
-        pool: Pool that gives the memory of the copies.
+        pool: Pool from which the memory of the copies is taken.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], pool: HostPool) -> None:
@@ -44,7 +44,7 @@ class Storages:
                 block = pool.take(storage.nbytes())
                 copy = block[: storage.nbytes()].copy_(_as_bytes(storage), non_blocking=True)
                 self._copies.append((storage, copy, block))
-        for storage, _, _ in self._copies:  # not before all tensors have a copy: there may be too little memory
+        for storage, _, _ in self._copies:  # only after all tensors have a copy: there may be too little memory for the copies
             storage.resize_(0)  # freed in the order of the stream that copies
 
     @property
@@ -53,7 +53,7 @@ class Storages:
         return sum(copy.numel() for _, copy, _ in self._copies)
 
     def bring_back(self, non_blocking: bool = False) -> None:
-        """Give the tensors their device memory and values again."""
+        """Allocate the tensors' device memory again and copy their values back."""
         for storage, copy, block in self._copies:
             storage.resize_(copy.numel())
             _as_bytes(storage).copy_(copy, non_blocking=non_blocking)
@@ -64,14 +64,14 @@ class Storages:
 class OffloadedStates:
     """State of one engine that has been moved to the host. Until it is back, the engine can neither train nor be saved.
 
-    A forward, ``GatheredParameters`` and the like go on working while the parameters stay where they are: without "lp_params" and, where
-    the masters are the parameters themselves (fp32), without "hp_params".
+    A forward and ``GatheredParameters`` still work while the parameters are not moved: that is, without "lp_params" and, if the masters are
+    the parameters themselves (fp32), without "hp_params".
 
     Args:
         runtime: Hooks of the engine.
         units: All units.
         device: Device of the engine.
-        optimizer: None for an engine that only runs forward.
+        optimizer: The engine's optimizer; None for an engine that only runs forward.
         gradients: Gradients of each trainable unit.
     """
 
@@ -98,7 +98,7 @@ class OffloadedStates:
         return sum(moved.nbytes for moved in self._moved)
 
     def move(self, kinds: Sequence[str], pin_memory: bool) -> None:
-        """Move state of ``kinds`` to the host; local. State that is there already is not touched.
+        """Move state of ``kinds`` to the host; local. State that is on the host already is not changed.
 
         Args:
             kinds: Names from ``KINDS``.
@@ -123,7 +123,7 @@ class OffloadedStates:
         self._guard()
 
     def bring_back(self, non_blocking: bool = False) -> None:
-        """Bring all state that is on the host back to the device; local. Does nothing if there is none."""
+        """Copy all state that is on the host back to the device; local. Does nothing if there is none."""
         for moved in self._moved:
             moved.bring_back(non_blocking)
         self._moved.clear()
@@ -141,10 +141,10 @@ class OffloadedStates:
         """Raise if state that ``what`` needs is on the host.
 
         Raises:
-            StateError: Some state was moved and not brought back.
+            StateError: Some state was moved and not moved back.
         """
         if self._moved:
-            raise StateError(f"{what} while state of the engine waits on the host; call engine.reload_states() first")
+            raise StateError(f"{what} while state of the engine is on the host; call engine.reload_states() first")
 
     def close(self) -> None:
         """Free the references to the optimizer and the gradients, and the memory for copies."""
@@ -164,7 +164,7 @@ class OffloadedStates:
             yield from (gradients.shard for gradients in self._gradients if gradients.shard is not None)
 
     def _guard(self) -> None:
-        """Put hooks at every place that reads values without calling the engine: all modules, and the optimizer's own state dict."""
+        """Register hooks at every place that reads values without calling the engine: all modules, and the optimizer's own state dict."""
         self._unguard()
         if not all(has_memory(tensor) for unit in self._units for tensor in unit.own.tensors()[:1]):
             for module in self._runtime.module.modules():
@@ -182,7 +182,7 @@ class OffloadedStates:
 
 def _refuse(what: str) -> Callable[..., None]:
     def refuse(*_: Any) -> None:
-        raise StateError(f"{what} while state of its engine waits on the host; call engine.reload_states() first")
+        raise StateError(f"{what} while state of its engine is on the host; call engine.reload_states() first")
 
     return refuse
 

@@ -1,4 +1,4 @@
-"""Listen for a signal that asks the ranks of an engine to end, and let all ranks notice it at the same step."""
+"""Listen for a signal that asks the ranks of an engine to end, and make all ranks notice it at the same step."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class PreemptionSettings:
     """Settings of preemption from a configuration.
 
     Attributes:
-        number: Number of the signal; 0 to listen for none.
+        number: Number of the signal; 0 listens for none.
         chosen: Whether the configuration names the signal itself; then the engine always listens for it.
         folder: Folder for the checkpoint of the step after which the ranks end; "" if the script or a library saves.
     """
@@ -29,7 +29,7 @@ class Preemption:
     """State of one engine's preemption.
 
     Args:
-        settings: From the configuration.
+        settings: Settings from the configuration.
 
     Attributes:
         settings: The argument ``settings``.
@@ -47,7 +47,7 @@ class Preemption:
         self._stop: Callable[[bool], None] | None = None
 
     def listen(self) -> None:
-        """Record the signal from now on, until ``stop``; local."""
+        """Begin to record the signal, until ``stop``; local."""
         self.listens = bool(self.settings.number)
         if self.listens and self._stop is None:
             self._stop = signals.listen(self.settings.number)

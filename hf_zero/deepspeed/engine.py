@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,9 +18,10 @@ from hf_zero.deepspeed import getters, held_weights, requests
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.offload_handle import OffloadHandle
 from hf_zero.deepspeed.optimizer import give_names
-from hf_zero.deepspeed.safe_values import Training, register_training
+from hf_zero.deepspeed.safe_values import Training, register_joining, register_training
 from hf_zero.deepspeed.served.autocast import mark_lower_precision
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
+from hf_zero.observe import warn_once
 
 if TYPE_CHECKING:
     from hf_zero.config.resolve import ResolvedConfig
@@ -64,6 +65,7 @@ class Engine(ConfiguredEngine):
         if parts.optimizer is not None and parts.stepper is not None:
             give_names(parts.optimizer, self)
             self._register(parts.stepper.reducer.gradients)
+            register_joining(parts.stepper.trained, self.scaler)
         elif self.stage_policy.parameters_sharded:
             self.optimizer = OffloadHandle(module)
 
@@ -163,6 +165,31 @@ class Engine(ConfiguredEngine):
         self.checkpoints.wait()
 
     # -- life -------------------------------------------------------------------------------------------------------------
+
+    def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]
+        """Compile each block with torch.compile, as ``hf_zero.core.engine.Engine.compile`` does.
+
+        Args:
+            backend: As for ``torch.compile``.
+            compile_kwargs: Further arguments of ``torch.compile``.
+            *args: ``schedule`` and ``compiled_autograd_enabled`` of DeepSpeed.
+            **kwargs: The same by name, and further arguments of ``torch.compile``.
+
+        Raises:
+            ConfigError: ``schedule`` names passes, which change nothing here.
+        """
+        kwargs |= dict(zip(("schedule", "compiled_autograd_enabled"), args, strict=False))
+        if kwargs.pop("schedule", None):
+            raise ConfigError(
+                "engine.compile(schedule=...) names passes of DeepCompile, and no such pass is run: the engine gathers, prefetches and "
+                "reduces around the graph of each block. Leave schedule out"
+            )
+        if kwargs.pop("compiled_autograd_enabled", False):
+            warn_once(
+                "engine.compile(compiled_autograd_enabled=True) is not used: the backward of each block is compiled together with its "
+                "forward, and the engine reduces between the graphs"
+            )
+        super().compile(backend, compile_kwargs, **kwargs)
 
     empty_partition_cache = requests.empty_partition_cache
     offload_states = requests.offload_states

@@ -12,6 +12,7 @@ from weakref import ref
 import torch
 
 from hf_zero.core.optimizer.param_groups import learning_rates
+from hf_zero.core.schedule.torch_internals import compiled_call
 from hf_zero.deepspeed import held_weights
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.deepspeed.moe.layer import MoE
@@ -245,7 +246,7 @@ METHODS: dict[str, Getter] = {
 }
 
 VALUES: dict[str, Getter] = {
-    "is_compiled": lambda engine: any(module._compiled_call_impl is not None for module in engine.module.modules()),
+    "is_compiled": lambda engine: any(compiled_call(module) is not None for module in engine.module.modules()),
     "client_lr_scheduler": lambda engine: engine.lr_scheduler,
     "global_steps": lambda engine: engine.progress.global_steps,
     "global_samples": lambda engine: engine.progress.global_samples,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from weakref import WeakValueDictionary
+from weakref import WeakKeyDictionary, WeakValueDictionary
 
 import torch
 
@@ -15,6 +15,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.core.schedule.shown_gradients import ShownGradients
 from hf_zero.core.step.loss_scale import LossScaler
+from hf_zero.core.step.trained_set import TrainedUnits
 from hf_zero.core.step.written import write_gradient, written_gradient
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.core.units.values import adopt_present_writes, all_gather_updated, publish
@@ -41,11 +42,17 @@ class Training:
 
 
 _training: WeakValueDictionary[Unit, Training] = WeakValueDictionary()
+_joining: WeakKeyDictionary[TrainedUnits, LossScaler] = WeakKeyDictionary()
 
 
 def register_training(unit: Unit, training: Training) -> None:
     """Register ``training`` for ``unit``, for the functions of this file; the registration ends when nothing refers to ``training``."""
     _training[unit] = training
+
+
+def register_joining(trained: TrainedUnits, scaler: LossScaler) -> None:
+    """Register the parameters that an engine may train later: they have gradients before they have a unit."""
+    _joining[trained] = scaler
 
 
 def _find(param: torch.Tensor) -> tuple[Unit, int] | None:
@@ -103,7 +110,8 @@ def safe_get_full_grad(param: torch.Tensor) -> torch.Tensor | None:
     """
     owner = _find(param)
     if owner is None:
-        return None
+        waiting = ((grad, scaler) for trained, scaler in _joining.items() if (grad := trained.gradient_of(param)) is not None)
+        return next((grad / scaler.scale for grad, scaler in waiting), None)
     training = _training[owner[0]]
     training.shown.drop_removed([param])
     grad = written_gradient(training.gradients, owner[1], training.shown, _everyone(training.gradients))

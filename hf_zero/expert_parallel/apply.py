@@ -9,6 +9,7 @@ from torch import nn
 
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology
+from hf_zero.core.schedule.torch_internals import leave_out_of_graphs
 from hf_zero.core.units.guards import guard_state_dict
 from hf_zero.core.units.layout import Range
 from hf_zero.core.units.tp_shard import TpShard, is_elsewhere, is_expert, is_part
@@ -124,6 +125,7 @@ def _divide(layer: ExpertLayer, shares: Shares) -> None:
     """Keep only this rank's experts of one layer, and make it dispatch tokens; collective after ``zero.Init``."""
     first, stop = shares.first, shares.first + shares.here
     release_held(layer.module)
+    leave_out_of_graphs(layer.module)  # how many tokens travel depends on their values
     if isinstance(layer, StackedExperts):
         divide_adapters(layer, Range(first, stop))
         for param in layer.params.values():

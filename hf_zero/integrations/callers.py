@@ -271,11 +271,18 @@ STEP_END = Method(
     _UNSAVED,
     around="hf_zero.integrations.preemption:log_save_evaluate",
 )
+SAVE_CHECKPOINT = Method(
+    "transformers.trainer",
+    "Trainer._save_checkpoint",
+    "Trainer's own files of a checkpoint stay in output_dir, whatever hf_zero.checkpoint_url says",
+    around="hf_zero.integrations.checkpoint_urls:save_checkpoint",
+)
 JIT = Method(
     "transformers.trainer_jit_checkpoint",
     "JITCheckpointCallback.set_trainer",
     "with enable_jit_checkpoint each rank decides by its own timer when to save, and a rank that saves alone waits forever",
     around="hf_zero.integrations.preemption:set_trainer",
+    since=(5,),
 )
 LOG = Method(
     "transformers.trainer",
@@ -333,7 +340,8 @@ LIGHTNING_SIGNALS = (
 METHODS = (
     NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
     LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
-    STEP_END, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP, ZERO_GRAD, NORM, CLIP,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
+    ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
 )  # fmt: skip
 
@@ -475,18 +483,25 @@ def _replaced(method: Method, function: Callable[..., Any]) -> Callable[..., Any
     return replaced
 
 
-def _report(method: Method) -> None:
-    """Record that the library lacks ``method``, and warn once; do nothing if the library's version is known to be below ``since``."""
-    library = method.module.partition(".")[0]
+def came_later(method: Method) -> bool:
+    """Return whether the installed library is known to be older than ``method``."""
+    numbers = tuple(map(int, re.findall("[0-9]+", _version(method))[: len(method.since)]))
+    return bool(numbers) and numbers < method.since
+
+
+def _version(method: Method) -> str:
+    """Return the version of the installed library that has, or lacks, ``method``."""
     try:
-        version = importlib.metadata.version(library)
+        return importlib.metadata.version(method.module.partition(".")[0])
     except importlib.metadata.PackageNotFoundError:
-        version = "(of unknown version)"
-    numbers = tuple(map(int, re.findall("[0-9]+", version)[: len(method.since)]))
-    if numbers and numbers < method.since:
-        return
-    if method not in _lost:
+        return "(of unknown version)"
+
+
+def _report(method: Method) -> None:
+    """Record that the library lacks ``method``, and warn once; do nothing if the library is older than the method."""
+    if not came_later(method) and method not in _lost:
         from hf_zero.observe import warn_once  # imports torch, which the library has imported already
 
-        _lost[method] = f"{library} {version} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
+        library = f"{method.module.partition('.')[0]} {_version(method)}"
+        _lost[method] = f"{library} has no {method.module}.{method.name}, which hf_zero needs: without it {method.loss}"
         warn_once(_lost[method])

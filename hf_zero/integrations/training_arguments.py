@@ -33,6 +33,7 @@ _KEYS = {
     "overlap_comm": "zero_optimization.overlap_comm",
     "communication_data_type": "communication_data_type",
     "steps_per_print": "steps_per_print",
+    "checkpoint_url": "hf_zero.checkpoint_url",
 }
 _ALLOWED: dict[str, tuple[Any, ...]] = {
     "zero_stage": (0, 1, 2, 3),
@@ -102,6 +103,10 @@ class ZeroTrainingArguments(TrainingArguments):
     overlap_comm: bool | None = _option("Whether gradients are reduced while backward is running.")
     communication_data_type: str | None = _option("Element type of gradients in collectives.", _TYPES)
     steps_per_print: int | None = _option("Steps between two progress lines of the engine; 0 prints none.")
+
+    checkpoint_url: str | None = _option(
+        "URL in an object store (s3://bucket/run) for the engine's checkpoints and Trainer's small files beside them."
+    )
 
     hf_zero_checks_itself: ClassVar[bool] = True  # see ``early_checks``
 

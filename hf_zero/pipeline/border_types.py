@@ -52,12 +52,13 @@ class BorderTypes:
         if not self.sent or border in self._known:
             return
         self._known[border] = [tensor.dtype for tensor in tensors]
-        numbers = torch.tensor([_TYPES.index(tensor.dtype) for tensor in tensors], device=tensors[0].device)
-        link.send([numbers], target, _LABEL)
+        if tensors:
+            numbers = torch.tensor([_TYPES.index(tensor.dtype) for tensor in tensors], device=tensors[0].device)
+            link.send([numbers], target, _LABEL)
 
     def receive(self, border: int, metas: Sequence[torch.Tensor], link: Link, source: int) -> list[torch.Tensor]:
         """Return ``metas`` with the types in which rank ``source`` sends the tensors."""
-        if not self.sent:
+        if not (self.sent and metas):
             return list(metas)
         if border not in self._known:
             numbers = link.receive([torch.empty(len(metas), dtype=torch.int64, device="meta")], source, _LABEL)[0]

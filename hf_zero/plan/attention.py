@@ -1,6 +1,6 @@
-"""Attention as a run has it: with the masks that tokens of one sequence per sample need, and as a GPU's kernels keep it.
+"""Give plans the attention of a run: masks only where a run needs them, and the memory of a GPU's kernels.
 
-On a pretended device torch would take its reference, which keeps every score.
+On the simulated device torch would select its reference implementation, which keeps all scores.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 from unittest import mock
@@ -18,14 +19,14 @@ from hf_zero.errors import ConfigError
 from hf_zero.system.planning import DEVICE
 
 _HALF = (torch.bfloat16, torch.float16)
-_MOST_WIDTH = 256  # of a head, for the flash kernel
+_MOST_WIDTH = 256  # largest width of a head that the flash kernel accepts
 
 
 @contextmanager
 def masks_by_values() -> Iterator[None]:
-    """Inside, transformers decides by values whether a mask is needed, as in a run, where tensors without values would always get one.
+    """Make transformers decide like in a run, inside the ``with``, whether attention needs a mask; fake tensors would always get one.
 
-    Truth values that nobody knows are true, here: positions without a break, tokens without padding.
+    The decision reads values of tensors. Unknown booleans count as true in a plan: positions are consecutive, and tokens are not padding.
     """
     masking = sys.modules.get("transformers.masking_utils")
     if not hasattr(masking, "is_tracing"):
@@ -37,44 +38,46 @@ def masks_by_values() -> Iterator[None]:
 
 @contextmanager
 def device_attention(flash: bool) -> Iterator[None]:
-    """Inside, ``scaled_dot_product_attention`` on the pretended device is the operation that CUDA would choose.
+    """Replace ``scaled_dot_product_attention`` on the simulated device, inside the ``with``, by the operation that CUDA would select.
 
-    Half precision without a mask goes to the flash kernel, all else to the memory-efficient one (torch's ``sdp_utils.cpp``). Both keep
-    outputs and one number per row of scores. The function is exchanged, not a mode entered: modes are off in a backward that recomputes.
+    Half precision without a mask uses the flash kernel, everything else the memory-efficient kernel (torch's ``sdp_utils.cpp``). Both keep
+    the outputs and one number per row of scores. This patches the function, because dispatch modes are off in a backward that recomputes.
 
     Args:
-        flash: Refuse what the flash kernel does not take.
+        flash: Whether to raise for inputs that the flash kernel does not accept.
     """
     functional = torch.nn.functional
     with mock.patch.object(functional, "scaled_dot_product_attention", partial(_attend, functional.scaled_dot_product_attention, flash)):
         yield
 
 
-def _attend(
-    usual: Any,
-    flash: bool,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attn_mask: torch.Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
-) -> Any:
+@dataclass(frozen=True)
+class _Rules:
+    """Arguments of ``scaled_dot_product_attention`` after query, key and value, with torch's names and defaults."""
+
+    attn_mask: torch.Tensor | None = None
+    dropout_p: float = 0.0
+    is_causal: bool = False
+    scale: float | None = None
+    enable_gqa: bool = False
+
+
+def _attend(usual: Any, flash: bool, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     if query.device.type != DEVICE:
-        return usual(query, key, value, attn_mask, dropout_p, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)
-    if attn_mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
+        return usual(query, key, value, *args, **kwargs)
+    rules = _Rules(*args, **kwargs)
+    mask = rules.attn_mask
+    if mask is None and query.dtype in _HALF and query.shape[-1] <= _MOST_WIDTH:
         kernel = torch.ops.aten._scaled_dot_product_flash_attention
-        return kernel(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return kernel(query, key, value, rules.dropout_p, rules.is_causal, False, scale=rules.scale)[0]
     if flash:
         raise ConfigError(
-            f"--attention flash: the kernel takes 16 bit, no mask and heads of at most {_MOST_WIDTH}; the model asks for {query.dtype}, "
-            f"{'a mask' if attn_mask is not None else 'no mask'} and heads of {query.shape[-1]}. Use --attention sdpa"
+            f"--attention flash: the kernel takes 16 bit, no mask and heads of width up to {_MOST_WIDTH}; the model has {query.dtype}, "
+            f"{'a mask' if mask is not None else 'no mask'} and heads of width {query.shape[-1]}. Use --attention sdpa"
         )
-    if enable_gqa and key.shape[1] != query.shape[1]:
+    if rules.enable_gqa and key.shape[1] != query.shape[1]:
         key, value = (part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value))
-    mask = attn_mask
     if mask is not None:
         mask = (mask.to(query.dtype) if mask.dtype == torch.bool else mask).expand(*query.shape[:3], key.shape[2])
-    return torch.ops.aten._scaled_dot_product_efficient_attention(query, key, value, mask, True, dropout_p, is_causal, scale=scale)[0]
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(query, key, value, mask, True, rules.dropout_p, rules.is_causal, scale=rules.scale)[0]

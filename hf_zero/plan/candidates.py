@@ -85,15 +85,19 @@ class Family:
         stage: ZeRO stage.
         tier: Choice of offload.
         recomputes: Whether activations are recomputed in backward.
+        moves: Whether activations (with ``recomputes``, the inputs of layers) are offloaded to the host between forward and backward.
     """
 
     layout: Layout
     stage: int
     tier: Tier
     recomputes: bool
+    moves: bool = False
 
     def __str__(self) -> str:
-        words = (f"stage {self.stage}", str(self.layout), str(self.tier), "recomputed activations" if self.recomputes else "")
+        kept = {(True, False): "recomputed activations", (False, True): "activations on the host"}
+        both = "recomputed activations with the inputs of layers on the host" if self.recomputes and self.moves else ""
+        words = (f"stage {self.stage}", str(self.layout), str(self.tier), both or kept.get((self.recomputes, self.moves), ""))
         return ", ".join(filter(None, words))
 
 
@@ -127,6 +131,7 @@ class Space:
         tiers: Allowed choices of offload.
         micro_batch: The only allowed micro-batch size; None allows every size that divides.
         nvme_path: Folder for offload to files.
+        moves: Whether to try offload of activations to the host.
     """
 
     base: Mapping[str, Any]
@@ -136,6 +141,7 @@ class Space:
     tiers: Sequence[Tier]
     micro_batch: int | None = None
     nvme_path: str = ""
+    moves: bool = False
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Return the micro-batch sizes that divide the global batch, ascending; empty if the data-parallel ranks do not divide it."""
@@ -211,11 +217,15 @@ def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
 
 
 def families_of(space: Space, layout: Layout) -> list[Family]:
-    """Return all families of ``layout`` in search order: by stage, then recomputation, then offload."""
+    """Return all families of ``layout`` in search order: by stage, then recomputation, then offload.
+
+    With a pipeline there is no offload of activations.
+    """
     return [
-        Family(layout, stage, tier, recomputes)
+        Family(layout, stage, tier, recomputes, moves)
         for stage in STAGES
         for recomputes in (False, True)
+        for moves in (False, True)[: 1 + (space.moves and layout.pipeline == 1)]
         for tier in space.tiers
         if _shards_offloaded(stage, tier) and (stage or not layout.shard_group)
     ]

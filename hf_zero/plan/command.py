@@ -64,12 +64,12 @@ def run(options: argparse.Namespace) -> int:
             return _translate_fsdp(options)
         if options.model is None:
             raise ConfigError("usage: give MODEL with --config FILE, MODEL with --fit, or --from FILE")
-        wish = _wish(options)
+        inputs = _inputs(options)
         if options.fit:
-            fit.require_flags(options, wish)
-            return fit.run(options, wish)
+            fit.require_flags(options, inputs)
+            return fit.run(options, inputs)
         fit.refuse_without_fit(options)
-        prediction = _predict(options, wish)
+        prediction = _predict(options, inputs)
         if options.plot is not None:
             _draw(prediction, options)
     except HfZeroError as error:
@@ -105,11 +105,29 @@ def _translate_fsdp(options: argparse.Namespace) -> int:
         raise ConfigError(
             "--from translates FSDP settings: leave MODEL, --config and --fit out; --write DIR writes a ds.json to plan with --config"
         )
+    _refuse_unread(options, {"source", "ranks", "ranks_per_node", "json", "write"})
     from_fsdp.run(options.source, options.ranks if options.ranks > 1 else None, options.ranks_per_node, options.json, options.write)
     return 0
 
 
-def _wish(options: argparse.Namespace) -> fit.Wish:
+def _refuse_unread(options: argparse.Namespace, read: set[str]) -> None:
+    """Raise if a flag that ``--from`` does not read has another value than its default.
+
+    Raises:
+        ConfigError: Names the flags.
+    """
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    unread = [name for name, default in vars(parser.parse_args([])).items() if name not in read and getattr(options, name) != default]
+    if unread:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in unread)
+        raise ConfigError(
+            f"--from translates FSDP settings and does not read {names}: plan the configuration that --from --write DIR writes with "
+            f"MODEL --config DIR/ds.json {' '.join(names.split(', '))}"
+        )
+
+
+def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     """Return the inputs of a plan that the flags describe: model, ranks and hardware."""
     from hf_zero.plan.cluster import Cluster, Hardware
     from hf_zero.plan.model_wish import ModelWish
@@ -132,10 +150,10 @@ def _wish(options: argparse.Namespace) -> fit.Wish:
     )
     activations = options.checkpoint_activations, options.offload_activations
     model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, *activations)
-    return fit.Wish(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
+    return fit.PlanInputs(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
 
 
-def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
+def _predict(options: argparse.Namespace, inputs: fit.PlanInputs) -> Prediction:
     from hf_zero.config.mesh import claims_of_config, solve
     from hf_zero.plan.cluster import Load
     from hf_zero.system.pictures import is_page, require_folder, require_place
@@ -153,9 +171,9 @@ def _predict(options: argparse.Namespace, wish: fit.Wish) -> Prediction:
     from hf_zero.plan.stages import plan_step
 
     imports = taken(torch.device("cpu"))
-    model = build_model(wish.model)
+    model = build_model(inputs.model)
     load = Load(config[_MICRO], sequence_of(options.sequence, model.positions))
-    prediction = plan_step(model, config, wish.cluster, load, wish.hardware, options.attention)
+    prediction = plan_step(model, config, inputs.cluster, load, inputs.hardware, options.attention)
     replicas = solve(claims_of_config(config), options.ranks).replicas
     tokens = replicas * load.micro_batch * prediction.observation.accumulation * load.sequence
     return replace(prediction, tokens=tokens, imports=imports)

@@ -1,4 +1,4 @@
-"""``hf-zero plan --fit``: its flags, and what a search says."""
+"""Define the flags of ``hf-zero plan --fit``, run the search, and print its answer."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Wish:
-    """What is known before a search.
+class PlanInputs:
+    """Inputs of a plan or a search, from the flags.
 
     Attributes:
-        model: The model.
-        cluster: The ranks.
-        hardware: What there is.
-        settle: Makes a configuration one that is planned, of it and the samples of a micro-step.
+        model: The user's choices for the model.
+        cluster: Number and place of the ranks.
+        hardware: Limits and rates of the hardware.
+        settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
     """
 
     model: ModelWish
@@ -43,26 +43,37 @@ class Wish:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Adds the flags."""
-    group = parser.add_argument_group("search", "with --fit; --config is then what all configurations have in common, and may be left out")
-    group.add_argument("--fit", action="store_true", help="find what fits and is fastest: stage, micro batch, offload, recomputation, axes")
-    group.add_argument("--global-batch", type=int, metavar="N", help="samples of an optimizer step, of all ranks and micro-steps together")
+    """Add the flags of a search to ``parser``."""
+    group = parser.add_argument_group("search", "with --fit; --config then has the keys that all candidates share, and is optional")
     group.add_argument(
-        "--axes", metavar="LIST", help="ways to divide ranks: none, or of replicas,tensor,sequence,experts,pipeline (default all)"
+        "--fit", action="store_true", help="find the fastest settings that fit: stage, micro batch, offload, activations, axes"
     )
-    group.add_argument("--nvme-path", default="", metavar="DIR", help="try offload to files in this folder of every node too")
-    group.add_argument("--measure", action="store_true", help="time matrix products, memory and collectives on this machine first")
-    group.add_argument("--rate", action="append", default=[], metavar="NAME=RATE", help="memory, host-link, host-memory or disk: 12Tbit")
+    group.add_argument("--global-batch", type=int, metavar="N", help="samples per optimizer step over all ranks and micro-steps")
     group.add_argument(
-        "--write", type=Path, metavar="DIR", help="write the best one (with --from: the equal one) as ds.json and accelerate.yaml"
+        "--axes", metavar="LIST", help="parallel axes to try: none, or some of replicas,tensor,sequence,experts,pipeline (default all)"
+    )
+    group.add_argument("--nvme-path", default="", metavar="DIR", help="also try offload to files in this folder, on every node")
+    group.add_argument("--measure", action="store_true", help="first measure rates of matrix products, memory and collectives here")
+    group.add_argument(
+        "--rate",
+        action="append",
+        default=[],
+        metavar="NAME=RATE",
+        help="rate of memory, host-link, host-memory or disk, such as memory=12Tbit",
+    )
+    group.add_argument(
+        "--write",
+        type=Path,
+        metavar="DIR",
+        help="write the best (with --from: equivalent) configuration as ds.json and accelerate.yaml",
     )
 
 
 def refuse_without_fit(options: argparse.Namespace) -> None:
-    """Flags of a search are wrong without one.
+    """Raise if a flag of a search is given without ``--fit``.
 
     Raises:
-        ConfigError: One is there.
+        ConfigError: A flag of a search is given.
     """
     for flag in ("global_batch", "axes", "nvme_path", "measure", "rate", "write"):
         if getattr(options, flag):
@@ -70,31 +81,32 @@ def refuse_without_fit(options: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag.replace('_', '-')} is a flag of a search: give --fit{other} too")
 
 
-def require_flags(options: argparse.Namespace, wish: Wish) -> None:
-    """What can be said of the flags of a search before torch and transformers are imported.
+def require_flags(options: argparse.Namespace, inputs: PlanInputs) -> None:
+    """Check the flags of a search, before torch and transformers are imported.
 
     Raises:
-        ConfigError: One is missing, or wrong.
+        ConfigError: A flag is missing or wrong.
     """
     if options.global_batch is None or options.global_batch < 1:
         raise ConfigError(
-            f"--fit needs --global-batch, the samples of an optimizer step; it is {options.global_batch}, 1 and more are allowed"
+            f"--fit needs --global-batch, the samples per optimizer step; it is {options.global_batch}, a number of at least 1 is allowed"
         )
     if options.plot is not None:
-        raise ConfigError("--plot draws one configuration: plan the one that --fit --write DIR has written")
+        raise ConfigError("--plot draws one configuration: plan the configuration that --fit --write DIR writes")
     if options.offload_activations:
-        raise ConfigError("--offload-activations is of one configuration: a search does not try it; plan the best one with it (--config)")
-    cluster, limits = wish.cluster, wish.hardware
+        raise ConfigError("--fit tries --offload-activations by itself: leave the flag out")
+    cluster, limits = inputs.cluster, inputs.hardware
     if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
-        raise ConfigError(
-            "--fit needs to know what there is to fit into: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host
-        )
+        raise ConfigError("--fit needs a memory limit: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host)
     _axes(options.axes, experts=True)
     _given_rates(options)
 
 
-def run(options: argparse.Namespace, wish: Wish) -> int:
-    """Searches and prints; returns 0 where something fits, 1 where nothing does.
+def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
+    """Search, print the answer, and write the best configuration if ``--write`` is given.
+
+    Returns:
+        The exit status: 0 if a candidate fits, 1 if none does.
 
     Raises:
         ConfigError: The input is wrong.
@@ -102,12 +114,12 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
     from hf_zero.plan.search import Search
     from hf_zero.plan.written import places, write
 
-    planner = _planner(options, wish)
+    planner = _planner(options, inputs)
     if options.write is not None:
-        places(options.write)  # said before the search, which takes long
-    rates = _rates(options, wish, planner.space.base)
+        places(options.write)  # raises before the search, which takes long
+    rates = _rates(options, inputs, planner.space.base)
     gc.collect()
-    gc.freeze()  # what is imported need not be looked at after each of many runs
+    gc.freeze()  # the collector need not scan imported modules after each plan
     with _shown(planner), closing(planner.workers):
         answer = Search(planner, rates).run()
     if options.json:
@@ -116,12 +128,12 @@ def run(options: argparse.Namespace, wish: Wish) -> int:
         print("\n".join(_lines(answer, planner, rates)))
     if answer.best and options.write is not None:
         best = answer.best[0].candidate
-        done = write(options.write, planner.space.config(best), wish.cluster, best.family.recomputes)
+        done = write(options.write, planner.space.config(best), inputs.cluster, best.family.recomputes, best.family.moves)
         print("\n".join(done), file=sys.stderr if options.json else sys.stdout)
     return 0 if answer.best else 1
 
 
-def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
+def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
     from hf_zero.config.read import read_config
     from hf_zero.plan.candidates import Space, layouts_of, require_batch, tiers_of
     from hf_zero.plan.few_blocks import blocks_of
@@ -130,16 +142,16 @@ def _planner(options: argparse.Namespace, wish: Wish) -> Planner:
     from hf_zero.plan.search import SHOWN
     from hf_zero.plan.workers import Workers, processors
 
-    cluster, limits = wish.cluster, wish.hardware
+    cluster, limits = inputs.cluster, inputs.hardware
     base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
-    blocks = blocks_of(wish.model)
+    blocks = blocks_of(inputs.model)
     layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts))
     tiers = tiers_of(cluster.on_host, options.nvme_path)
-    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path)
+    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path, not cluster.on_host)
     require_batch(space)
-    workers = Workers(min(processors(), SHOWN))  # no more plans are ever waited for at once
+    workers = Workers(min(processors(), SHOWN))  # a search never plans more at the same time
     sequence = sequence_of(options.sequence, blocks.positions)
-    return Planner(space, blocks, cluster, limits, sequence, options.attention, wish.settle, workers=workers)
+    return Planner(space, blocks, cluster, limits, sequence, options.attention, inputs.settle, workers=workers)
 
 
 def _axes(text: str | None, experts: bool) -> list[str]:
@@ -150,15 +162,15 @@ def _axes(text: str | None, experts: bool) -> list[str]:
     axes = [] if text == "none" else text.split(",")
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
-        raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} in it is not known; none, or some of {','.join(AXES)} are allowed")
+        raise ConfigError(f"--axes is {text!r}, and {unknown[0]!r} is unknown; none, or some of {','.join(AXES)}, are allowed")
     if "experts" in axes and not experts:
-        raise ConfigError(f"--axes is {text!r}, and the model's configuration names no experts: leave them out")
+        raise ConfigError(f"--axes is {text!r}, but the model's configuration names no experts: leave experts out")
     return axes
 
 
 @contextmanager
 def _shown(planner: Planner) -> Iterator[None]:
-    """A context in which a terminal shows how far the search is."""
+    """Show a progress bar inside the ``with``, if stderr is a terminal."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
@@ -166,27 +178,27 @@ def _shown(planner: Planner) -> Iterator[None]:
     with Progress(*columns, console=Console(stderr=True), transient=True, disable=not sys.stderr.isatty()) as progress:
         bar = _Bar(lambda text, done: progress.update(task, description=text, completed=done))
         task = progress.add_task("", total=1.0)
-        planner.told, planner.workers.ended = bar.begin, bar.advance
+        planner.on_progress, planner.workers.ended = bar.begin, bar.advance
         yield
 
 
 class _Bar:
-    """How far a search is: it knows its parts, and not how many plans one of them takes, so each plan fills some of what is left of it.
+    """Progress of a search. The number of plans of a part is unknown, so each plan fills a quarter of the rest of the part.
 
     Args:
-        show: Shows a text and a share of 1.
+        show: Function that shows a text and the progress from 0 to 1.
     """
 
     def __init__(self, show: Callable[[str, float], None]) -> None:
         self._show, self._text, self._done, self._next, self._plans = show, "", 0.0, 0.0, 0
 
     def begin(self, text: str, done: float, after: float) -> None:
-        """A part begins at ``done`` of 1 and ends at ``after``; the bar never goes back."""
+        """Begin the part ``text`` of the search, from progress ``done`` to ``after`` (0 to 1); the bar never goes back."""
         self._text, self._done, self._next = text, max(done, self._done), after
         self._say()
 
     def advance(self) -> None:
-        """A plan has ended."""
+        """Advance the bar after a plan."""
         self._plans += 1
         self._done += max(0.0, self._next - self._done) / 4
         self._say()
@@ -207,21 +219,21 @@ def _given_rates(options: argparse.Namespace) -> dict[str, float]:
     return given
 
 
-def _rates(options: argparse.Namespace, wish: Wish, base: Mapping[str, Any]) -> Rates:
+def _rates(options: argparse.Namespace, inputs: PlanInputs, base: Mapping[str, Any]) -> Rates:
     from hf_zero.plan.measure import measure
     from hf_zero.plan.rates import rates_of
 
-    cluster, limits = wish.cluster, wish.hardware
+    cluster, limits = inputs.cluster, inputs.hardware
     given = {"tflops": limits.flops and limits.flops / 1e12, "link": limits.link, "node-link": limits.node_link, **_given_rates(options)}
     measured = measure(base, cluster.ranks_per_node, cluster.on_host) if options.measure else {}
     return rates_of(given, measured, cluster.near, cluster.on_host)
 
 
-# -- what is said ---------------------------------------------------------------------------------------------------------
+# -- output --------------------------------------------------------------------------------------------------------------
 
 
 def _to_dict(answer: Answer, planner: Planner, rates: Rates) -> dict[str, object]:
-    """What ``--json`` prints."""
+    """Return the object that ``--json`` prints."""
     return {
         "best": [_best(one, planner) for one in answer.best],
         "out": [asdict(one) for one in answer.out],
@@ -239,6 +251,7 @@ def _best(one: Fitting, planner: Planner) -> dict[str, object]:
         "tokens_per_second": _tokens(one, planner),
         "peak_bytes_per_rank": {"device": round(costs.device), "host": round(costs.host), "disk": round(costs.disk)},
         "checkpoint_activations": candidate.family.recomputes,
+        "offload_activations": candidate.family.moves,
         "config": planner.space.config(candidate),
     }
 
@@ -249,7 +262,7 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
     lines = []
     if answer.best:
         load = f"{planner.space.global_batch} samples of {planner.sequence} tokens per step"
-        lines.append(f"the best of what fits into {_limits_text(planner)}, {load}:")
+        lines.append(f"the best candidates that fit into {_limits_text(planner)}, {load}:")
     for number, one in enumerate(answer.best, 1):
         costs = one.costs
         tiers = [("device", costs.device), ("host", costs.host), ("disk", costs.disk)]
@@ -260,19 +273,19 @@ def _lines(answer: Answer, planner: Planner, rates: Rates) -> list[str]:
         ]
     if not answer.best:
         lines.append(f"NOTHING FITS into {_limits_text(planner)}")
-    lines += ["", "not among them, and why:"]
+    lines += ["", "excluded candidates, with reasons:"]
     lines += [f"- {one.name}: {one.reason}" for one in answer.out]
-    lines += ["", f"{answer.candidates} configurations, {answer.planned} runs of the engine without values. The seconds rest on:"]
+    lines += ["", f"{answer.candidates} candidates, {answer.planned} plans. The seconds are based on these rates:"]
     return [*lines, *_rate_lines(rates)]
 
 
 def _tokens(one: Fitting, planner: Planner) -> float:
-    """Per second, of all ranks."""
+    """Return the tokens per second of all ranks."""
     return planner.space.global_batch * planner.sequence / one.seconds
 
 
 def _limits_text(planner: Planner) -> str:
-    """Return the limits in words."""
+    """Return the memory limits as text."""
     from hf_zero.system.sizes import size_text
 
     limits = planner.hardware

@@ -28,8 +28,7 @@ class Planner:
         sequence: Tokens per sample.
         attention: sdpa, flash or eager.
         settle: Function that completes a configuration for a plan, from the configuration and the micro-batch size.
-        told: Function that receives the progress: the name of the part that begins, and the share of the search (0 to 1) that is done at
-            its begin and at its end.
+        on_progress: Function that is called when a part of the search begins, with its name and the progress (0 to 1) at its begin and end.
         workers: Processes that run the engine.
     """
 
@@ -40,7 +39,7 @@ class Planner:
     sequence: int
     attention: str
     settle: Callable[[Mapping[str, Any], int], dict[str, Any]]
-    told: Callable[[str, float, float], None] = lambda text, done, after: None
+    on_progress: Callable[[str, float, float], None] = lambda text, done, after: None
     workers: Workers = field(default_factory=Workers)
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
     _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # key: candidate, number of blocks
@@ -125,7 +124,7 @@ class Planner:
 
     def _task(self, candidate: Candidate, count: int) -> Task:
         wish = self.blocks.wish if count == self.blocks.count else self.blocks.few(count)
-        wish = replace(wish, checkpointing=candidate.family.recomputes)
+        wish = replace(wish, checkpointing=candidate.family.recomputes, moves=candidate.family.moves)
         return Task(wish, self._config(candidate), self.cluster, Load(candidate.micro_batch, self.sequence), self.attention)
 
     @property

@@ -20,13 +20,14 @@ from hf_zero.checkpoint.state.training_state import Holders, TrainingState
 from hf_zero.comm.collectives import Collectives, Pending
 from hf_zero.comm.link import Link
 from hf_zero.comm.topology import Topology
-from hf_zero.config.mesh import requested_slices
+from hf_zero.config.mesh import requested_context, requested_slices
 from hf_zero.core.holdings import holdings, loose_tensors
 from hf_zero.core.units.packed import is_packed, is_wrapped
 from hf_zero.core.units.tp_shard import is_expert
 from hf_zero.errors import ConfigError, HfZeroError, UnsupportedError
 from hf_zero.expert_parallel.apply import shares_of
 from hf_zero.integrations.attach import initialize
+from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.pipeline.apply import Pipeline, pipeline_of
 from hf_zero.pipeline.forward import pipelined
 from hf_zero.plan.attention import device_attention, masks_by_values
@@ -35,6 +36,8 @@ from hf_zero.plan.cluster import Cluster, Load
 from hf_zero.plan.models import PlannedModel, give_memory, loss_of
 from hf_zero.plan.pretended import pretended_world
 from hf_zero.plan.recorder import NOWHERE, Change, StorageRecorder, Work
+from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
+from hf_zero.sequence_parallel.state import SequenceParallel
 from hf_zero.system.planning import Told, placed
 
 
@@ -259,6 +262,7 @@ class _Run:
     recorder: StorageRecorder
     sent: Traffic = field(default_factory=Traffic)
     choices: Choices = field(init=False)
+    sliced: SequenceParallel | None = None
 
     def __post_init__(self) -> None:
         self.choices = Choices(self.model.module)
@@ -272,10 +276,31 @@ class _Run:
             if param.requires_grad:
                 param.register_post_accumulate_grad_hook(lambda param: self.recorder.mark([param.grad], "gradients"))
         with mock.patch.object(Collectives, "__init__", lambda network, topology: self._patch_collectives(network, topology)):
-            engine = initialize(model=self.model.module, config=self.config)[0]
+            self.sliced = self._sequence_groups()
+            engine = initialize(model=self.model.module, config=self.config, mpu=self.sliced)[0]
         with mock.patch.object(Link, "send", self._counting_send(Link.send)):
             with self.choices if self.choices.any else nullcontext():
                 return self._run_steps(engine, counts)
+
+    def _sequence_groups(self) -> SequenceParallel | None:
+        """Bind a model of transformers to its sequence-parallel groups, like accelerate, and return them; None without such groups.
+
+        Other models contain ``DistributedAttention`` already, and the engine derives their groups from the configuration.
+        """
+        slices, settings = requested_slices(self.config), getattr(self.model.module, "config", None)
+        if slices == 1 or requested_context(self.config) > 1 or not hasattr(settings, "_attn_implementation"):
+            return None
+        return UlyssesSPAttentionHF.register_with_transformers(self.model.module, None, slices, self.load.micro_batch)
+
+    def _batch(self) -> dict[str, Any]:
+        """Return the batch of a rank; under sequence parallelism, its slice of the sequences."""
+        bound, samples, length = self.sliced, self.load.micro_batch, self.load.sequence
+        if bound is None:
+            own = length if requested_context(self.config) > 1 else length // requested_slices(self.config)
+            return {name: value.to(self.device) for name, value in self.model.batch(samples, own).items()}
+        loader = [self.model.batch(samples, length)]
+        slices = next(UlyssesSPDataLoaderAdapter(loader, bound.axis.rank, bound.axis.group, bound.axis.world, self.device))
+        return {**slices, "labels": slices["shift_labels"]} if "shift_labels" in slices else slices
 
     def _run_steps(self, engine: Any, counts: list[tuple[int, bool]]) -> Observation:
         if engine.stepper is None:
@@ -297,11 +322,10 @@ class _Run:
 
     def _train(self, engine: Any, count: int) -> list[MicroStep]:
         found: list[MicroStep] = []
-        length = self.load.sequence // requested_slices(self.config)
         for _ in range(count):
             with self._measured(found):
                 with self.recorder.allocating("other"):
-                    batch = {name: value.to(self.device) for name, value in self.model.batch(self.load.micro_batch, length).items()}
+                    batch = self._batch()
                 with torch.autograd.graph.save_on_cpu() if self.model.moves else nullcontext():
                     engine.backward(loss_of(engine(**batch)))
                 self._mark_gradients(engine)

@@ -8,8 +8,8 @@ candidates may already be faster than everything in later rounds. These rules ex
   among the others finds the largest that fits; smaller ones only repeat gathers and reductions. The memory at each moment of a step is
   linear in the micro-batch size, and a peak is the maximum of such lines. So a size cannot fit if the linear extrapolation from two
   smaller sizes exceeds the memory.
-- Recomputation adds computation, and offload adds copies. If a family fits with a size, a family that only adds recomputation or offload
-  can win only with larger sizes.
+- Recomputation adds computation, and offload of states, parameters or activations adds copies. If a family fits with a size, a family that
+  only adds recomputation or offload can win only with larger sizes.
 - From stage 0 to 1 to 2, a rank holds fewer states; recomputation and offload save memory, too. So if a candidate exceeds the memory by a
   margin, so does each candidate that holds at least as much; therefore stage 2 is tried first. (Stage 3 may hold more than stage 2 because
   of gathered units. The margin covers small extra memory of recomputation, such as states of random generators.)
@@ -17,14 +17,15 @@ candidates may already be faster than everything in later rounds. These rules ex
 - A candidate is not among the best if a lower bound of its time exceeds the time of five fitting ones. For a pipeline, the last stage
   gives a lower bound.
 
-The rules save many plans. GPT-2 with 12 blocks on 4 ranks (no axes) takes 8 plans instead of 64 for its 64 candidates; Llama with 8 B
-parameters on 8 ranks (all axes) takes 91 instead of about 1,800 for its 928 candidates.
+The rules save many plans. Without activations on the host, which double the families, GPT-2 with 12 blocks on 4 ranks (no axes) takes 8
+plans instead of 64 for its 64 candidates; Llama with 8 B parameters on 8 ranks (all axes) takes 91 instead of about 1,800 for its 928
+candidates.
 """
 
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan.candidates import STAGES, Candidate, Family, Layout, Tier, families_of
@@ -37,7 +38,7 @@ from hf_zero.plan.time_bounds import TimeBounds
 SHOWN = 5  # number of best candidates in the answer
 _REFUSED = "refused"
 _PREPARATION = 0.2  # share of the progress before the first family
-_ROUNDS = 3  # rounds of the search: plain families, recomputing ones, offloading ones
+_ROUNDS = 3  # rounds of the search: plain families, recomputing ones, ones that offload states or activations
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class Search:
         count_of_families = sum(map(len, waiting.values()))
         first = next(iter(waiting), None)
         if first is not None:
-            self.planner.told("smallest candidates", 0.0, _PREPARATION)
+            self.planner.on_progress("smallest candidates", 0.0, _PREPARATION)
             self._try_smallest(first, space.micro_batches(first)[0])
             self._sort_layouts(waiting, first)
         for round_number in range(_ROUNDS):
@@ -140,7 +141,7 @@ class Search:
                     continue
                 for family in families:
                     share = _PREPARATION + (1 - _PREPARATION) * done / count_of_families
-                    self.planner.told(str(family), share, share + (1 - _PREPARATION) / count_of_families)
+                    self.planner.on_progress(str(family), share, share + (1 - _PREPARATION) / count_of_families)
                     self._search_family(family, sizes)
                     done += 1
         refused = {one.reason for one in self._out if one.reason.startswith(_REFUSED)}
@@ -188,9 +189,12 @@ class Search:
         return least > reached
 
     def _try_smallest(self, layout: Layout, size: int) -> None:
-        """Try, at each stage, the candidate with the least memory without offload; if it does not fit, neither do others of the stage."""
-        families = [Family(layout, stage, Tier(), True) for stage in STAGES if stage or not layout.shard_group]
-        candidates = [self.planner.space.candidate(one, size) for one in families]
+        """Try, at each stage, the candidate with the least memory without offload of states; if it does not fit, others are excluded."""
+        space = self.planner.space
+        families = [
+            Family(layout, stage, Tier(), True, space.moves and layout.pipeline == 1) for stage in STAGES if stage or not layout.shard_group
+        ]
+        candidates = [space.candidate(one, size) for one in families]
         self.planner.prepare([one for one in candidates if one.family.stage >= 2])
         for candidate in candidates:
             with suppress(HfZeroError):  # reported when the search visits the family
@@ -311,7 +315,7 @@ class Search:
 
     def _best(self) -> list[Fitting]:
         """Return the fastest fitting candidates, planned with all blocks; if one then does not fit, try its smaller sizes."""
-        self.planner.told("best candidates, with all blocks", 0.98, 1.0)
+        self.planner.on_progress("best candidates, with all blocks", 0.98, 1.0)
         waiting = sorted(self._fitting, key=_rank_key)
         while not all(one.whole for one in waiting[:SHOWN]):
             self.planner.prepare([one.candidate for one in waiting[:SHOWN] if not one.whole], whole=True)
@@ -340,19 +344,19 @@ def _rank_key(one: Fitting) -> tuple[float, float, float]:
 
 
 def _round_of(family: Family) -> int:
-    """Return the round in which the search visits ``family``: 0 plain, 1 recomputing, 2 offloading."""
-    return 2 if family.tier != Tier() else int(family.recomputes)
+    """Return the round in which the search visits ``family``: 0 plain, 1 recomputing, 2 offloading states or activations."""
+    return 2 if family.tier != Tier() or family.moves else int(family.recomputes)
 
 
 def _differs_in_stage(family: Family, other: Family) -> bool:
     """Return whether the families differ at most in their ZeRO stage."""
-    return (family.layout, family.tier, family.recomputes) == (other.layout, other.tier, other.recomputes)
+    return replace(family, stage=other.stage) == other
 
 
 def _only_adds(family: Family, other: Family) -> bool:
     """Return whether ``family`` is ``other`` with additional recomputation or offload."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
-    return same and other.recomputes <= family.recomputes and other.tier.within(family.tier)
+    return same and other.recomputes <= family.recomputes and other.moves <= family.moves and other.tier.within(family.tier)
 
 
 def _one_line(error: BaseException) -> str:

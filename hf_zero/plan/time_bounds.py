@@ -95,5 +95,5 @@ class TimeBounds:
 
 
 def _is_unoffloaded(one: Family, family: Family) -> bool:
-    """Return whether ``one`` is ``family`` at stage 1 or 2 without offload."""
-    return (one.layout, one.tier, one.recomputes) == (family.layout, Tier(), family.recomputes) and one.stage in (1, 2)
+    """Return whether ``one`` is ``family`` at stage 1 or 2 without offload of states."""
+    return one.stage in (1, 2) and one == replace(family, stage=one.stage, tier=Tier())

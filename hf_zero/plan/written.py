@@ -12,7 +12,20 @@ from hf_zero.errors import ConfigError
 from hf_zero.plan.cluster import Cluster
 from hf_zero.system import own_files
 
-_RECOMPUTES = "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()"
+_ACTIVATIONS = {
+    (True, False): (
+        "recomputes activations",
+        "gradient_checkpointing=True of the training arguments, or model.gradient_checkpointing_enable()",
+    ),
+    (False, True): (
+        "keeps activations on the host",
+        "torch.autograd.graph.save_on_cpu() around the forward, or activation_offloading of TRL",
+    ),
+    (True, True): (
+        "recomputes activations, with the inputs of layers on the host",
+        'gradient_checkpointing=True and gradient_checkpointing_kwargs={"offload": True} of the training arguments',
+    ),
+}
 
 
 def places(folder: Path) -> tuple[Path, Path]:
@@ -55,7 +68,7 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
     return list(texts)
 
 
-def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool) -> list[str]:
+def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool, moves: bool = False) -> list[str]:
     """Write a planned configuration and its launcher file, and return lines that tell the user how to start it.
 
     Args:
@@ -63,6 +76,7 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         config: The DeepSpeed configuration.
         cluster: Number and place of the ranks.
         recomputes: Whether the plan recomputes activations, which the script must enable.
+        moves: Whether the plan offloads activations to the host, which the script must enable.
 
     Raises:
         ConfigError: The folder cannot be written, or one of the files exists.
@@ -86,8 +100,9 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         "same_network": True,
         "use_cpu": False,
     }
-    remark = f"# The plan recomputes activations: {_RECOMPUTES}.\n" if recomputes else ""
+    does, by = _ACTIVATIONS.get((recomputes, moves), ("", ""))
+    remark = f"# The plan {does}: {by}.\n" if does else ""
     write_files(folder, config, content, remark)
     far = " --machine_rank N --main_process_ip HOST --main_process_port PORT" if nodes > 1 else ""
     lines = [f"wrote {file} and {launcher}; start: accelerate launch --config_file {launcher}{far} SCRIPT"]
-    return [*lines, *([f"the script must enable recomputation of activations: {_RECOMPUTES}"] if recomputes else [])]
+    return [*lines, *([f"the plan {does}; the script must enable it: {by}"] if does else [])]

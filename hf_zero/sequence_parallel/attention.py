@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -20,7 +20,21 @@ _PER_HEAD = ("s_aux", "sinks")  # arguments with one value per query head
 _OF_SLICES = ("position_bias", "cu_seq_lens_q", "cu_seq_lens_k", "cu_seqlens", "block_table")  # made of slices; meaningless for the whole
 _GROUPS = "num_key_value_groups"
 
-_sliced: WeakKeyDictionary[nn.Module, SlicedAttention] = WeakKeyDictionary()
+_SLICED = "_hf_zero_sliced"  # attribute of a module
+
+
+class _Mark:
+    """Names the attention of a module's slices; a copy of the module has none.
+
+    An attribute, because torch.compile takes a module that it finds in a table for that one module: the graph of a layer, which serves
+    all equal layers, would then have the weights of one.
+    """
+
+    def __init__(self, attention: SlicedAttention | None = None) -> None:
+        self.attention = attention
+
+    def __reduce__(self) -> tuple[type[_Mark], tuple[()]]:
+        return _Mark, ()
 
 
 class SlicedAttention:
@@ -30,7 +44,7 @@ class SlicedAttention:
         collectives: The sequence-parallel group.
         reads_positions: The core function wants positions (flash attention finds packed sequences by them).
         sliced: Whether the last forward of the model was over slices.
-        calls: Calls in the forward under way.
+        called: Whether the forward under way has called it.
         inside_whole: Modules under way, one in the other, that have whole sequences: attention in them is as ever.
     """
 
@@ -38,10 +52,15 @@ class SlicedAttention:
         self.collectives = collectives
         self.reads_positions = reads_positions
         self.sliced = False
-        self.calls = 0
+        self.called = False
         self.inside_whole = 0
         for module in model.modules() if modules is None else map(model.get_submodule, modules):
-            _sliced[module] = self
+            module.__dict__[_SLICED] = _Mark(self)
+
+    @property
+    def run(self) -> Callable[..., tuple[torch.Tensor, None]]:
+        """Return ``attend``, as ``dispatching`` calls it."""
+        return self.attend
 
     def trades(self, module: nn.Module) -> bool:
         """Return whether a forward of ``module``, one of the model's, is over slices.
@@ -60,7 +79,7 @@ class SlicedAttention:
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Runs ``core`` on this rank's heads of whole sequences; collective.
+        """Run ``core`` on this rank's heads of whole sequences; collective.
 
         Args:
             core: The function of transformers that would have been called.
@@ -74,31 +93,60 @@ class SlicedAttention:
         Returns:
             (batch, slice, heads, width), and None for the weights.
         """
-        self.calls += 1
-        ranks, rank, heads = self.collectives.world, self.collectives.rank, query.shape[1]
+        self.called = True
         given = [name for name in _OF_SLICES if kwargs.get(name) is not None]
         if given:
             raise UnsupportedError(
                 f"sequence parallelism: attention over whole sequences cannot use {', '.join(given)}, which this rank has for its "
                 "slice only"
             )
-        length = query.shape[2] * ranks
-        own = slice(rank * (heads // ranks), (rank + 1) * (heads // ranks))
-        mask = _mask_of_heads(attention_mask, length, key.shape[2] * ranks, own)
+        mask = _whole_mask(attention_mask, query.shape[2] * self.collectives.world, key.shape[2] * self.collectives.world)
         positions = kwargs.pop("position_ids", None)
         if positions is not None and self.reads_positions:
             whole = whole_of(positions)
             kwargs["position_ids"] = join_slices(self.collectives, positions, -1, "position_ids") if whole is None else whole
-        for name in _PER_HEAD:
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name][own]
-        query, key, value, groups = heads_for_sequences(self.collectives, query, key, value)
-        output, _ = core(_own_heads(module, heads, own, groups), query, key, value, mask, **kwargs)
-        return sequences_for_heads(self.collectives, output), None
+        return with_own_heads(self.collectives, partial(_output_of, core), module, query, key, value, mask, **kwargs), None
 
 
-def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
-    """Return ``mask`` for this rank's heads; refuse masks that cover only the slice."""
+def _output_of(core: Core, *args: Any, **kwargs: Any) -> torch.Tensor:
+    return core(*args, **kwargs)[0]
+
+
+def with_own_heads(
+    collectives: Collectives,
+    run: Callable[..., torch.Tensor],
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: Any,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Return the attention of slices, (batch, slice, heads, width), that ``run`` computes for this rank's heads; collective.
+
+    Args:
+        collectives: The ranks that trade heads for the tokens of all of them.
+        run: Called as a function of transformers' table, with tensors of this rank's heads; (batch, tokens, heads, width).
+        module: The attention module.
+        query: (batch, heads, slice, width).
+        key: (batch, key heads, slice, width).
+        value: As ``key``, maybe of another width.
+        mask: Of the tokens of all ranks, or None.
+        **kwargs: For ``run``.
+    """
+    heads, ranks = query.shape[1], collectives.world
+    own = slice(collectives.rank * (heads // ranks), (collectives.rank + 1) * (heads // ranks))
+    for name in _PER_HEAD:
+        if isinstance(kwargs.get(name), torch.Tensor):
+            kwargs[name] = kwargs[name][own]
+    if isinstance(mask, torch.Tensor) and mask.dim() == 4 and mask.shape[1] > 1:
+        mask = mask[:, own]
+    query, key, value, groups = heads_for_sequences(collectives, query, key, value)
+    return sequences_for_heads(collectives, run(_own_heads(module, heads, own, groups), query, key, value, mask, **kwargs))
+
+
+def _whole_mask(mask: Any, queries: int, keys: int) -> Any:
+    """Return ``mask`` for whole sequences; refuse masks that cover only the slice."""
     if not isinstance(mask, torch.Tensor):
         return mask
     whole = whole_of(mask)
@@ -108,7 +156,7 @@ def _mask_of_heads(mask: Any, queries: int, keys: int, own: slice) -> Any:
             f"sequence parallelism: the model made an attention mask of shape {tuple(mask.shape)} by itself, where whole sequences of "
             f"{keys} tokens need one of {keys}; only models that make masks with transformers.masking_utils are supported"
         )
-    return mask[:, own] if mask.dim() == 4 and mask.shape[1] > 1 else mask
+    return mask
 
 
 class _OwnHeads:
@@ -142,9 +190,10 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        sliced, core = _sliced.get(module), core_of(module)
+        mark, core = getattr(module, _SLICED, None), core_of(module)
+        sliced = None if mark is None else mark.attention
         if sliced is None or sliced.inside_whole or not sliced.trades(module):
             return core(module, query, key, value, attention_mask, **kwargs)
-        return sliced.attend(core, module, query, key, value, attention_mask, **kwargs)
+        return sliced.run(core, module, query, key, value, attention_mask, **kwargs)
 
     return attend

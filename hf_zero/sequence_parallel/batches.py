@@ -51,7 +51,7 @@ def counted_by_adapter(positions: torch.Tensor) -> bool | None:
 
 
 def mark_slice(batch: Batch, counted: bool) -> None:
-    """Records that the tokens and positions of ``batch`` are a slice; ``counted`` says that no batch had the positions."""
+    """Record that the tokens and positions of ``batch`` are a slice; ``counted`` says that no batch had the positions."""
     _cut.update({batch[name]: counted for name in _MARKED if name in batch})
 
 
@@ -88,7 +88,7 @@ class _Told:
 
 
 class UlyssesSPDataLoaderAdapter:
-    """Turns a loader of whole sequences, another batch on each rank, into one of slices. DeepSpeed's class, with its arguments.
+    """Turn a loader of whole sequences, another batch on each rank, into one of slices. DeepSpeed's class, with its arguments.
 
     From each batch of the loader come as many steps as the group has ranks: in step ``r`` every rank has its slice of what rank ``r``
     has loaded. Sequences whose length the group does not divide get tokens at their end that no other token of a causal model attends
@@ -135,7 +135,7 @@ class UlyssesSPDataLoaderAdapter:
             raise
 
     def set_epoch(self, epoch: int) -> None:
-        """Tells the loader behind, or its sampler."""
+        """Tell the loader behind, or its sampler."""
         for target in (self.dl, getattr(self.dl, "sampler", None)):
             tell = getattr(target, "set_epoch", None)
             if tell is not None:

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -24,7 +23,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import HfZeroError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
-from hf_zero.sequence_parallel.forward import Randomness, SliceSettings
+from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
 from hf_zero.sequence_parallel.joined import join_loss, join_tokens
 from hf_zero.sequence_parallel.layout import Layout
@@ -35,12 +34,11 @@ from hf_zero.sequence_parallel.sliceable import NO_ROUTERS, ROUTERS
 
 _PER_TOKEN = ("logits", "last_hidden_state", "hidden_states")  # outputs (batch, tokens, ...), or tuples of such
 _cut_by_caller: ContextVar[tuple[int, ...]] = ContextVar("hf_zero cut sequences", default=())
-_divided: WeakKeyDictionary[nn.Module, DividedForwards] = WeakKeyDictionary()
 
 
 @contextmanager
 def sliced_step(*tokens: int) -> Iterator[None]:
-    """Says for a while that batches of so many tokens are this rank's parts of sequences."""
+    """Say for a while that batches of so many tokens are this rank's parts of sequences."""
     token = _cut_by_caller.set((*_cut_by_caller.get(), *tokens))
     try:
         yield
@@ -67,28 +65,22 @@ class _OwnPositions(OwnPositions):
         return self._layout.cut(whole, 1)
 
 
-class DividedForwards:
-    """Hooks around the forward of one model.
+class DividedForwards(BoundForwards):
+    """Hooks around the forward of one model, which cut whole batches.
 
     Attributes:
         layout: The division of sequences.
-        settings: The settings of the script.
         attention: State of the model's attention modules.
     """
 
     def __init__(
         self, model: nn.Module, layout: Layout, across: Collectives, inside: Collectives | None, settings: SliceSettings, strategy: str
     ) -> None:
+        super().__init__(settings)
         implementation = require_dividable(model, layout.inside, settings.implementation)
         if strategy == "alltoall":
             require_ring(model, implementation)
-        for part in model.modules():  # prepared again, or inside an adapter since
-            before = _divided.pop(part, None)
-            if before is not None:
-                before.remove()
-        _divided[model] = self
         self.layout = layout
-        self.settings = settings
         settings.prepare(implementation)
         kind = RingAttention if strategy == "alltoall" else ContextAttention
         self.attention = kind(model, layout, across, inside)
@@ -98,19 +90,15 @@ class DividedForwards:
         self._positions = _OwnPositions(model, layout)
         self._rotary = WholeRotary(model, self.attention)
         self._randomness = Randomness(layout.collectives)
-        self._compared = self._open = False
+        self._compared = False
         self._labels: torch.Tensor | None = None
         self._is_mean = self._joins_loss = True
         self._length = 0  # of whole sequences that this hook has cut; 0 where the caller has
-        self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
-        )
+        self.bind(model)
 
     def remove(self) -> None:
-        """Takes the hooks off; sequences are whole again."""
-        for hook in self._hooks:
-            hook.remove()
+        """Take the hooks off; sequences are whole again."""
+        super().remove()
         self._rotary.remove()
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
@@ -132,9 +120,9 @@ class DividedForwards:
         self._is_mean = batch.get("num_items_in_batch") is None
         # accelerate's scripts and Trainer scale a part of a sum by all ranks, as that of a rank with samples of its own.
         self._joins_loss = self._is_mean or not by_caller
-        self.attention.calls = 0
+        self.attention.called = False
         self._masks.enter(batch["position_ids"].shape[-1])
-        self._randomness.enter(model.training and not self.layout.collectives.pretended)  # a pretended device draws nothing
+        self._randomness.enter(model.training)
         self._open = True
         return (), batch
 
@@ -214,7 +202,7 @@ class DividedForwards:
         self._randomness.leave()
         if output is None:
             return None
-        if self.attention.calls == 0:
+        if not self.attention.called:
             raise UnsupportedError(
                 f"context parallelism: {type(model).__name__} did not call its attention through transformers' attention interface, so "
                 "each rank attended to its part only; this model is not supported with this version of transformers"
@@ -251,7 +239,7 @@ class DividedForwards:
         return output
 
     def _compare(self, given: Batch) -> None:
-        """Refuses different batches on the ranks of a group, once; collective."""
+        """Refuse different batches on the ranks of a group, once; collective."""
         self._compared = True
         mine = {name: _checksum(value) for name, value in given.items() if isinstance(value, torch.Tensor)}
         everyone = self.layout.collectives.gather_objects(mine, "batches")
@@ -300,11 +288,7 @@ def said_of_context(error: HfZeroError) -> HfZeroError:
     return type(error)(str(error).replace("sequence parallelism", "context parallelism").replace("sequence-parallel", "context-parallel"))
 
 
-def is_divided(model: nn.Module, settings: SliceSettings) -> bool:
-    """Return whether the forwards of ``model`` are over parts of sequences already, as ``settings`` say."""
-    return model in _divided and _divided[model].settings is settings
-
-
 def divided_forwards(model: nn.Module) -> DividedForwards | None:
     """Return the hooks around the forwards of ``model``; None if it has none."""
-    return _divided.get(model)
+    found = bound_forwards(model)
+    return found if isinstance(found, DividedForwards) else None

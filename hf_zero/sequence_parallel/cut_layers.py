@@ -60,7 +60,7 @@ class CutLayers:
             self._hooks.append(modules[flow.last].register_forward_hook(partial(self._join_results, last.outputs)))
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
         for container in self._around:

@@ -1,4 +1,4 @@
-"""Checks that a model of transformers can be trained under context parallelism, and whether its loss shifts labels."""
+"""Check that a model of transformers can be trained under context parallelism, and whether its loss shifts labels."""
 
 from __future__ import annotations
 

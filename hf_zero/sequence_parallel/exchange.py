@@ -13,6 +13,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.graph_ops import exchange_rows, gather_from_ranks, in_graph
 from hf_zero.errors import ConfigError
 
 
@@ -94,7 +95,7 @@ def _trade(collectives: Collectives, rows: tuple[torch.Tensor, ...]) -> tuple[to
     for row, place in zip(rows, message.split(sizes, dim=1), strict=True):
         values = row if row.dtype == dtype else row.contiguous().view(dtype)
         place.view(values.shape).copy_(values)
-    received = collectives.exchange(message, "heads").received()
+    received = exchange_rows(message, collectives.number) if in_graph() else collectives.exchange(message, "heads").received()
     return tuple(
         (part if row.dtype == dtype else part.contiguous().view(row.dtype)).view(row.shape)
         for row, part in zip(rows, received.split(sizes, dim=1), strict=True)
@@ -110,7 +111,7 @@ def trade(collectives: Collectives, *rows: torch.Tensor) -> tuple[torch.Tensor, 
 def heads_for_sequences(
     collectives: Collectives, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """Gives up most heads and gets whole sequences of the rest; collective.
+    """Give up most heads and get whole sequences of the rest; collective.
 
     Args:
         collectives: The sequence-parallel group.
@@ -160,7 +161,10 @@ def join_slices(collectives: Collectives, tensor: torch.Tensor, dim: int, what: 
     """
     slice_ = tensor.detach().contiguous()
     values = slice_.view(torch.uint8) if slice_.dtype == torch.bool else slice_
-    whole = torch.empty((collectives.world, *values.shape), dtype=values.dtype, device=values.device)
-    collectives.all_gather(whole.view(-1), values.view(-1), what).wait()
+    if in_graph():
+        whole = gather_from_ranks(values, collectives.number, collectives.world)
+    else:
+        whole = torch.empty((collectives.world, *values.shape), dtype=values.dtype, device=values.device)
+        collectives.all_gather(whole.view(-1), values.view(-1), what).wait()
     dim %= tensor.dim()
     return whole.movedim(0, dim).flatten(dim, dim + 1).to(tensor.dtype)

@@ -9,6 +9,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
@@ -31,12 +32,13 @@ class Randomness:
 
     def __init__(self, collectives: Collectives) -> None:
         self._rank = collectives.rank
+        self._draws = not collectives.pretended  # a pretended device draws nothing
         self._device = collectives.topology.device
         self._outer: list[torch.Tensor] | None = None
 
     def enter(self, training: bool) -> None:
-        """Begins the rank's own stream; evaluation draws nothing."""
-        if not training:
+        """Begin the rank's own stream; evaluation draws nothing."""
+        if not (training and self._draws):
             return
         start = int(torch.randint(2**31, ()))
         self._outer = [torch.get_rng_state()]
@@ -48,7 +50,7 @@ class Randomness:
             module.set_rng_state(torch.Generator(self._device).manual_seed(start * 1024 + self._rank).get_state(), self._device)
 
     def leave(self) -> None:
-        """Goes on with the common stream."""
+        """Go on with the common stream."""
         if self._outer is None:
             return
         torch.set_rng_state(self._outer[0])
@@ -76,27 +78,55 @@ class SliceSettings:
     stand_in: StandIn
 
 
-_sliced: WeakKeyDictionary[nn.Module, SlicedForwards] = WeakKeyDictionary()
+_bound: WeakKeyDictionary[nn.Module, BoundForwards] = WeakKeyDictionary()
 
 
-class SlicedForwards:
-    """Hooks around the forward of one model.
+class BoundForwards:
+    """Hooks around the forward of one model, which has no others of this kind.
+
+    Attributes:
+        settings: Settings of the script.
+    """
+
+    def __init__(self, settings: SliceSettings) -> None:
+        self.settings = settings
+        self._open = False
+        self._hooks: list[RemovableHandle] = []
+
+    def bind(self, model: nn.Module) -> None:
+        """Put the hooks around the forward of ``model``; those that it had, or a model inside it, are gone."""
+        for part in model.modules():  # prepared again, or inside an adapter since
+            before = _bound.pop(part, None)
+            if before is not None:
+                before.remove()
+        _bound[model] = self
+        self._hooks.append(model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True))
+        self._hooks.append(model.register_forward_hook(self._after, always_call=True))
+
+    def remove(self) -> None:
+        """Take the hooks off; the model sees whole sequences again."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        raise NotImplementedError
+
+    def _after(self, model: nn.Module, args: Any, output: Any) -> Any:
+        raise NotImplementedError
+
+
+class SlicedForwards(BoundForwards):
+    """Hooks around the forward of one model, whose batches are slices.
 
     Attributes:
         collectives: The sequence-parallel group.
-        settings: What the script has said.
         attention: State of the model's attention modules.
     """
 
     def __init__(self, model: nn.Module, collectives: Collectives, settings: SliceSettings) -> None:
+        super().__init__(settings)
         implementation, flow = require_sliceable(model, collectives.world, settings.implementation, settings.stand_in)
-        for part in model.modules():  # prepared again, or inside an adapter since
-            before = _sliced.pop(part, None)
-            if before is not None:
-                before.remove()
-        _sliced[model] = self
         self.collectives = collectives
-        self.settings = settings
         self.implementation = implementation
         settings.prepare(implementation)
         self.attention = SlicedAttention(model, collectives, implementation not in ("sdpa", "eager"), None if flow is None else flow.heads)
@@ -106,16 +136,11 @@ class SlicedForwards:
         self._rotary = WholeRotary(model, self.attention) if flow is None else None
         self._randomness = Randomness(collectives)
         self._compared = False
-        self._open = False
-        self._hooks = (
-            model.register_forward_pre_hook(self._before, with_kwargs=True, prepend=True),
-            model.register_forward_hook(self._after, always_call=True),
-        )
+        self.bind(model)
 
     def remove(self) -> None:
-        """Takes the hooks off; the model sees whole sequences again."""
-        for hook in self._hooks:
-            hook.remove()
+        """Take the hooks off; the model sees whole sequences again."""
+        super().remove()
         for further in (self._rotary, self._whole):
             if further is not None:
                 further.remove()
@@ -134,7 +159,7 @@ class SlicedForwards:
         if not self._compared:
             self._compare(args, kwargs)
         kwargs = {**kwargs, "position_ids": self._positions.of(args, kwargs)}
-        attention.calls = 0
+        attention.called = False
         self._masks.enter(length)
         self._randomness.enter(model.training)
         self._open = True
@@ -160,7 +185,7 @@ class SlicedForwards:
             return self._whole.leave(output)
         self._masks.leave()
         self._randomness.leave()
-        if output is not None and self.attention.calls == 0:
+        if output is not None and not self.attention.called:
             raise UnsupportedError(
                 f"sequence parallelism: {type(model).__name__} did not call its attention through transformers' attention interface "
                 f"({self.implementation}), so each rank attended to its slice only; this model is not supported with this version of "
@@ -201,7 +226,7 @@ class SlicedForwards:
             )
 
     def _compare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuses slices that are not of one batch, once: equal names and shapes on all ranks of the group; collective."""
+        """Refuse slices that are not of one batch, once: equal names and shapes on all ranks of the group; collective."""
         self._compared = True
         mine = {name: list(value.shape) for name, value in kwargs.items() if isinstance(value, torch.Tensor)}
         mine.update({f"argument {place}": list(value.shape) for place, value in enumerate(args) if isinstance(value, torch.Tensor)})
@@ -214,5 +239,10 @@ class SlicedForwards:
 
 
 def is_bound(model: nn.Module, settings: SliceSettings) -> bool:
-    """Return whether the forwards of ``model`` are over slices already, as ``settings`` say."""
-    return model in _sliced and _sliced[model].settings is settings
+    """Return whether the forwards of ``model`` are over parts of sequences already, as ``settings`` say."""
+    return model in _bound and _bound[model].settings is settings
+
+
+def bound_forwards(model: nn.Module) -> BoundForwards | None:
+    """Return the hooks around the forwards of ``model``; None if it has none."""
+    return _bound.get(model)

@@ -6,6 +6,8 @@ sinks, soft caps, dropout and head sizes are its own affair, and nothing has to 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,10 +16,10 @@ from torch.autograd.function import once_differentiable
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.torch_internals import outside_compile
 from hf_zero.errors import UnsupportedError
-from hf_zero.sequence_parallel.attention import _OF_SLICES, _PER_HEAD, Core, SlicedAttention, _own_heads
+from hf_zero.sequence_parallel.attention import _OF_SLICES, Core, SlicedAttention, with_own_heads
 from hf_zero.sequence_parallel.blocks import Scores, attend, gradients, is_fused, merge
-from hf_zero.sequence_parallel.exchange import heads_for_sequences, sequences_for_heads
 from hf_zero.sequence_parallel.layout import Layout
 
 SDPA = "transformers.integrations.sdpa_attention"  # where the function is whose numbers blocks have
@@ -125,6 +127,12 @@ class ContextAttention(SlicedAttention):
         self.layout = layout
         self.across = across
         self.inside = inside
+        self._outside = outside_compile(self.attend)
+
+    @property
+    def run(self) -> Callable[..., tuple[torch.Tensor, None]]:
+        """Return ``attend`` outside of graphs: the ring sends while it computes."""
+        return self._outside
 
     def attend(
         self,
@@ -136,7 +144,7 @@ class ContextAttention(SlicedAttention):
         attention_mask: Any,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Runs ``core`` for this rank's queries; collective. Arguments and result as those of ``SlicedAttention.attend``.
+        """Run ``core`` for this rank's queries; collective. Arguments and result as those of ``SlicedAttention.attend``.
 
         Args:
             core: The function of transformers that would have been called.
@@ -147,21 +155,13 @@ class ContextAttention(SlicedAttention):
             attention_mask: This place's rows of the mask of whole sequences, as ``RowMasks`` has them made; or None.
             **kwargs: For ``core``.
         """
-        self.calls += 1
+        self.called = True
         self._require_own(query, key, kwargs)
         kwargs.pop("position_ids", None)
+        run = partial(self._of_place, core)
         if self.inside is None:
-            return self._of_place(core, module, query, key, value, attention_mask, **kwargs), None
-        heads, inside = query.shape[1], self.inside
-        own = slice(inside.rank * (heads // inside.world), (inside.rank + 1) * (heads // inside.world))
-        for name in _PER_HEAD:
-            if isinstance(kwargs.get(name), torch.Tensor):
-                kwargs[name] = kwargs[name][own]
-        if isinstance(attention_mask, torch.Tensor) and attention_mask.dim() == 4 and attention_mask.shape[1] > 1:
-            attention_mask = attention_mask[:, own]
-        query, key, value, groups = heads_for_sequences(inside, query, key, value)
-        output = self._of_place(core, _own_heads(module, heads, own, groups), query, key, value, attention_mask, **kwargs)
-        return sequences_for_heads(inside, output), None
+            return run(module, query, key, value, attention_mask, **kwargs), None
+        return with_own_heads(self.inside, run, module, query, key, value, attention_mask, **kwargs), None
 
     def _of_place(
         self, core: Core, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **kwargs: Any

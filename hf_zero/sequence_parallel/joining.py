@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.core.schedule.torch_internals import outside_compile
 
-_whole_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # by slice: the tensor it was cut from, and the dimension
+_CUT_FROM = "_hf_zero_cut_from"  # attribute of a slice, which torch.compile can read: the tensor it was cut from, and the dimension
 
 
 class _Join(torch.autograd.Function):
@@ -34,6 +34,9 @@ class _Join(torch.autograd.Function):
         dtype = torch.float32 if rows.dtype in (torch.float16, torch.bfloat16) else rows.dtype
         summed = collectives.reduce_scatter(rows.to(dtype).view(-1), dtype, "joined gradients").received()
         return None, summed.view(rows.shape[1:]).to(gradient.dtype), None
+
+
+_join = outside_compile(_Join.apply)
 
 
 def _gathered(collectives: Collectives, slice_: torch.Tensor, dim: int) -> torch.Tensor:
@@ -55,11 +58,11 @@ def join(collectives: Collectives, slice_: torch.Tensor, dim: int) -> torch.Tens
         slice_: This rank's slice, of one shape on all ranks.
         dim: The dimension of the tokens, from the front.
     """
-    known = _whole_of.get(slice_)
+    known = getattr(slice_, _CUT_FROM, None)
     if known is not None and known[1] == dim:
         whole: torch.Tensor = known[0]
         return whole
-    joined: torch.Tensor = _Join.apply(collectives, slice_, dim)  # type: ignore[no-untyped-call]
+    joined: torch.Tensor = _join(collectives, slice_, dim)
     return joined
 
 
@@ -68,11 +71,11 @@ def cut(collectives: Collectives, whole: torch.Tensor, dim: int) -> torch.Tensor
     length = whole.shape[dim] // collectives.world
     slice_ = whole.narrow(dim, collectives.rank * length, length)
     if not whole.requires_grad:  # a computed tensor would outlive its use
-        _whole_of[slice_] = (whole, dim)
+        setattr(slice_, _CUT_FROM, (whole, dim))
     return slice_
 
 
 def whole_of(slice_: torch.Tensor) -> torch.Tensor | None:
     """Return the tensor that this rank has cut ``slice_`` from; None for other tensors."""
-    known = _whole_of.get(slice_)
+    known: tuple[torch.Tensor, int] | None = getattr(slice_, _CUT_FROM, None)
     return None if known is None else known[0]

@@ -16,7 +16,7 @@ from hf_zero.sequence_parallel.exchange import key_heads, require_even_heads, tr
 
 
 class DistributedAttention(nn.Module):
-    """Runs ``local_attention`` on some heads of whole sequences. DeepSpeed's class of that name, with its arguments.
+    """Run ``local_attention`` on some heads of whole sequences. DeepSpeed's class of that name, with its arguments.
 
     Args:
         local_attention: Called with query, key and value that hold whole sequences and this rank's heads; its result has the

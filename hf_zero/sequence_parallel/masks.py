@@ -45,13 +45,13 @@ class WholeMasks:
         self._joined: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # of this forward, by id; keeps the slice alive
 
     def enter(self, length: int) -> None:
-        """Begins a forward over slices of ``length`` tokens."""
+        """Begin a forward over slices of ``length`` tokens."""
         self.length = length
         for module, name, function in self._found:
             setattr(module, name, self._whole(name, function))
 
     def leave(self) -> None:
-        """Ends it."""
+        """End it."""
         for module, name, function in self._found:
             setattr(module, name, function)
         self._joined.clear()

@@ -112,7 +112,7 @@ class WholeRotary:
                 self._hooks.append(module.register_forward_hook(self._cut))
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         for hook in self._hooks:
             hook.remove()
 
@@ -138,7 +138,7 @@ def _depends_on_length(module: nn.Module) -> bool:
 
 
 def require_even_temperature(model: nn.Module, length: int) -> None:
-    """Refuses attention that grows sharper along the sequence and counts its tokens from 0 by itself (Llama 4), where it has begun to.
+    """Refuse attention that grows sharper along the sequence and counts its tokens from 0 by itself (Llama 4), where it has begun to.
 
     Args:
         model: The model.

@@ -1,4 +1,4 @@
-"""Checks that a model of transformers can be trained over slices."""
+"""Check that a model of transformers can be trained over slices."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention",
 
 
 StandIn = Callable[[str, Callable[..., Any]], Any]
-"""Returns a context in which a function stands in the place of an attention implementation of transformers."""
+"""Return a context in which a function stands in the place of an attention implementation of transformers."""
 
 
 def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, stand_in: StandIn) -> tuple[str, TokenFlow | None]:

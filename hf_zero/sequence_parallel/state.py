@@ -11,7 +11,7 @@ from hf_zero.comm.axes import model_parallel_group
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.topology import Topology, join_sequence, sequence_topology
 from hf_zero.errors import StateError, UnsupportedError
-from hf_zero.sequence_parallel.context_forward import DividedForwards, is_divided
+from hf_zero.sequence_parallel.context_forward import DividedForwards
 from hf_zero.sequence_parallel.forward import SlicedForwards, SliceSettings, is_bound
 from hf_zero.sequence_parallel.layout import Layout
 
@@ -38,7 +38,7 @@ class SequenceParallel:
         return self.topology.sequence
 
     def bind(self, model: nn.Module) -> None:
-        """Makes the forwards of ``model`` forwards over slices, if it is for this object to do."""
+        """Make the forwards of ``model`` forwards over slices, if it is for this object to do."""
         if self.settings is not None and not is_bound(model, self.settings):
             SlicedForwards(model, open_collectives(self.axis), self.settings)
 
@@ -101,8 +101,8 @@ class ContextParallel(SequenceParallel):
         self.layout = Layout(open_collectives(self.axis), inside.world if inside is not None else 1)
 
     def bind(self, model: nn.Module) -> None:
-        """Makes training forwards of ``model`` forwards over parts of sequences."""
-        if self.settings is None or is_divided(model, self.settings):
+        """Make training forwards of ``model`` forwards over parts of sequences."""
+        if self.settings is None or is_bound(model, self.settings):
             return
         inside = open_collectives(self.inside) if self.inside is not None else None
         DividedForwards(model, self.layout, open_collectives(self.across), inside, self.settings, self.strategy)

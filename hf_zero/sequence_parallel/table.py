@@ -17,7 +17,7 @@ _replaced: dict[str, Core] = {}  # our functions in transformers' table, by impl
 
 
 def trade_in_attention(implementation: str) -> None:
-    """Puts a function in the place of ``implementation``'s that trades for the modules of sliced models and calls it for all others."""
+    """Put a function in the place of ``implementation``'s that trades for the modules of sliced models and calls it for all others."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     present = functions.get(implementation)
@@ -36,7 +36,7 @@ def trade_in_attention(implementation: str) -> None:
 
 @contextmanager
 def standing_in(implementation: str, attend: Callable[..., Any]) -> Iterator[None]:
-    """Lets ``attend`` stand in transformers' table for ``implementation``."""
+    """Let ``attend`` stand in transformers' table for ``implementation``."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS as functions
 
     before = functions.get(implementation)

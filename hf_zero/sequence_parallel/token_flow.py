@@ -43,7 +43,7 @@ _LENGTHS = (23, 29, 31, 37, 41, 43, 47, 53, 59, 61, 67, 71, 73, 79, 83)
 
 
 class _Found(Exception):
-    """Ends a run at a module that is to be taken as a whole."""
+    """End a run at a module that is to be taken as a whole."""
 
 
 @dataclass
@@ -311,7 +311,7 @@ def _functions_stand_in(model: nn.Module, tracer: _TokenTracer) -> Iterator[None
 
 
 class _TokenFunctions(_Functions):
-    """Lets the second row have padding: code that asks whether there is any, to leave the mask out, keeps it."""
+    """Let the second row have padding: code that asks whether there is any, to leave the mask out, keeps it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.Tensor.__bool__ and self.tracer.value(args[0]) in self.tracer.of_mask:  # type: ignore[attr-defined]

@@ -50,7 +50,7 @@ class WholeInputs:
         _tell_cost(type(base).__name__, flow, self._why_whole)
 
     def remove(self) -> None:
-        """Takes the hooks off."""
+        """Take the hooks off."""
         self.layers.remove()
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -28,6 +28,7 @@ from typing import IO, Any
 
 from hf_zero.system import text_file
 from hf_zero.system.folder import Folder, other_spelling
+from hf_zero.system.object_store import require_folder
 from hf_zero.system.process import Process
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
@@ -317,8 +318,10 @@ def make_folders(path: Path) -> None:
     """Create a folder that the user names, and its parents, if they do not exist.
 
     Raises:
+        CheckpointError: The path was the URL of an object store.
         OSError: The file system refuses.
     """
+    require_folder(path)
     path.mkdir(parents=True, exist_ok=True)
 
 

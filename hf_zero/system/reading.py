@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hf_zero.errors import HfZeroError
+from hf_zero.system.object_store import Place
 from hf_zero.system.text_file import LIMIT_BYTES, read_text
 
 ADVICE = "It is damaged, or not what its name says: take another copy, or write it again"
@@ -112,7 +113,7 @@ def read_json(path: Path, error: Callable[[str], HfZeroError], limit_bytes: int 
         return parse_json(read_text(path, limit_bytes))
 
 
-def whole_json(path: Path, limit_bytes: int = LIMIT_BYTES) -> Any:
+def whole_json(path: Place, limit_bytes: int = LIMIT_BYTES) -> Any:
     """Return the value of a JSON file of any content; None if it cannot be read or is not JSON."""
     try:
         return parse_json(read_text(path, limit_bytes))

@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 
 from hf_zero.errors import ConfigError
 from hf_zero.system.folder import errors_name
+from hf_zero.system.object_store import ObjectPath
 
 LIMIT_BYTES = 16 * 2**20  # limit of a configuration
 SMALL_BYTES = 64 * 2**10  # limit of a name, a digest, a note
@@ -28,8 +29,8 @@ _KINDS = ((stat.S_ISFIFO, "a pipe"), (stat.S_ISSOCK, "a socket"), (stat.S_ISCHR,
 _AT_ONCE = getattr(os, "O_NONBLOCK", 0)
 
 
-def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = False, within: int | None = None) -> bytes:
-    """Return the content of a regular file; see [Note: bounded reading].
+def read_bytes(path: str | os.PathLike[str] | ObjectPath, limit_bytes: int, pipe: bool = False, within: int | None = None) -> bytes:
+    """Return the content of a regular file or of an object in a store; see [Note: bounded reading].
 
     Args:
         path: Path of the file; links are followed.
@@ -41,6 +42,8 @@ def read_bytes(path: str | os.PathLike[str], limit_bytes: int, pipe: bool = Fals
         OSError: The file cannot be read, or is not a regular file; the message names the file.
         ValueError: The file is larger than the limit or has holes, or ``path`` has a null character.
     """
+    if isinstance(path, ObjectPath):
+        return path.get(limit_bytes)
     with opened(path, pipe, within) as descriptor:
         found = os.fstat(descriptor)
         if stat.S_ISREG(found.st_mode) and found.st_size > limit_bytes:
@@ -80,7 +83,7 @@ def opened_file(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def limit_beside(path: Path) -> int:
+def limit_beside(path: Path | ObjectPath) -> int:
     """Return a limit in bytes for the file that describes all others of its folder: 16 MiB, or more if these contain much data.
 
     The limit depends on the bytes that were written into the files, not on their length: holes cost their sender nothing.
@@ -88,6 +91,8 @@ def limit_beside(path: Path) -> int:
     try:
         if path.stat().st_size <= LIMIT_BYTES:
             return LIMIT_BYTES
+        if isinstance(path, ObjectPath):
+            return LIMIT_BYTES + sum(size or 0 for name, size in path.parent.listed().items() if name != path.name) // _DESCRIBED_BYTES
         return LIMIT_BYTES + sum(_written_bytes(other) for other in path.parent.iterdir() if other != path) // _DESCRIBED_BYTES
     except OSError:
         return LIMIT_BYTES
@@ -114,12 +119,12 @@ def _first_hole(descriptor: int, end: int) -> int:
     return hole
 
 
-def read_text(path: str | os.PathLike[str], limit_bytes: int = SMALL_BYTES, within: int | None = None) -> str:
+def read_text(path: str | os.PathLike[str] | ObjectPath, limit_bytes: int = SMALL_BYTES, within: int | None = None) -> str:
     """Return the text of a regular UTF-8 file; arguments and errors are those of ``read_bytes``."""
     return read_bytes(path, limit_bytes, within=within).decode("utf-8")
 
 
-def read_first_line(path: Path) -> str:
+def read_first_line(path: Path | ObjectPath) -> str:
     """Return the only line of a small file, a name or digest, without surrounding spaces; bytes that are not UTF-8 are replaced.
 
     Raises:

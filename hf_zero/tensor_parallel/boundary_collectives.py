@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from hf_zero.core.schedule.torch_internals import give_number
 from hf_zero.core.units.tp_shard import Wholes, mark_whole_reader
 from hf_zero.system.trees import convert_inside
 from hf_zero.tensor_parallel import functions
@@ -19,6 +20,7 @@ from hf_zero.tensor_parallel.same_data import own_random
 from hf_zero.tensor_parallel.solve import COPY, GATHER, GATHER_BOTH, LOGITS, NORM, REDUCE, REDUCE_BOTH, SLICE
 
 _Convert = Callable[[torch.Tensor], torch.Tensor]
+_HOOK = -1  # number of these hooks on every module
 
 
 class BoundaryCollectives:
@@ -44,11 +46,14 @@ class BoundaryCollectives:
         for boundary in plan.borders.get(path, ()):
             self._add(boundary)
         self._only_copies = all(boundary.kind == COPY for boundary in plan.borders.get(path, ()) if boundary.side == "in")
-        module.register_forward_pre_hook(self.before, with_kwargs=True)
-        module.register_forward_hook(self.after, with_kwargs=True, always_call=True)
+        give_number(module.register_forward_pre_hook(self.before, with_kwargs=True), _HOOK)
+        give_number(module.register_forward_hook(self.after, with_kwargs=True, always_call=True), _HOOK)
+
+    def __str__(self) -> str:
+        return self.path
 
     def _add(self, boundary: Boundary) -> None:
-        group, label, kind = self.group, self.path, boundary.kind
+        group, label, kind = self.group, self, boundary.kind
         part = Part(boundary.dim, boundary.ranges, boundary.full) if boundary.ranges else None
         inputs = self._inputs.setdefault(boundary.key, []) if boundary.side == "in" else []
         outputs = self._outputs.setdefault(boundary.key, []) if boundary.side == "out" else []
@@ -63,7 +68,7 @@ class BoundaryCollectives:
         elif kind in (GATHER, GATHER_BOTH):
             outputs.append(lambda tensor: functions.gather(tensor, group, part, label, kind == GATHER_BOTH))
         elif kind == LOGITS:
-            outputs.append(lambda tensor: VocabularyLogits(tensor, group, part, label))
+            outputs.append(lambda tensor: VocabularyLogits(tensor, group, part, self.path))
         elif kind == NORM:
             inputs.append(lambda tensor: functions.gather(tensor, group, part, label, both=True))
             self._outputs.setdefault("", []).append(lambda tensor: functions.take(tensor, group, part, label, partial=True))
@@ -81,7 +86,7 @@ class BoundaryCollectives:
 
     def _sum_rows(self, rows: torch.Tensor, both: bool) -> torch.Tensor:
         elsewhere = self._masks.pop()
-        return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self.path, both)
+        return functions.reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group, self, both)
 
     def read_whole(self, module: nn.Module, own: Mapping[str, SplitParameter]) -> None:
         """Give code that reads the parameters ``own`` (names in ``module``) outside the module's forward the whole parameters.

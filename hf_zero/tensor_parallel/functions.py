@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from hf_zero.comm.collectives import Collectives
+from hf_zero.comm.graph_ops import gather_from_ranks, in_graph, sum_over_ranks
 
 
 class ModelGroup:
@@ -41,17 +42,26 @@ class ModelGroup:
         """Return the ranks as numbered in the default group."""
         return self.collectives.topology.ranks
 
-    def sum(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """Return the sum of ``tensor`` over ranks, a new tensor of the same shape."""
+    def sum(self, tensor: torch.Tensor, label: object) -> torch.Tensor:
+        """Return the sum of ``tensor`` over ranks, a new tensor of the same shape.
+
+        Args:
+            tensor: This rank's summand.
+            label: An object whose ``str`` is the label. A graph does not read it, because another name would be another graph.
+        """
+        if in_graph():
+            return sum_over_ranks(tensor, self.collectives.number)
         total = tensor.contiguous().clone()
-        self.collectives.all_reduce(total, label).wait()
+        self.collectives.all_reduce(total, str(label)).wait()
         return total
 
-    def gather(self, tensor: torch.Tensor, label: str) -> torch.Tensor:
-        """Return every rank's ``tensor`` (all of one shape), stacked: (ranks, ...)."""
+    def gather(self, tensor: torch.Tensor, label: object) -> torch.Tensor:
+        """Return every rank's ``tensor`` (all of one shape), stacked: (ranks, ...); ``label`` as for ``sum``."""
+        if in_graph():
+            return gather_from_ranks(tensor, self.collectives.number, self.world)
         part = tensor.contiguous()
         full = torch.empty((self.world, *part.shape), dtype=part.dtype, device=part.device)
-        self.collectives.all_gather(full.view(-1), part.view(-1), label).wait()
+        self.collectives.all_gather(full.view(-1), part.view(-1), str(label)).wait()
         return full
 
 
@@ -125,7 +135,7 @@ class Part:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: object) -> torch.Tensor:
         ctx.group, ctx.label = group, label
         return tensor.view_as(tensor)
 
@@ -136,7 +146,7 @@ class _Copy(torch.autograd.Function):
 
 class _Reduce(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: str, both: bool) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, label: object, both: bool) -> torch.Tensor:
         ctx.group, ctx.label, ctx.both = group, label, both
         return group.sum(tensor, label)
 
@@ -147,7 +157,7 @@ class _Reduce(torch.autograd.Function):
 
 class _Gather(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: object, both: bool) -> torch.Tensor:
         ctx.group, ctx.part, ctx.label, ctx.both = group, part, label, both
         return part.join(group.gather(tensor, label))
 
@@ -163,7 +173,7 @@ class _Gather(torch.autograd.Function):
 
 class _Take(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool) -> torch.Tensor:
+    def forward(ctx: Any, tensor: torch.Tensor, group: ModelGroup, part: Part, label: object, partial: bool) -> torch.Tensor:
         ctx.group, ctx.part, ctx.label, ctx.partial = group, part, label, partial
         return part.take(tensor, group.rank).contiguous()
 
@@ -176,21 +186,21 @@ class _Take(torch.autograd.Function):
         return ctx.part.join(ctx.group.gather(grad, ctx.label)), None, None, None, None
 
 
-def copy(tensor: torch.Tensor, group: ModelGroup, label: str) -> torch.Tensor:
+def copy(tensor: torch.Tensor, group: ModelGroup, label: object) -> torch.Tensor:
     """Return the tensor itself; backward sums its gradient, a summand on each rank, over ranks."""
     return _Copy.apply(tensor, group, label) if tensor.requires_grad else tensor
 
 
-def reduce(tensor: torch.Tensor, group: ModelGroup, label: str, both: bool = False) -> torch.Tensor:
+def reduce(tensor: torch.Tensor, group: ModelGroup, label: object, both: bool = False) -> torch.Tensor:
     """Return the sum over ranks; backward passes its gradient unchanged if it is whole, or sums it over ranks if partial (``both``)."""
     return _Reduce.apply(tensor, group, label, both)
 
 
-def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, both: bool = False) -> torch.Tensor:
+def gather(tensor: torch.Tensor, group: ModelGroup, part: Part, label: object, both: bool = False) -> torch.Tensor:
     """Return all ranks' parts joined; backward gives each rank its part of the gradient, summed first if it is partial (``both``)."""
     return _Gather.apply(tensor, group, part, label, both)
 
 
-def take(tensor: torch.Tensor, group: ModelGroup, part: Part, label: str, partial: bool = False) -> torch.Tensor:
+def take(tensor: torch.Tensor, group: ModelGroup, part: Part, label: object, partial: bool = False) -> torch.Tensor:
     """Return this rank's part; backward joins the gradient from all parts, or leaves a summand, zero elsewhere (``partial``)."""
     return _Take.apply(tensor, group, part, label, partial)

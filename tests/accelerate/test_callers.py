@@ -183,10 +183,17 @@ def test_the_hook_watches_what_is_wrapped() -> None:
     assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
 
 
-MODULES = ", ".join(sorted(_hf_zero_startup.WATCHED))
+IMPORTS = f"""
+import importlib.util
+for name in {sorted(_hf_zero_startup.WATCHED)}:
+    if importlib.util.find_spec(name):  # older versions lack some
+        importlib.import_module(name)
+"""
 CHECK = """
 from hf_zero.integrations import callers
 for method in callers.METHODS:
+    if callers.came_later(method):
+        continue
     found = sys.modules[method.module]
     for part in method.name.split("."):
         found = getattr(found, part)
@@ -198,7 +205,7 @@ ORDERS = {
     "before": f"""
 import sys, _hf_zero_startup
 sys.meta_path.remove(_hf_zero_startup.DeepSpeedAliasFinder)
-import {MODULES}
+{IMPORTS}
 import hf_zero.deepspeed
 hf_zero.deepspeed.install_as_deepspeed()
 import deepspeed
@@ -210,7 +217,8 @@ import hf_zero, deepspeed, hf_zero.deepspeed
 hf_zero.deepspeed.install_as_deepspeed()
 hf_zero.initialize
 assert not sys.modules.keys() & {{"accelerate", "transformers", "lightning"}}
-import {MODULES}
+{IMPORTS}
+import accelerate
 {CHECK}
 added = sorted(os.environ.keys() - before.keys())
 class Halt(Exception): ...

@@ -99,12 +99,15 @@ def test_a_rank_that_died_is_noticed_without_waiting(tmp_path: Path) -> None:
     from dataclasses import replace
 
     from hf_zero.checkpoint.commit.background import Background, Task
+    from hf_zero.checkpoint.commit.targets import FolderSave
     from hf_zero.errors import CheckpointError
     from hf_zero.system.process import Process
 
     gone = subprocess.Popen([sys.executable, "-c", "pass"], env=environment())
     gone.wait()
-    task = Task("saving", tmp_path, Process.own(), dict, lambda parts, written: "")
+    target = FolderSave(tmp_path, "t", "00000000")
+    target.begin()
+    task = Task("saving", target, dict, lambda parts, written: "")
     processes = [Process.own(), replace(Process.own(), pid=gone.pid)]
     with pytest.raises(CheckpointError, match="the process of rank 1 died"):  # without it: that rank 1 has written nothing for 60 seconds
         Background(0, 60.0)._others(task, processes)

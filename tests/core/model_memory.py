@@ -1,4 +1,4 @@
-"""Measures one rank's own memory while a model is loaded and saved at stage 3; started once per rank, prints one line of JSON."""
+"""Measure one rank's own memory while a model is loaded and saved at stage 3; started once per rank, prints one line of JSON."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""`deepspeed.checkpointing`: recomputation, inputs on the host or divided over ranks, random states; every bit as without."""
+"""Test `deepspeed.checkpointing`: recomputation, inputs on the host or divided over ranks, random states; results equal those without
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class Block(nn.Module):
 
 
 def run_blocks(call: Callable[..., Any]) -> list[Tensor]:
-    """Output, gradients and the states of both generators after a forward and backward of three blocks, alike on all ranks."""
+    """Return the output, gradients and states of both generators after a forward and backward of three blocks, alike on all ranks."""
     seed_model_parallel(0, model_rank=0)
     blocks = nn.ModuleList(Block() for _ in range(3))
     inputs = torch.randn(4, 5, 6, requires_grad=True)
@@ -172,7 +174,7 @@ def test_random_states_are_named_seeded_and_kept_apart() -> None:
 
 
 class _Mpu:
-    """What scripts with split layers hand over."""
+    """The model-parallel unit that scripts with split layers pass."""
 
     def get_model_parallel_group(self) -> Any:
         return torch.distributed.group.WORLD

@@ -1,4 +1,4 @@
-"""The line that each engine writes on rank 0: whatever sets the log's level, with what a user asks of a run first."""
+"""Test the line that each engine writes on rank 0, at any level of the log, with the settings that a user asks about first."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ _LINE = (
 
 
 def _lines(make: Any) -> list[str]:
-    """What ``make`` writes to a handler that lets warnings through alone, as a script may have set it, and to one that takes all."""
+    """Return the lines that ``make`` writes to a handler that passes only warnings, as a script may have set it, and to one that passes
+    all.
+    """
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
     observe.logger.addHandler(handler)

@@ -1,4 +1,4 @@
-"""Averages of weights over shards: the bits of torch's ``AveragedModel``, in the place of the weights and back, frozen and unfrozen."""
+"""Test averages of sharded weights: the bits of torch's ``AveragedModel``, applied and restored, with frozen and unfrozen parameters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ OFFLOADED = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
 
 
 def masters_into(model: nn.Module, engine: Any) -> None:
-    """Gives ``model``, in fp32, the masters and buffers of an engine; collective."""
+    """Copy the masters and buffers of an engine into ``model``, in fp32; collective."""
     named = dict(engine.module.named_parameters())
     with hf_zero.zero.GatheredParameters(list(named.values())), torch.no_grad():
         for name, param in model.named_parameters():
@@ -34,7 +34,7 @@ def masters_into(model: nn.Module, engine: Any) -> None:
 
 
 def check_averages(averages: AveragedWeights, average: AveragedModel, engine: Any, what: str) -> None:
-    """All parameters that are trained, bit for bit; and the model with the averages in place computes what torch's average does."""
+    """Check all trained parameters bit for bit, and that the model with the averages applied computes the same as torch's average."""
     for name, param in average.module.named_parameters():
         if param.requires_grad:
             assert torch.equal(averages.whole(name), param), f"{what}: {name}"
@@ -144,7 +144,7 @@ def test_when_an_update_counts_and_what_is_refused() -> None:
 
 
 def _laid_out_anew(run: Run, again: Run, folder: Any) -> None:
-    """Parameters come to other units, are unfrozen and frozen: averages go with them by name, and through a checkpoint."""
+    """Move parameters to other units, unfreeze and freeze them: averages follow them by name, and through a checkpoint."""
     first, model = initialize(build(), run), build()
     masters_into(model, first)
     averages, average = AveragedWeights(first, 0.7), AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.7))
@@ -196,7 +196,7 @@ def test_averages_follow_parameters_to_other_units(run: Run, again: Run, tmp_pat
 
 
 def _at_rest(folder: Any) -> None:
-    """On NVMe, and on the host with updates that go on after ``step``: the average of masters on the device."""
+    """Average on the device masters that are on NVMe, or on the host with updates that continue after ``step``."""
     nvme = {"device": "nvme", "nvme_path": str(folder)}
     places: list[dict[str, Any]] = [
         {},

@@ -1,4 +1,4 @@
-"""Gathers and reductions have one order on all ranks, whatever each computes: the real schedule and reducer over fake units."""
+"""Test that gathers and reductions have one order on all ranks, whatever each computes: the real schedule and reducer over fake units."""
 
 from __future__ import annotations
 
@@ -112,7 +112,9 @@ _MODELS = st.integers(1, 9).flatmap(
 
 
 def _backward(model: _Model, ran: list[int], late: list[bool] | None) -> tuple[list[str], list[bool]]:
-    """What a rank issues in one backward in which blocks ``ran`` complete one after the other; and which units it has late."""
+    """Return the collectives that a rank issues in one backward in which blocks ``ran`` complete one after the other, and its late
+    units.
+    """
     log: list[str] = []
     units = [_Unit(f"b{index}", size, log) for index, size in enumerate(model.sizes)]
     blocks: Any = [Block(unit.name, None, [unit]) for unit in units]  # type: ignore[arg-type, list-item]
@@ -197,7 +199,7 @@ def test_without_prefetching_all_that_is_passed_goes_first() -> None:
 
 
 def _forward(sizes: list[int], limits: UnshardLimits, ran: list[int]) -> tuple[list[str], list[bool]]:
-    """What a rank issues in a forward for training that runs the blocks ``ran``; and which blocks then stay unsharded."""
+    """Return the collectives that a rank issues in a training forward of the blocks ``ran``, and the blocks that stay unsharded."""
     log: list[str] = []
     blocks: Any = [Block(f"b{index}", None, [_Unit(f"b{index}", size, log)]) for index, size in enumerate(sizes)]  # type: ignore
     root = Block("root", None, [_Unit("root", 1, log, UnitState.UNSHARDED)])  # type: ignore[arg-type, list-item]
@@ -221,7 +223,7 @@ def test_a_forward_joins_the_blocks_that_this_rank_skips(ran: list[int], reuse: 
 
 @pytest.mark.parametrize(("distance", "kept"), [(0, 0), (1, 1), (3, 1), (4, 2), (8, 2), (9, 3), (15, 3), (16, 4)])
 def test_blocks_stay_unsharded_up_to_the_reuse_distance(distance: int, kept: int) -> None:
-    """Between a block's forward and its backward everything behind it is used twice, and the block itself."""
+    """Check the distance: between a block's forward and its backward, all later blocks are used twice, and the block itself once."""
     _, unsharded = _forward([4, 3, 2, 1], UnshardLimits(0, 100, distance), [0, 1, 2, 3])
     assert unsharded == [False] * (4 - kept) + [True] * kept
 

@@ -1,4 +1,4 @@
-"""A block's counts: one writer, and what they say of a block whose module runs several times, raises, or is recomputed."""
+"""Test a block's counts, also if its module runs several times, raises, or is recomputed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.compile of blocks: no graph break inside a block, one graph for all equal blocks, nothing compiled again, the same numbers."""
+"""Test torch.compile of blocks: no graph break inside a block, one graph for all equal blocks, no recompilation, the same numbers."""
 
 from __future__ import annotations
 
@@ -72,6 +72,8 @@ def _train(stage: int, way: str, checkpointing: str, folder: str) -> tuple[list[
             engine.eval()
             with torch.no_grad():
                 losses.append(float(engine(input_ids=tokens, labels=tokens).loss))
+            # Uncompiled: a cache would make every layer another graph.
+            losses.append(engine.generate(tokens[:1], max_new_tokens=3, do_sample=False, pad_token_id=0, use_cache=True).sum().item())
             engine.train()
         if step == 3:
             engine.save_checkpoint(folder)
@@ -108,7 +110,7 @@ def test_recomputed_blocks(checkpointing: str, tmp_path: Path) -> None:
 
 
 def test_complete_module(tmp_path: Path) -> None:
-    """The hooks of blocks stay between graphs, those of their parts do not: two breaks of each block."""
+    """Check the graph breaks: hooks of blocks stay between graphs, hooks of their parts are compiled, so each block has two breaks."""
     plain, compiled, counts = ranks.run_ranks(_both, 2, 3, "complete module", "", str(tmp_path), timeout=300)[0]
     assert compiled == pytest.approx(plain, rel=1e-6)
     assert counts[0][1] <= 2 * 3
@@ -116,7 +118,7 @@ def test_complete_module(tmp_path: Path) -> None:
 
 
 def _part_alone() -> tuple[torch.Tensor, torch.Tensor]:
-    """A part of a compiled block that the script calls by itself, in a loss."""
+    """Call a part of a compiled block by itself, in a loss."""
     torch._dynamo.reset()
     found = []
     for compiles in (False, True):

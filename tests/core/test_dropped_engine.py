@@ -1,4 +1,4 @@
-"""An engine that nobody has any more is collected, with its model and all that they hold, without ``destroy``."""
+"""Test that an engine without references is collected, with its model and everything that they hold, without ``destroy``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def _is_collected() -> None:
 
 
 def _model_alone_still_trains() -> None:
-    """The script keeps the model and the optimizer, and no name for the engine: hooks go on."""
+    """Keep only the model and the optimizer, and no reference to the engine: its hooks still work."""
     for stage in (1, 3):
         case = CASES["mlp"]
         engine = initialize(case.build(), Run(stage))

@@ -1,4 +1,4 @@
-"""Twin of ``hf_zero/core/step/grad_norm.py``."""
+"""Test ``hf_zero/core/step/grad_norm.py``."""
 
 from __future__ import annotations
 

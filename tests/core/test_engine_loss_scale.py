@@ -1,4 +1,4 @@
-"""Twin of ``hf_zero/core/step/loss_scale.py``. Run: ``pytest tests/core/test_engine_loss_scale.py``."""
+"""Test ``hf_zero/core/step/loss_scale.py``. Run: ``pytest tests/core/test_engine_loss_scale.py``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.quick
 
 
 def scales(scaler: LossScaler, overflows: str) -> list[float]:
-    """The scale after each step; ``x`` is an overflow, ``.`` a good step."""
+    """Return the scale after each step; ``x`` is an overflow, ``.`` a good step."""
     seen = []
     for step in overflows:
         scaler.update(step == "x")

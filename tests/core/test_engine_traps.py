@@ -1,4 +1,4 @@
-"""What accelerate, transformers, trl and Lightning rely on without saying so: arguments, attributes, classes, schedulers."""
+"""Test undocumented details that accelerate, transformers, trl and Lightning rely on: arguments, attributes, classes, schedulers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def step(engine: Any, number: int = 0) -> None:
 
 
 def _configuration_arguments(folder: str) -> None:
-    """``config``, ``config_params``, a path, JSON text, ``args.deepspeed_config``; ``config`` wins."""
+    """Pass ``config``, ``config_params``, a path, JSON text, or ``args.deepspeed_config``; ``config`` has priority."""
     import hf_zero
 
     config, other = Run(stage=2).config(), {**Run(stage=1).config(), "train_micro_batch_size_per_gpu": 7}
@@ -53,7 +53,7 @@ def _configuration_arguments(folder: str) -> None:
 
 
 def _optimizer_situations(stage: int) -> None:
-    """A client optimizer, the configuration's over a list, over a lazy iterator, over None; a function; none at all."""
+    """Pass a client optimizer; the configuration's over a list, a lazy iterator, or None; a function; or no optimizer."""
     import hf_zero
 
     config = Run(stage=stage).config()
@@ -94,7 +94,7 @@ def _first_weight(engine: Any) -> torch.Tensor:
 
 
 def _creates_the_process_group() -> int:
-    """Without a group, ``initialize`` and ``zero.Init`` make the default one from the launcher's variables."""
+    """Check that without a group, ``initialize`` and ``zero.Init`` create the default one from the launcher's variables."""
     import hf_zero
 
     assert not dist.is_initialized()
@@ -124,7 +124,7 @@ def _init_creates_the_group() -> int:
 
 
 def _training_data() -> None:
-    """The third result is a loader that gives every rank its own part, micro-batch rows at a time."""
+    """Check that the third result is a loader that gives every rank its own part, one micro-batch at a time."""
     import hf_zero
 
     rows = torch.utils.data.TensorDataset(torch.arange(24))
@@ -141,7 +141,7 @@ def _training_data() -> None:
 
 
 def _engine_surface(stage: int) -> None:
-    """Attributes that callers read, with the types they expect."""
+    """Check the attributes that callers read, with the types that they expect."""
     raw = Run(stage=stage).config()
     model = CASES["gpt2"].build()
     engine = initialize(model, Run(stage=stage))
@@ -164,7 +164,7 @@ def _engine_surface(stage: int) -> None:
 
 
 def _state_dict(stage: int) -> None:
-    """The 16-bit consolidated dict: rank 0 only, storages of its own; ValueError is the only "not available"."""
+    """Check the 16-bit consolidated state dict: rank 0 only, with storages of its own; ValueError is the only "not available"."""
     engine = initialize(CASES["tied_coder"].build(), Run(stage=stage, dtype="bf16"))
     if stage < 3:
         with pytest.raises(ValueError):
@@ -182,7 +182,7 @@ def _state_dict(stage: int) -> None:
 
 
 def _optimizer_surface(stage: int) -> None:
-    """What Fabric, Trainer and schedulers touch on the returned optimizer."""
+    """Check the attributes that Fabric, Trainer and schedulers use on the returned optimizer."""
     engine = initialize(MLP.build(), Run(stage=stage))
     optimizer = engine.optimizer
     assert isinstance(optimizer, torch.optim.Optimizer)
@@ -190,7 +190,7 @@ def _optimizer_surface(stage: int) -> None:
     assert optimizer.state_dict()
 
     class Wrapper:
-        """Fabric's trick: a class made at run time from a wrapper and the optimizer's own class."""
+        """A wrapper as Fabric makes it: a class made at run time from a wrapper and the optimizer's own class."""
 
         def __init__(self, inner: torch.optim.Optimizer) -> None:
             self.__dict__ = {key: value for key, value in inner.__dict__.items() if key not in ("state_dict", "step")}
@@ -216,7 +216,7 @@ def _optimizer_surface(stage: int) -> None:
 
 
 def _trl_takes_the_hooks_off(stage: int) -> None:
-    """trl's remove_hooks / gather / generate / add_hooks around a stage-3 model."""
+    """Run trl's remove_hooks / gather / generate / add_hooks around a stage-3 model."""
     import hf_zero
 
     case = CASES["gpt2"]
@@ -243,7 +243,7 @@ def _trl_takes_the_hooks_off(stage: int) -> None:
 
 
 def _forward_is_looked_up_at_call_time(stage: int) -> None:
-    """trl replaces ``module.forward`` for one call; a cached bound method would run the original."""
+    """Replace ``module.forward`` for one call, as trl does; a cached bound method would run the original."""
     engine = initialize(MLP.build(), Run(stage=stage))
     original = engine.module.forward
 
@@ -278,7 +278,7 @@ def _scheduler_of_the_configuration(stage: int) -> None:
 
 
 def _scheduler_function(stage: int) -> None:
-    """Trainer's ``lr_scheduler`` callable gets a torch optimizer; the engine steps what it returns."""
+    """Pass a ``lr_scheduler`` callable, as Trainer does: it gets a torch optimizer, and the engine steps the scheduler that it returns."""
     received: list[Any] = []
 
     def make(optimizer: torch.optim.Optimizer) -> Any:

@@ -1,4 +1,4 @@
-"""``generate()`` under stage 3: the tokens of the plain model, ranks that stop at different lengths, gathered once or block by block."""
+"""Test ``generate()`` at stage 3: the plain model's tokens, ranks that stop at different lengths, gathered once or block by block."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from hf_zero import observe
+from hf_zero.core.generation import GenerateMethod
 from tests.support import ranks
 from tests.support.models import CASES, LENGTH, VOCAB
 from tests.support.parity import Run, initialize
@@ -20,12 +21,14 @@ NEW_TOKENS = 7
 
 @pytest.mark.parametrize("gather", [True, False])
 def test_tokens_are_those_of_the_plain_model(gather: bool) -> None:
-    """Greedy and beams; decoder-only, encoder-decoder, experts; ranks stop at different lengths; the engine trains on afterwards."""
+    """Greedy and beams; decoder-only, encoder-decoder, experts; ranks stop at different lengths; the engine trains afterwards."""
     ranks.run_ranks(check_tokens, 2, gather)
 
 
 def test_work_of_a_rank_that_finished() -> None:
-    """Gathered: no collective but the gathers of one call. Block by block: a finished rank joins the gathers and computes nothing."""
+    """Gathered: one call's gathers are the only collectives. Block by block: a finished rank takes part in the gathers and computes
+    nothing.
+    """
     ranks.run_ranks(check_work, 2)
 
 
@@ -35,12 +38,12 @@ def test_three_ranks() -> None:
 
 
 def test_adapters_and_inner_models() -> None:
-    """A PEFT wrapper and a module that holds a model: the inner ``generate`` is what runs."""
+    """Check a PEFT wrapper and a module that contains a model: the inner ``generate`` runs."""
     ranks.run_ranks(check_inner, 2)
 
 
 def test_the_choice() -> None:
-    """auto gathers what fits on every rank, says so once, and gathers block by block where it does not fit on one."""
+    """Check that auto gathers a model that fits on every rank, logs this once, and gathers block by block if it does not fit on one."""
     ranks.run_ranks(check_choice, 2)
 
 
@@ -61,7 +64,7 @@ def prompt(rank: int | None = None) -> Tensor:
 
 
 def lengths(rank: int | None = None) -> dict[str, Any]:
-    """Every rank stops elsewhere."""
+    """Return lengths at which every rank stops elsewhere."""
     new = NEW_TOKENS - 3 * (ranks.rank() if rank is None else rank)
     return {"min_new_tokens": new, "max_new_tokens": new, "do_sample": False, "pad_token_id": 0}
 
@@ -99,7 +102,7 @@ def check_work() -> None:
 
 
 def count(gather: bool) -> tuple[int, int]:
-    """Forwards of the model on this rank, and gathers of its first block, in one ``generate``."""
+    """Return the number of forwards of the model on this rank, and of gathers of its first block, in one ``generate``."""
     engine = initialize(CASES["llama"].build(), run(gather))
     engine.eval()
     engine.generate(prompt(), **lengths())
@@ -172,9 +175,12 @@ def check_removal() -> None:
     engine = initialize(CASES["llama"].build(), run("auto"))
     copied = copy.deepcopy(engine.module)
     assert copied.generate.__self__ is copied and "generate" in vars(engine.module)
+    engine.module.generate = prompt  # a script's own
     engine = initialize(engine.module, Run(stage=2))
-    assert "generate" not in vars(engine.module)
+    assert type(vars(engine.module)["generate"]) is GenerateMethod
+    module = engine.module
     engine.destroy()
+    assert vars(module)["generate"] is prompt
 
 
 def test_free_memory_of_the_host_is_shared() -> None:

@@ -1,4 +1,4 @@
-"""Gradients that are accumulated in 16 bit are cast for the update a run of segments at a time, and the update is the same."""
+"""Test that gradients accumulated in 16 bit are cast for the update in runs of segments, with the same update."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS: dict[str, Any] = {"torch": torch.optim.AdamW, "host": None}
 
 
 def _train(stage: int, kind: str, limit: int, way: str, hook: bool) -> tuple[dict[str, torch.Tensor], list[int], int]:
-    """Trains two steps; returns the state, how many segments each step of an inner optimizer had, and how often the hook was called."""
+    """Train two steps; return the state, the number of segments in each step of an inner optimizer, and the number of calls of the hook."""
     with blocks_of(ways(stage)[way] if way else (False, {})) as blocks, mock.patch.object(state_store, "_CAST_NUMEL", limit):
         extra = {**sections(stage, blocks), "data_types": {"grad_accum_dtype": "bf16"}}
         run = Run(stage=stage, dtype="bf16", clip=0.05, steps=3, extra=extra)

@@ -1,4 +1,4 @@
-"""How the mean over ranks is divided between before and after the sum, and that an fp16 sum keeps away from fp16's largest number."""
+"""Test how the division for the mean over ranks is split before and after the sum, so that an fp16 sum does not overflow."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_other_types_and_settings_are_divided_as_they_say(world: int) -> None:
 
 
 class Constant(nn.Module):
-    """Its gradients are what it is fed, times the loss scale: (n,) -> ()."""
+    """A module whose gradients equal its input times the loss scale: (n,) -> ()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Constant(nn.Module):
 
 
 def _near_the_largest_number(stage: int, monkeypatch: pytest.MonkeyPatch) -> tuple[float, bool]:
-    """Every rank's gradient is 20000: their plain sum in fp16 overflows at 4 ranks, their mean does not."""
+    """Use a gradient of 20000 on every rank: the plain sum in fp16 overflows at 4 ranks, the mean does not."""
     monkeypatch.setattr(networks, "open_collectives", NativeCollectives)  # sums in the type of the message, as NCCL does
     extra = {"fp16": {"loss_scale": 1.0}, "gradient_clipping": 0.0}
     engine = initialize(Constant(), Run(stage, "fp16", extra=extra))

@@ -1,4 +1,4 @@
-"""Saved tensors on the host: what is moved when, what stays, the geometry of what comes back, and what was written to meanwhile."""
+"""Test saved tensors on the host: which ones are moved, and when; strides of the restored tensors; writes to the originals meanwhile."""
 
 from __future__ import annotations
 
@@ -31,12 +31,12 @@ def small_tensors() -> Iterator[None]:
 
 
 def hosts(store: HostActivations) -> list[list[bool]]:
-    """Of each group and piece, whether it has a copy on the host."""
+    """Return, for each group and piece, whether it has a copy on the host."""
     return [[piece.host is not None for piece in group.alive()] for group in store._groups]
 
 
 def held(saved: SavedOnHost | SavedHere) -> bool:
-    """Whether a saved tensor has memory where it was."""
+    """Return whether a saved tensor still has memory on its device."""
     assert isinstance(saved, SavedOnHost)
     return saved.piece.source is not None or saved.piece.fetched is not None
 
@@ -73,7 +73,7 @@ GEOMETRIES: dict[str, Callable[[], Tensor]] = {
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 def test_strides_and_values_come_back(name: str) -> None:
-    """Kernels choose the order of their sums by strides."""
+    """Check strides and values, because kernels choose the order of their sums by strides."""
     store, tensor = HostActivations(copies_always=True), GEOMETRIES[name]()
     saved = store.save(tensor)
     assert isinstance(saved, SavedOnHost)
@@ -186,7 +186,7 @@ def _always(engine: Any) -> SavedTensors:
 
 
 def _other_hooks_get_everything(stage: int) -> None:
-    """Hooks that may change values are given what they get without an engine."""
+    """Check that hooks that may change values get the same tensors as without an engine."""
     case = CASES["llama"]
     packed: list[list[tuple[int, ...]]] = []
     for wraps_engine in (False, True):
@@ -246,7 +246,9 @@ class _Deep(nn.Module):
 
 
 def _few_blocks_keep_the_hooks_of_the_script(depth: int) -> int:
-    """How many tensors the script's own hooks get; with two blocks all would stay on the device, so the script's hooks serve."""
+    """Return the number of tensors that the script's own hooks get; with two blocks all would stay on the device, so the script's hooks are
+    used.
+    """
     torch.manual_seed(0)
     config = {"train_micro_batch_size_per_gpu": 2, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
     config["optimizer"] = {"type": "AdamW"}
@@ -274,7 +276,7 @@ def test_few_blocks_keep_the_hooks_of_the_script() -> None:
 
 
 def _parity_on_hosts(stage: int, adapters: bool) -> None:
-    """The mechanism without streams: copies are made although the training device is the host."""
+    """Test the mechanism without streams: copies are made although the training device is the host."""
     init = SavedTensors.__init__
 
     def always(saved: SavedTensors, module: nn.Module, blocks: int) -> None:

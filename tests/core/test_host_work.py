@@ -1,4 +1,4 @@
-"""What the host does in a step: linear in the number of blocks, and no operation per small gradient. Counted, not timed."""
+"""Test the host's work in a step: linear in the number of blocks, and no operation per small gradient. Counted, not timed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ RESHARD = {"stage3_max_reuse_distance": 0}
 
 
 class Operations(TorchDispatchMode):
-    """Counts torch's operators by name."""
+    """A mode that counts torch's operators by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Operations(TorchDispatchMode):
 
 
 def _engine(blocks: int, zero: dict[str, Any], world: int) -> Any:
-    """An engine on one rank of a pretended world, in which collectives move nothing and nobody is waited for."""
+    """Return an engine on one rank of a pretended world, in which collectives move nothing and never wait."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     torch.distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=world)
@@ -57,7 +57,7 @@ def _step(engine: Any) -> None:
 
 
 def _calls(blocks: int, zero: dict[str, Any]) -> int:
-    """Calls of this package's functions in one step."""
+    """Return the number of calls of this package's functions in one step."""
     engine = _engine(blocks, zero, world=8)
     calls = 0
 
@@ -98,7 +98,7 @@ def test_small_gradients_of_a_unit_are_copied_together() -> None:
 
 
 def _weights(most_kept: int, stage: int, dtype: str) -> list[torch.Tensor]:
-    """Weights after two steps of two micro-steps, where gradients are kept until they take ``most_kept`` bytes."""
+    """Return the weights after two steps of two micro-steps, where gradients are kept until they take ``most_kept`` bytes."""
     from hf_zero.core.schedule import gradients
 
     before, gradients._KEPT_ON_HOST = gradients._KEPT_ON_HOST, most_kept
@@ -127,7 +127,7 @@ def _weights(most_kept: int, stage: int, dtype: str) -> list[torch.Tensor]:
 @pytest.mark.parametrize("stage", [0, 2])
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_kept_gradients_are_those_copied_at_once(stage: int, dtype: str) -> None:
-    """Bits do not depend on which gradients are copied together: all of a unit, those below some size, each by itself."""
+    """Check that bits do not depend on which gradients are copied together: all of a unit, those below some size, or each by itself."""
     together, some, alone = (ranks.run_ranks(_weights, 2, most_kept, stage, dtype) for most_kept in (1 << 18, 100, 0))
     for other in (some, alone):
         for rank, weights in enumerate(together):

@@ -1,4 +1,4 @@
-"""Derivatives with respect to inputs: torch.autograd.grad and torch.func through the engine, which train nothing."""
+"""Test derivatives with respect to inputs: torch.autograd.grad and torch.func through the engine, which train nothing."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Model = Callable[..., Tensor]
 
 
 class Tower(nn.Module):
-    """Blocks that stage 3 releases, in front of a loss of one row, (8,) -> ()."""
+    """Blocks that stage 3 reshards, in front of a loss of one row, (8,) -> ()."""
 
     def __init__(self, reentrant: bool | None = None) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def _row(step: int, micro: int, rank: int) -> dict[str, Tensor]:
 
 
 def _nothing_trained(run: Run) -> None:
-    """The same training, once with derivatives between forward, backward and step."""
+    """Run the same training with and without derivatives between forward, backward and step."""
 
     def looking(engine: Any, batch: dict[str, Tensor], forward: Any, _micro: int) -> float:
         by_autograd(engine, batch["x"])
@@ -128,7 +128,9 @@ def test_derivatives_in_between_change_no_training(run: Run) -> None:
 
 
 def _recomputed(stage: int) -> None:
-    """Activation checkpointing gathers inside a backward for inputs too; a reentrant one hides all parameters from the outer graph."""
+    """Recompute activations inside a backward for inputs, which gathers; reentrant checkpointing hides all parameters from the outer
+    graph.
+    """
     x = torch.randn(8, device=ranks.device())
     engine = initialize(build(reentrant=False), Run(stage))
     torch.testing.assert_close(by_autograd(engine, x), by_autograd(build().to(ranks.device()), x))
@@ -154,7 +156,7 @@ def test_recomputation_in_a_backward_for_inputs(stage: int) -> None:
 
 
 def _penalty(stage: int, transform: bool) -> None:
-    """A loss made of gradients; at stage 3 the model must stay whole until its backward."""
+    """Train on a loss made of gradients; at stage 3 the model must stay unsharded until its backward."""
     model = build()
     plain = copy.deepcopy(model).to(ranks.device())
     engine = initialize(model, Run(stage))
@@ -183,7 +185,7 @@ def test_gradient_penalties(stage: int, transform: bool) -> None:
 
 
 def _of_parameters(stage: int) -> None:
-    """torch.autograd.grad with respect to parameters gives this rank's own, and trains nothing."""
+    """Check that torch.autograd.grad with respect to parameters returns this rank's own gradients, and trains nothing."""
     model = build()
     plain = copy.deepcopy(model).to(ranks.device())
     engine = initialize(model, Run(stage))

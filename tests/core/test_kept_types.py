@@ -1,4 +1,4 @@
-"""Which tensors a cast to 16 bit leaves alone: by a model's own lists, as each library reads them, by the configuration, and by norms."""
+"""Test which tensors keep their dtype in a cast to 16 bit: named by a model's own lists, by the configuration, or as norms."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Layers(nn.Module):
 
 
 class OldModel(Layers):
-    """Lists as transformers 4 and diffusers read them: whole parts of names."""
+    """A model with lists as transformers 4 and diffusers read them: complete parts of names."""
 
     _keep_in_fp32_modules = ("wo",)
     _keep_in_fp32_modules_strict = None
@@ -43,7 +43,7 @@ class OldModel(Layers):
 
 
 class NewModel(Layers):
-    """A plan as transformers 5 makes it: parts of names anywhere, ``*`` for any characters."""
+    """A model with a plan as transformers 5 makes it: parts of names anywhere, ``*`` for any characters."""
 
     def _get_dtype_plan(self, dtype: torch.dtype) -> dict[str, torch.dtype]:
         plan = {"layers.*.wo": FP32} if dtype in (BF16, FP16) else {}
@@ -51,7 +51,7 @@ class NewModel(Layers):
 
 
 class Wrapper(nn.Module):
-    """Passes questions about attributes on, as PEFT's models do."""
+    """A wrapper that forwards attribute lookups, as PEFT's models do."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()

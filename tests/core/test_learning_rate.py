@@ -1,4 +1,4 @@
-"""How a schedule is stepped: as torch's, or with the number of samples where it asks for one."""
+"""Test how a schedule is stepped: like torch's, or with the number of samples where its ``step`` requires one."""
 
 from __future__ import annotations
 

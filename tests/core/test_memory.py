@@ -1,4 +1,4 @@
-"""Model-state bytes per rank after a step, counted from live storages, against the table in the design: within 3 % plus padding."""
+"""Test model-state bytes per rank after a step, counted from live storages, against the table in the design: within 3 % plus padding."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def train_steps(engine: Any, dtype: str, steps: int = 2, accumulation: int = 1) 
 
 
 def _bytes_before() -> int:
-    """Bytes alive before a measurement: after an engine that has come and gone, and with it what a job before has left to be replaced."""
+    """Return the bytes alive before a measurement, after an engine was made and destroyed, which replaces leftovers of an earlier job."""
     engine = initialize(Mlp(WIDTH, 1), Run(stage=0))
     train_steps(engine, "fp32", steps=1)
     engine.destroy()
@@ -62,7 +62,7 @@ def _measure(stage: int, dtype: str, accumulation: int) -> tuple[int, int, int]:
 
 
 def _measure_lora(stage: int) -> tuple[int, int, int]:
-    """A frozen bf16 base with one trainable head: (live bytes, frozen parameters, trainable parameters)."""
+    """Measure a frozen bf16 base with one trainable head; return (live bytes, frozen parameters, trainable parameters)."""
     before = _bytes_before()
     model = Mlp(WIDTH, BLOCKS)
     for name, parameter in model.named_parameters():
@@ -77,7 +77,7 @@ def _measure_lora(stage: int) -> tuple[int, int, int]:
 
 
 def _destroyed(stage: int) -> int:
-    """Bytes that stay after the engine and the model are gone."""
+    """Return the bytes that stay after the engine and the model are freed."""
     before = _bytes_before()
     engine = initialize(Mlp(WIDTH, BLOCKS), Run(stage=stage, dtype="bf16"))
     train_steps(engine, "bf16")
@@ -87,7 +87,7 @@ def _destroyed(stage: int) -> int:
 
 
 class Watch:
-    """Records how many bytes of unit buffers are whole while each block runs."""
+    """Recorder of the bytes of unit buffers that are unsharded while each block runs."""
 
     def __init__(self, model: nn.Module) -> None:
         self.model = model
@@ -106,7 +106,7 @@ class Watch:
 
 
 def _gathered_at_once() -> tuple[int, int]:
-    """Stage 3: most bytes of whole parameters at any block's forward or backward, and bytes of the largest unit."""
+    """Return for stage 3 the most bytes of unsharded parameters at any block's forward or backward, and the bytes of the largest unit."""
     model = Mlp(WIDTH, BLOCKS)
     watch = Watch(model)
     limits = {"stage3_prefetch_bucket_size": 1}  # one block ahead at most
@@ -118,7 +118,7 @@ def _gathered_at_once() -> tuple[int, int]:
 
 
 def _zero_init() -> tuple[int, int]:
-    """Bytes alive after building a model inside zero.Init, and its full size in bytes."""
+    """Return the bytes alive after building a model inside zero.Init, and its full size in bytes."""
     import hf_zero
 
     before = _bytes_before()
@@ -160,7 +160,7 @@ def test_destroy_frees_everything(stage: int) -> None:
 
 
 def test_stage_3_holds_few_units_at_once() -> None:
-    """The running block, one that is on its way, and the root; never the model."""
+    """Check that the running block, one that is being gathered, and the root are unsharded; never the complete model."""
     for most, largest in ranks.run_ranks(_gathered_at_once, 2):
         assert most <= 3.5 * largest, f"{most / largest:.1f} units were whole at once, of {BLOCKS} blocks and the root"
 

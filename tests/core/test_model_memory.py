@@ -1,4 +1,4 @@
-"""Stage 3 in fresh processes: what each rank holds while a sharded checkpoint loads and while the whole model is saved."""
+"""Test stage 3 in fresh processes: each rank's memory while a sharded checkpoint loads and while the complete model is saved."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SLACK = 28 * MIB
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, dict[str, int]]]:
-    """A checkpoint in several files; bytes of the model, of its largest tensor and of its largest unit."""
+    """Return a checkpoint in several files; bytes of the model, of its largest tensor and of its largest unit."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -1,4 +1,4 @@
-"""What one rank does alone (a look at a parameter, an error that it catches, a layer in pieces) never lets others wait: right, or told."""
+"""Test that an action of one rank alone (reading a parameter, a caught error, a layer in pieces) never hangs: it works, or raises."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_parameter_that_one_rank_reads_behind_the_forward() -> None:
 
 
 def _gathers_of_a_look() -> tuple[int, int]:
-    """Bytes sent by a look at a parameter behind the forward, and by a computation with it."""
+    """Return the bytes sent by a look at a parameter after the forward, and by a computation with it."""
     engine = initialize(MLP.build(), _run(3))
     loss = class_loss(engine, MLP.rows(0, 0, ranks.rank()))
     sent = [engine.collectives.sent_bytes]
@@ -103,7 +103,7 @@ def test_a_look_at_a_parameter_sends_nothing() -> None:
 
 
 class Pieces(nn.Module):
-    """Recomputes its layer in pieces of its rows, as many as the batch says."""
+    """A module that recomputes its layer in pieces of its rows; the batch determines their number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,7 +153,7 @@ def test_a_layer_that_ranks_recompute_in_different_numbers_of_pieces(stage: int)
 
 
 class Fragile(nn.Module):
-    """Raises once, before a block, behind a block or behind its own forward, when ``armed`` says so; or in backward."""
+    """A module that raises once if ``armed`` is set: before a block, after a block, after its own forward, or in backward."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`engine.offload_states`: memory of an idle engine goes and comes back, and nothing runs in between."""
+"""Test `engine.offload_states`: memory of an idle engine is moved to the host and back, and nothing runs in between."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_nothing_is_lost_when_a_copy_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 class Nested(torch.optim.SGD):
-    """Keeps its state as second-order optimizers keep their preconditioners: in lists."""
+    """An optimizer that keeps its state in lists, as second-order optimizers keep their preconditioners."""
 
     def step(self, closure: Any = None) -> None:
         super().step()

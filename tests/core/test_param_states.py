@@ -1,4 +1,4 @@
-"""Optimizer states of single parameters, read and written while other parameters of their unit have none."""
+"""Test optimizer states of single parameters, read and written while other parameters of their unit have none."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _plain(frozen: tuple[str, ...]) -> dict[str, torch.Tensor | None]:
 
 
 def _beside_what_rests(frozen: tuple[str, ...]) -> None:
-    """What was frozen before its first step has no state; that of the others is read and written as ever."""
+    """Check a parameter that was frozen before its first step: it has no state; states of the others are read and written as usual."""
     expected = _plain(frozen)
     for stage, offload in ((0, {}), (1, {}), (2, {"offload_optimizer": {"device": "cpu"}}), (3, {})):
         engine = _engine(stage, offload)

@@ -1,4 +1,4 @@
-"""Models that differ between ranks end in one error on all of them, before anything is exchanged."""
+"""Test that models that differ between ranks raise one error on all of them, before anything is exchanged."""
 
 from __future__ import annotations
 

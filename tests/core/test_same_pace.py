@@ -1,4 +1,4 @@
-"""A rank that skips a batch is noticed at the next boundary, on every rank, with all numbers."""
+"""Test that a rank that skips a batch is noticed at the next boundary, on every rank, with the numbers of all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.support import ranks
 
 
 class _Picky(nn.Module):
-    """Refuses batches that are not finite, as user code does with an assertion."""
+    """A module that refuses batches that are not finite, as user code does with an assertion."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ def _engine(stage: int, **config: Any) -> Any:
 
 
 def _swallow(stage: int, everywhere: bool) -> str:
-    """Trains on three batches, the second of which is bad on rank 1 or on all ranks; the message of the error, if there was one."""
+    """Train on three batches, the second of which is bad on rank 1 or on all ranks; return the message of the error, if there was one."""
     engine = _engine(stage)
     try:
         for index in range(3):
@@ -63,7 +63,7 @@ def test_an_exception_on_all_ranks_is_their_affair(stage: int) -> None:
 
 
 def _shorter_window(stage: int) -> str:
-    """Rank 1's loader ends after one of two micro-steps, and its step comes then (as accelerate does at a loader's end)."""
+    """End rank 1's loader after one of two micro-steps, and step then (as accelerate does at a loader's end)."""
     engine = _engine(stage, gradient_accumulation_steps=2)
     count = 2 - ranks.rank()
     try:

@@ -1,4 +1,4 @@
-"""Ranks with other settings never train together: one error on all of them, with key, values and ranks, and no wait."""
+"""Test that ranks with different settings never train together: one error on all of them, with key, values and ranks, and no hang."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _model() -> nn.Module:
 
 
 def _own(last: dict[str, Any], others: dict[str, Any]) -> dict[str, Any]:
-    """The first on the last rank, the second on all others, on top of what all have."""
+    """Return the settings of this rank: the first on the last rank, the second on all others, added to the common ones."""
     return {**CONFIG, **(last if ranks.rank() == ranks.world() - 1 else others)}
 
 
@@ -60,7 +60,7 @@ OF_CONFIG = {
 
 
 def _text_of(**arguments: Any) -> str:
-    """Return the message of the error that ``initialize`` raises; a rank that waited for the others in vain would raise another one."""
+    """Return the message of the error that ``initialize`` raises; a rank that waited in vain for others would raise another error."""
     with pytest.raises(StateError) as caught:
         hf_zero.initialize(**arguments)
     return str(caught.value)
@@ -125,7 +125,7 @@ def test_another_optimizer_is_named(world: int) -> None:
 
 
 def _boundaries() -> None:
-    """A rate that one rank's scheduler or callback has changed ends the run at the next step, before anything is updated."""
+    """Check that a learning rate changed by one rank's scheduler or callback ends the run at the next step, before any update."""
     last = ranks.rank() == ranks.world() - 1
     for stage in (0, 2, 3):
         for change in ("lr", "weight_decay", "betas", "scheduler"):
@@ -157,7 +157,7 @@ def test_a_rate_that_changes_on_one_rank_ends_the_run(world: int) -> None:
 
 
 def _allowed(folder: str) -> None:
-    """Places on a machine, what is told of a run, and a rate as a number or as a tensor may differ."""
+    """Check differences that are allowed: local paths and devices, logging settings, and a learning rate as a number or as a tensor."""
     rank = ranks.rank()
     config = {
         **CONFIG,
@@ -180,7 +180,7 @@ def test_what_is_a_ranks_own_may_differ(tmp_path: Any) -> None:
 
 
 def _parts() -> None:
-    """With tensor parallelism, where no rank has another one's parameters: the ranks of a model agree too."""
+    """Check with tensor parallelism, where no rank has another one's parameters, that the ranks of a model agree too."""
     config = {**CONFIG, "tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}
     from tests.support.models import CASES
 

@@ -1,4 +1,4 @@
-"""What a rank does, keeps and sends does not grow with the world: counted on rank 0 of pretended worlds."""
+"""Test that a rank's work, memory and messages do not grow with the world, by counts on rank 0 of pretended worlds."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ def _step(engine: Any, micro_steps: int = 1) -> None:
 
 @dataclass(frozen=True)
 class Cost:
-    """Of one layout, until the first step has ended.
+    """Costs of one layout, until the first step has ended.
 
     Attributes:
         start: Collectives at start-up: number and bytes, by kind and ranks of the group.
         calls: Number of all collectives, by kind.
-        groups: Process groups that are made.
+        groups: Number of process groups that are made.
         kept: Bytes that lines of this package keep for a further engine.
     """
 
@@ -128,7 +128,7 @@ def test_nothing_of_ours_grows_with_the_world(costs: dict[int, dict[str, Cost]],
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_start_up_gathers_no_objects(costs: dict[int, dict[str, Cost]], layout: str) -> None:
-    """Three numbers per rank at most, where ranks tell their lines."""
+    """Check that start-up sends at most three numbers per rank, where ranks exchange their lines."""
     start = costs[4096][layout].start
     assert {kind.split()[0] for kind in start} <= {"allgather_base", "allreduce", "broadcast"}, start
     for calls, nbytes in (row for kind, row in start.items() if kind.startswith("allgather_base")):
@@ -139,7 +139,7 @@ Sent = tuple[dict[str, list[int]], int, int]
 
 
 def _sent(world: int) -> dict[tuple[str, int], Sent]:
-    """Collectives of a step, elements of all units and of the root's, by layout and micro-steps."""
+    """Return the collectives of a step, and the elements of all units and of the root's, by layout and micro-steps."""
     _join(world)
     return {(name, micro_steps): _sent_by(zero, micro_steps) for name, (zero, _) in LAYOUTS.items() for micro_steps in (1, 3)}
 
@@ -164,7 +164,7 @@ def sent() -> dict[tuple[str, int], Sent]:
 @pytest.mark.parametrize("micro_steps", [1, 3])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bytes_of_a_step_are_those_of_the_page(sent: dict[tuple[str, int], Sent], layout: str, micro_steps: int) -> None:
-    """docs/scale.md: the formulas, without votes and norms; the root is gathered once per micro-step, in forward."""
+    """Check the formulas of docs/scale.md, without votes and norms; the root is gathered once per micro-step, in forward."""
     described = LAYOUTS[layout][1]
     found, elements, root = sent[layout, micro_steps]
     expected = traffic(described, elements, WORLD, micro_steps)
@@ -181,7 +181,7 @@ def test_bytes_of_a_step_are_those_of_the_page(sent: dict[tuple[str, int], Sent]
 
 
 def _calls_to_find_units(blocks: int) -> int:
-    """Calls of functions, C's among them, that dividing a model into units takes."""
+    """Return the number of calls of functions, including C functions, made by dividing a model into units."""
     model = Model(blocks)
     members = [NamedParam(name, param, 0) for name, param in model.named_parameters()]
     counted: Counter[str] = Counter()

@@ -1,4 +1,4 @@
-"""The stage table, row by row."""
+"""Test the stage table, row by row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the hooks take from torch without a public name is there and means what it meant; a new torch fails here first."""
+"""Test that the functions of torch without a public name that the hooks use exist and behave as expected; a new torch fails here first."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import nn
 
 from hf_zero.core.schedule import torch_internals
@@ -16,12 +17,16 @@ from hf_zero.core.schedule.outside_reads import GuardedParameters
 from hf_zero.core.schedule.torch_internals import (
     before_zero_grad,
     call_after_backward,
+    compiled_call,
+    give_number,
     in_backward,
+    leave_out_of_graphs,
     next_node,
     number_of,
     outside_compile,
     outside_transforms,
     reaches,
+    recompile_limit,
     replace_parameters,
     transforming,
     will_run,
@@ -83,7 +88,9 @@ def test_a_backward_is_noticed_and_its_end_is_called() -> None:
 
 
 def test_backward_runs_the_nodes_made_last_first() -> None:
-    """[Note: what tells of a backward] depends on it; numbers rise by one with each node, and a node is known to run or not."""
+    """Check the basis of [Note: what tells of a backward]: numbers rise by one with each node, and torch reports whether a node will
+    run.
+    """
     seen: list[tuple[int, list[bool]]] = []
     x = torch.ones(3, requires_grad=True)
     first = next_node()
@@ -102,7 +109,7 @@ def test_backward_runs_the_nodes_made_last_first() -> None:
 
 
 def _reached(start: str) -> bool:
-    """What ``reaches`` says of a weight in a hook, in a backward begun by ``start``."""
+    """Return the result of ``reaches`` for a weight in a hook, in a backward begun by ``start``."""
     seen: list[bool] = []
     weight = nn.Parameter(torch.ones(3))
     x = torch.ones(3, requires_grad=True)
@@ -123,7 +130,7 @@ def test_who_gets_a_gradient_is_known_in_a_hook(start: str, expected: bool) -> N
 
 
 def test_this_torch_tells_whether_anything_compiles() -> None:
-    """Where it does not, every hook goes through torch.compile's wrapper as soon as that is imported, which is slow and no error."""
+    """Check that torch reports this; otherwise every hook uses torch.compile's wrapper once it is imported, which is slow and no error."""
     assert torch_internals._compiling is not None
     assert torch_internals._compiling() is None
 
@@ -145,6 +152,62 @@ def test_hooks_stay_out_of_compiled_graphs() -> None:
     compiled(torch.ones(1, 2))
     assert calls == [False, False]
     assert graphs and "torch._dynamo.eval_frame" in sys.modules
+
+
+class Three(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.middle, self.last = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.middle(self.first(x)))
+
+
+def test_a_module_that_is_left_out_breaks_the_graph_around_it_once() -> None:
+    torch._dynamo.reset()
+    model, inside = Three(), []
+    model.middle.register_forward_hook(lambda *_: inside.append(torch.compiler.is_compiling()))
+    leave_out_of_graphs(model.middle)
+    assert compiled_call(model.middle) is None
+    counter = torch._dynamo.testing.CompileCounter()
+    example = torch.ones(1, 2)
+    expected = model(example)
+    model.compile(backend=counter)
+    assert torch.equal(model(example), expected)
+    assert inside == [False, False] and counter.frame_count == 2
+
+
+def test_equal_modules_with_hooks_of_one_number_share_a_graph() -> None:
+    torch._dynamo.reset()
+    counter, layers = torch._dynamo.testing.CompileCounter(), [Three() for _ in range(3)]
+    for layer in layers:
+        handle = layer.middle.register_forward_hook(lambda _module, _args, output: output + 1, always_call=True)
+        give_number(handle, -7)
+        layer.compile(backend=counter)
+    for layer in layers:
+        assert torch.equal(layer(torch.ones(1, 2)), layer.forward(torch.ones(1, 2)))
+    assert counter.frame_count == 1
+    handle.remove()
+    assert not layers[2].middle._forward_hooks and not layers[2].middle._forward_hooks_always_called
+
+
+def test_more_than_eight_unequal_modules_are_compiled() -> None:
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+
+    class Numbered(nn.Module):
+        def __init__(self, number: int) -> None:
+            super().__init__()
+            self.number = number
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * {index: index for index in range(20)}[self.number]
+
+    layers = [Numbered(number) for number in range(12)]
+    for layer in layers:
+        layer.compile(backend=counter, **recompile_limit(len(layers)))
+        assert float(layer(torch.ones(()))) == layer.number
+    assert counter.frame_count == 12 or not recompile_limit(12)
 
 
 def test_a_module_looks_its_parameters_up_where_we_put_them() -> None:

@@ -1,4 +1,4 @@
-"""The exact sequence of phases and the bytes sent in one step of a two-block model, for every stage, on 2 ranks."""
+"""Test the exact sequence of phases and the bytes sent in one step of a two-block model, for every stage, on 2 ranks."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ EXPECTED = {
 
 
 def _second_step(stage: int) -> tuple[list[str], int, int]:
-    """Labels of the second step (the first also learns the order), bytes this rank sent in it, bytes of one whole copy of the units."""
+    """Return the labels of the second step (the first also learns the order), this rank's bytes sent in it, and the bytes of all units."""
     import hf_zero
     from hf_zero.observe import record_labels
 
@@ -93,7 +93,7 @@ def test_sequence_and_bytes_of_a_step(stage: int) -> None:
 
 
 def _step_after_another_forward() -> tuple[int, list[str]]:
-    """Blocks that are whole when a step begins, and the labels of the step."""
+    """Return the blocks that are unsharded when a step begins, and the labels of the step."""
     import hf_zero
     from hf_zero.core.units.layout import UnitState
     from hf_zero.observe import record_labels
@@ -134,9 +134,9 @@ class _Tower(nn.Module):
 
 
 def _gathered_in_backward(trained: list[str], asks: list[bool]) -> tuple[list[str], float]:
-    """Blocks gathered in the backward of the second step where only ``trained`` have gradients, and how far the weights are from torch's.
+    """Return the blocks gathered in the second step's backward if only ``trained`` have gradients, and the largest difference from torch.
 
-    ``asks``: for each rank whether its input wants a gradient too.
+    ``asks``: for each rank whether its input requires a gradient too.
     """
     import hf_zero
     from hf_zero.observe import record_labels

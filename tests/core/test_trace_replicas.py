@@ -1,4 +1,4 @@
-"""The exact sequence of phases and the bytes sent in one step over two shard groups of two ranks, for every stage that shards."""
+"""Test the exact sequence of phases and the bytes sent in one step over two shard groups of two ranks, for every stage that shards."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ _REPLICAS = ["all_reduce (layers.1)", "end_backward", "all_reduce (late gradient
 
 
 def _one_step(stage: int, accumulation: int, dtype: str) -> tuple[list[list[str]], dict[str, int], int, int]:
-    """Of the second step: labels of each micro-step, and bytes that this rank sent by network; elements of the units, and of the root."""
+    """Return of the second step: labels of each micro-step, bytes that this rank sent by network, and elements of the units and of the
+    root.
+    """
     import hf_zero
     from hf_zero.observe import record_labels
 
@@ -79,11 +81,11 @@ def test_sequence_of_stage_3() -> None:
 @pytest.mark.parametrize("accumulation", [1, 3])
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_bytes_of_a_step(stage: int, accumulation: int, dtype: str) -> None:
-    """With S = 2 ranks in a group and R = 2 groups, P elements of b bytes.
+    """Check the bytes with S = 2 ranks in a group and R = 2 groups, P elements of b bytes.
 
     Inside the group: a reduce-scatter of (S-1)/S P b per micro-step; stages 1 and 2 gather updates, (S-1)/S P b; stage 3 gathers in forward
-    and, but for the root, in backward. Between the groups: one all-reduce of shards per step, 2 (R-1)/R P/S, in the type of the message, or
-    in fp32 what was added up over micro-steps. Between all: votes, in two rounds.
+    and, except for the root, in backward. Between the groups: one all-reduce of shards per step, 2 (R-1)/R P/S, in the dtype of the
+    message, or in fp32 for a sum over micro-steps. Between all: votes, in two rounds.
     """
     for _, sent, total, root in ranks.run_ranks(_one_step, 4, stage, accumulation, dtype):
         element = 4 if dtype == "fp32" else 2

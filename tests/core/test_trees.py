@@ -1,4 +1,4 @@
-"""Nested containers: names of tensors and their replacement go in one order, and every container keeps its class."""
+"""Test nested containers: names of tensors and their replacement have one order, and every container keeps its class."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Pair = namedtuple("Pair", "left right")
 
 
 class Rows(list[Any]):
-    """A list that pytree takes for a leaf."""
+    """A list that pytree treats as a leaf."""
 
 
 def nest() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``ignore_unused_parameters``: by default what had no gradient counts as zero, false asks for an error that names it."""
+"""Test ``ignore_unused_parameters``: by default a missing gradient counts as zero; false raises an error that names the parameter."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Branches(nn.Module):
-    """A trunk and two branches, of which a call takes those that it is told."""
+    """A trunk and two branches; the call chooses the branches that run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ def _micro_step(engine, *taken: int) -> None:  # type: ignore[no-untyped-def]
 
 
 def _named(stage: int) -> str:
-    """Rank 1 leaves a branch out: both ranks get the same error, and the weights stay."""
+    """Leave a branch out on rank 1: both ranks get the same error, and the weights stay."""
     engine = _engine(stage)
     _micro_step(engine, 0, 1)
     with pytest.raises(StateError) as error:
@@ -61,7 +61,7 @@ def test_an_unused_parameter_is_an_error_on_all_ranks_alike(stage: int) -> None:
 
 
 def _over_micro_steps(stage: int) -> None:
-    """What counts is the optimizer step, and what requires a gradient; without the key nothing is said."""
+    """Check that only complete optimizer steps and parameters that require a gradient count; without the key there is no message."""
     engine = _engine(stage, accumulation=2)
     for taken in ((0,), (1,), (0,)):
         _micro_step(engine, *taken)

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from hf_zero.deepspeed import held_weights, optimizer_getters
 from hf_zero.deepspeed.optimizer import DeepSpeedOptimizer
-from hf_zero.errors import StateError
+from hf_zero.errors import ConfigError, StateError
 from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad
 from tests.support import ranks
 from tests.support.models import CASES
@@ -207,6 +207,13 @@ def _compiled(section: dict[str, Any], expected: bool) -> None:
     micro = {name: value[:2] for name, value in MLP.rows(0, 0, ranks.rank()).items()}
     engine.backward(MLP.forward(engine, micro))
     engine.step()
+    if not expected:
+        with pytest.raises(ConfigError, match="Leave schedule out"):
+            engine.compile("eager", schedule=[(0, ["prefetch"])])
+        with pytest.raises(TypeError, match="no_such_option"):
+            engine.compile("eager", no_such_option=True)
+        engine.compile("eager", {"dynamic": True}, fullgraph=True)  # DeepSpeed's arguments, and those of torch
+        assert engine.is_compiled
 
 
 @pytest.mark.parametrize(("section", "expected"), [({"enabled": True}, True), ({"enabled": True, "disable": True}, False), ({}, False)])

@@ -10,6 +10,7 @@ import pytest
 from tests.support.sources import modules, tree_of
 
 WRITER, FOLDER, READER = "hf_zero.system.own_files", "hf_zero.system.folder", "hf_zero.system.text_file"
+STORE = "hf_zero.system.object_store"
 SCRIPT = "hf_zero.checkpoint.zero_to_fp32"
 
 # Functions of modules, by their last two names; methods and bare names by the last one.
@@ -19,10 +20,12 @@ WRITING = {
     *("torch.save", "np.save", "numpy.save", "np.savez", "json.dump", "pickle.dump", "torch.from_file"),
     *("write_text", "write_bytes", "symlink_to", "hardlink_to", "link_to", "touch", "mkdir", "makedirs", "mkdtemp", "mkstemp", "tofile"),
     *("save_file", "savefig", "export_chrome_trace", "export_stacks", "extractall", "copyfile", "copytree", "FileSystemWriter"),
+    *("pipe_file", "put_file", "upload_file"),
     *("SummaryWriter", "FileHandler", "RotatingFileHandler", "imsave", "savetxt", "unpack_archive"),
 }
 DELETING = {
     *("os.remove", "os.unlink", "os.rmdir", "os.removedirs", "unlink", "rmdir", "removedirs", "rmtree"),
+    *("rm_file", "rm", "abort_multipart_upload"),
     *("TemporaryDirectory", "NamedTemporaryFile", "TemporaryFile", "SpooledTemporaryFile"),
 }
 READING = {
@@ -42,6 +45,7 @@ WRITES = {
         "mkdtemp": "a folder of a new name among temporary ones, for this user alone",
     },
     READER: {"os.open": "opens for reading"},
+    STORE: {"pipe_file": "the way itself", "makedirs": "folders of a place that the user names, where a store has folders"},
     SCRIPT: {
         "os.open": "stands alone, so it has the way once more: folders that it then writes into by descriptor",
         "os.mkdir": "a new folder for this user alone, by descriptor",
@@ -61,6 +65,7 @@ WRITES = {
 }
 DELETES = {
     FOLDER: {"os.unlink": "the way itself", "os.rmdir": "the way itself"},
+    STORE: {"rm_file": "the way itself", "rmdir": "an empty folder, where a store has folders"},
     SCRIPT: {"os.unlink": "its own new folder, by descriptor", "os.rmdir": "its own new folder, by descriptor"},
 }
 READS = {

@@ -1,9 +1,9 @@
-"""1-bit Adam in one process with N simulated workers, in plain torch.
+"""Reference of 1-bit Adam in one process with N simulated workers, in plain torch.
 
-Written from Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888): Adam for ``freeze_step`` steps, then each worker adds its
-gradient to the common momentum, codes the sum with what it lost before, and a server codes the average of the codes likewise. It
-knows nothing of the engine but where the parameters lie: one scale belongs to up to 1024 elements of one parameter, inside one of the
-N equal parts (a multiple of 16 elements long) that a flat unit is cut into.
+Written from Algorithm 1 of Tang et al., "1-bit Adam" (arXiv 2102.02888): Adam for ``freeze_step`` steps; then each worker adds its gradient
+to the common momentum and encodes the sum plus its earlier quantization error, and a server encodes the average of the codes in the same
+way. It uses nothing of the engine except the layout of the parameters: one scale belongs to up to 1024 elements of one parameter, inside
+one of the N equal parts (a multiple of 16 elements long) that a flat unit is divided into.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Places = list[list[tuple[str, int, int]]]  # per unit: name, first element, elem
 
 @dataclass(frozen=True)
 class Settings:
-    """Hyper-parameters; ``steps`` in all."""
+    """Hyper-parameters; ``steps`` is the total number of steps."""
 
     workers: int
     steps: int
@@ -40,7 +40,7 @@ class Settings:
 
 @dataclass
 class Outcome:
-    """Mean loss per step, norm per step, and what there is at the end."""
+    """Mean loss per step, norm per step, and the state at the end."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Outcome:
 
 
 def chunk_cuts(places: Places, workers: int) -> dict[str, list[int]]:
-    """Per parameter the lengths of its chunks, in order."""
+    """Return for each parameter the lengths of its chunks, in order."""
     cuts: dict[str, list[int]] = {}
     for unit in places:
         end = max(_up(offset + numel, ALIGN) for _, offset, numel in unit)
@@ -70,7 +70,7 @@ def _up(value: int, multiple: int) -> int:
 
 
 def code(values: Tensor, lengths: list[int]) -> Tensor:
-    """What a receiver sees of ``values``: signs times the mean magnitude of each chunk."""
+    """Return the values that a receiver decodes from the code of ``values``: signs times the mean magnitude of each chunk."""
     seen = []
     for chunk in values.flatten().split(lengths):
         scale = (chunk.abs().double().sum() / chunk.numel()).float()
@@ -109,7 +109,7 @@ class Reference:
 
     @torch.no_grad()
     def step(self, gradients: list[dict[str, Tensor]]) -> float:
-        """One step with each worker's gradients; returns the norm that was clipped."""
+        """Take one step with each worker's gradients; return the norm that was clipped."""
         self.step_count += 1
         if self.step_count <= self.settings.freeze_step:
             return self._warm_up(gradients)
@@ -165,7 +165,7 @@ class Reference:
 
 
 def run(model: nn.Module, loss_of: Callable[[nn.Module, int, int, int], Tensor], settings: Settings, places: Places) -> Outcome:
-    """Trains ``model``; ``loss_of(model, step, micro-step, worker)``."""
+    """Train ``model``; the loss is ``loss_of(model, step, micro-step, worker)``."""
     reference = Reference(model, settings, places)
     outcome = Outcome()
     for step in range(settings.steps):

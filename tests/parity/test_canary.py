@@ -1,4 +1,4 @@
-"""Every text architecture of the installed transformers trains at stage 3 like in plain PyTorch."""
+"""Test that every text architecture of the installed transformers trains at stage 3 like in plain PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient accumulation, in every protocol that callers use: one update per boundary, the same numbers from all of them."""
+"""Test gradient accumulation in every protocol that callers use: one update per boundary, the same numbers from all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CASE, MLP = CASES["gpt2"], CASES["mlp"]
 
 
 def step_always(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """accelerate 1.6, Lightning Trainer: backward and step after every micro-step, the engine counts."""
+    """Train as accelerate 1.6 and Lightning Trainer do: backward and step after every micro-step, the engine counts."""
     loss = forward(engine, batch)
     assert engine.is_gradient_accumulation_boundary() == (micro == STEPS - 1)
     engine.backward(loss)
@@ -30,7 +30,7 @@ def step_always(engine: Any, batch: Batch, forward: Forward, micro: int) -> floa
 
 
 def step_at_boundary(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """accelerate 1.15: the caller announces the boundary and calls step only there."""
+    """Train as accelerate 1.15 does: the caller announces the boundary and calls step only there."""
     last = micro == STEPS - 1
     engine.set_gradient_accumulation_boundary(is_boundary=last)
     loss = forward(engine, batch)
@@ -41,7 +41,7 @@ def step_at_boundary(engine: Any, batch: Batch, forward: Forward, micro: int) ->
 
 
 def caller_scales(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """Trainer: the loss is divided already, so ``scale_wrt_gas=False``."""
+    """Train as Trainer does: the loss is divided already, so ``scale_wrt_gas=False``."""
     last = micro == STEPS - 1
     engine.set_gradient_accumulation_boundary(is_boundary=last)
     loss = forward(engine, batch)
@@ -52,7 +52,7 @@ def caller_scales(engine: Any, batch: Batch, forward: Forward, micro: int) -> fl
 
 
 def caller_accumulates(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """``gradient_accumulation_steps: 1`` in the configuration; the caller divides and announces the boundary."""
+    """Train with ``gradient_accumulation_steps: 1`` in the configuration; the caller divides and announces the boundary."""
     engine.set_gradient_accumulation_boundary(micro == STEPS - 1)
     loss = forward(engine, batch)
     engine.backward(loss / STEPS)
@@ -61,7 +61,7 @@ def caller_accumulates(engine: Any, batch: Batch, forward: Forward, micro: int) 
 
 
 def fabric(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """Fabric: ``engine.step`` never runs; the returned optimizer is called after every micro-step."""
+    """Train as Fabric does: ``engine.step`` is never called; the returned optimizer is stepped after every micro-step."""
     loss = forward(engine, batch)
     engine.backward(loss)
     engine.optimizer.step()
@@ -70,7 +70,7 @@ def fabric(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
 
 
 def no_sync(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """``accumulate()`` of accelerate below stage 2: no_sync around all but the last micro-step, step only at the end."""
+    """Train as accelerate's ``accumulate()`` does below stage 2: no_sync around all but the last micro-step, step only at the end."""
     last = micro == STEPS - 1
     engine.set_gradient_accumulation_boundary(is_boundary=last)
     if last:
@@ -85,7 +85,7 @@ def no_sync(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
 
 
 def no_sync_with_step(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """accelerate 1.6 enters no_sync at any stage and calls step inside."""
+    """Train as accelerate 1.6 does: enter no_sync at any stage and call step inside."""
     if micro == STEPS - 1:
         return step_always(engine, batch, forward, micro)
     with no_sync_of_accelerate(None, None, engine):
@@ -96,7 +96,7 @@ def no_sync_with_step(engine: Any, batch: Batch, forward: Forward, micro: int) -
 
 
 def coalesced(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """One ``coalesce_grad_reduction`` around all backwards of a step, ``gradient_accumulation_steps: 1``."""
+    """Train with one ``coalesce_grad_reduction`` around all backwards of a step, ``gradient_accumulation_steps: 1``."""
     if micro == 0:
         engine.block = engine.coalesce_grad_reduction()
         engine.block.__enter__()
@@ -148,7 +148,7 @@ PATTERNS = {
 
 
 def _counted_by_steps() -> None:
-    """``gradient_accumulation_steps`` 2: every second call of ``step`` updates, with all gradients since the last update."""
+    """Check with ``gradient_accumulation_steps`` 2 that every second call of ``step`` updates, with all gradients since the last update."""
     for stage in STAGES:
         for label, (pattern, updates) in PATTERNS.items():
             engine = initialize(MLP.build(), Run(stage, accumulation=2))
@@ -175,7 +175,7 @@ def _counted_by_steps() -> None:
 
 
 def _after(updates: list[tuple[int, ...]]) -> dict[str, torch.Tensor]:
-    """Weights of plain PyTorch after updates of these micro-steps, the mean over ranks, each divided by 2."""
+    """Return the weights of plain PyTorch after updates of these micro-steps, the mean over ranks, each divided by 2."""
     run, model = Run(0), MLP.build()
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.lr, weight_decay=run.weight_decay, eps=run.eps, betas=(0.9, 0.99))
     for micros in updates:
@@ -192,7 +192,7 @@ def test_every_second_step_updates_with_all_backwards_since() -> None:
 
 
 def _batch_arithmetic(stage: int) -> None:
-    """The sizes come from any two of the three numbers and the world."""
+    """Check that the batch sizes follow from any two of the three numbers and the world size."""
     run = Run(stage=stage, accumulation=STEPS, extra={"train_batch_size": 2 * STEPS * ranks.world(), "gradient_accumulation_steps": None})
     engine = initialize(CASE.build(), run)
     assert engine.gradient_accumulation_steps() == STEPS

@@ -1,4 +1,4 @@
-"""Masters in bf16 with moments in fp32, offloaded: what Adam computes in fp32 of the widened master, rounded to bf16 once a step."""
+"""Test offloaded bf16 masters with fp32 moments: Adam computes in fp32 on the widened master, rounded to bf16 once a step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _feed(step: int, rank: int) -> Batch:
 
 
 def _plain_gradients(model: nn.Module, step: int) -> State:
-    """The mean over ranks of their bf16 gradients, each sum rounded to bf16, as masters and gradients in bf16 have it."""
+    """Return the mean over ranks of their bf16 gradients, each sum rounded to bf16, as with masters and gradients in bf16."""
     found: list[State] = []
     for rank in range(ranks.world()):
         CASE.forward(model, _feed(step, rank)).backward()
@@ -36,7 +36,7 @@ def _plain_gradients(model: nn.Module, step: int) -> State:
 
 
 def _adam(master: Tensor, grad: Tensor, mean: Tensor, square: Tensor, step: int) -> None:
-    """One AdamW step in fp32 of a bf16 ``master``, rounded once; by torch's kernel, over whole vectors, which it rounds alike."""
+    """Take one AdamW step in fp32 of a bf16 ``master``, rounded once; by torch's kernel over complete vectors, for the same rounding."""
     pad = -master.numel() % 16
     wide = [nn.functional.pad(tensor.float().flatten(), (0, pad)) for tensor in (master, grad, mean, square)]
     lists = ([tensor] for tensor in wide)
@@ -61,7 +61,7 @@ def _reference(steps: int) -> State:
 
 
 def _state(engine: Any) -> State:
-    """Masters and moments, whole, in the types that they rest in. Collective."""
+    """Return masters and moments, complete, in the dtypes in which they are stored. Collective."""
     from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
     found = {}
@@ -92,7 +92,7 @@ def _wrong(engine: Any, expected: State, label: str) -> list[str]:
 
 
 def _write_back(engine: Any) -> None:
-    """Sets the moment of one parameter to its own value: nothing may change, the other moments of its unit included. Collective."""
+    """Set the moment of one parameter to its own value: nothing may change, including the other moments of its unit. Collective."""
     from hf_zero.utils import safe_get_full_optimizer_state, safe_set_full_optimizer_state
 
     param = next(param for name, param in engine.module.named_parameters() if name.endswith("up.weight"))

@@ -1,4 +1,4 @@
-"""Buffers and odd parameters: rank 0's values everywhere, integer buffers untouched, sizes 0, 1 and below the world size."""
+"""Test buffers and unusual parameters: rank 0's values on all ranks, integer buffers unchanged, sizes 0, 1 and below the world size."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ STAGES = (0, 1, 2, 3)
 
 
 class Buffered(Mlp):
-    """Buffers of every kind, one not persistent, one that the forward updates; a frozen weight, and frozen codes of one byte."""
+    """A model with buffers of every kind, one not persistent, one that the forward updates; a frozen weight, and frozen codes of one
+    byte.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +46,7 @@ def build_buffered(seed: int = 0) -> nn.Module:
 
 
 def _rank_zero_wins(run: Run) -> None:
-    """Every rank builds other weights and buffers; training starts from rank 0's."""
+    """Build other weights and buffers on every rank; training starts from rank 0's."""
     engine = initialize(build_buffered(seed=ranks.rank()), run)
     buffers = {name: buffer.clone() for name, buffer in engine.module.named_buffers()}
     assert (engine.module.codes.dtype, buffers["shift"].dtype) == (torch.float8_e5m2, torch.float8_e4m3fn)
@@ -74,7 +76,7 @@ def _odd_sizes(run: Run) -> None:
 
 
 class Scalars(nn.Module):
-    """Nothing but parameters smaller than the world, one of them without dimensions."""
+    """A model whose parameters are all smaller than the world, one of them without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()

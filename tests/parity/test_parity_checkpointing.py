@@ -1,4 +1,4 @@
-"""Activation checkpointing, reentrant and not: recomputation changes memory, never a bit of the result."""
+"""Test activation checkpointing, reentrant and not: recomputation changes memory, never a bit of the result."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _transformers(name: str, run: Run, reentrant: bool) -> None:
 
 
 def _input_gradients(run: Run) -> None:
-    """Frozen below, trainable above, with ``enable_input_require_grads``: what PEFT users run."""
+    """Train a model that is frozen below and trained above, with ``enable_input_require_grads``, as PEFT users do."""
     traces = []
     for reentrant in (None, True):
         case = CASES["gpt2"]

@@ -1,4 +1,4 @@
-"""torch.compile of the blocks or through the engine: the same numbers, with the engine's hooks outside the graphs."""
+"""Test torch.compile of the blocks or through the engine: the same numbers, with the engine's hooks outside the graphs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def _compile_blocks(run: Run, backend: str) -> None:
-    """Blocks compiled before ``initialize``, as regional compilation does it."""
+    """Compile the blocks before ``initialize``, as regional compilation does."""
     torch._dynamo.reset()
 
     def build() -> nn.Module:

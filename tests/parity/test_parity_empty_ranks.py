@@ -1,4 +1,4 @@
-"""Ranks that have nothing: no rows in a step, no element of a unit, no trained parameter outside of one layer. Every layout goes on."""
+"""Test empty ranks: without rows in a step, without elements of a unit, or without trained parameters outside of one layer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ CODED = Difference(loss=0.05, norm=0.2, weights=0.15, masters=0.15)
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer with an adapter of rank 1, or alone; after it a block that one element is all of."""
+    """A frozen linear layer with an adapter of rank 1, or alone; then a block of one element."""
 
     def __init__(self, width: int, adapted: bool) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class OneElement(nn.Module):
 
 
 def adapted() -> nn.Module:
-    """Nothing is trained but an adapter of one layer, 2 x 8 elements: less than a rank's part of a padded unit."""
+    """Return a model in which only an adapter of one layer is trained, 2 x 8 elements: less than a rank's part of a padded unit."""
     torch.manual_seed(0)
     return nn.Sequential(*(Adapted(8, number == 1) for number in range(3)))
 
 
 def slivers() -> nn.Module:
-    """Blocks of one element between layers."""
+    """Return a model with blocks of one element between layers."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(8, 8), OneElement(), nn.Linear(8, 8), OneElement())
 
@@ -73,14 +73,14 @@ MODELS = {"adapted": adapted, "slivers": slivers}
 
 
 def rows(step: int, micro: int, rank: int) -> Batch:
-    """Rank 3 has none in the first micro-step, rank 0 in the second, nobody but rank 1 in the third."""
+    """Return rows: rank 3 has none in the first micro-step, rank 0 none in the second, and only rank 1 has rows in the third."""
     empty = rank == 3 if (step + micro) % 3 == 0 else rank == 0 if (step + micro) % 3 == 1 else rank != 1
     generator = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
     return {"inputs": torch.randn(0 if empty else 2, 8, generator=generator)}
 
 
 def summed(model: nn.Module, batch: Batch) -> Tensor:
-    """A loss that is 0 of no rows, with a graph."""
+    """Return a loss that is 0 for no rows, with a graph."""
     return model(batch["inputs"]).float().square().sum() / 16
 
 

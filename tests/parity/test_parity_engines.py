@@ -1,4 +1,4 @@
-"""Several engines in a process: policy and reference, no optimizer, two on one module, one after another."""
+"""Test several engines in a process: policy and reference, no optimizer, two on one module, one after another."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SEQUENCE = CASES["bart"]
 
 
 def _inference_engine(model: nn.Module, stage: int, dtype: str = "fp32") -> Any:
-    """An engine as trl makes it: ``initialize(model=, config=)`` with neither optimizer nor parameters."""
+    """Return an engine as trl makes it: ``initialize(model=, config=)`` with neither optimizer nor parameters."""
     import hf_zero
 
     config = Run(stage=stage, dtype=dtype).config()
@@ -44,7 +44,7 @@ def _inference_engine(model: nn.Module, stage: int, dtype: str = "fp32") -> Any:
 
 
 def _no_optimizer(stage: int, dtype: str) -> None:
-    """Outputs equal the plain model's; there is no optimizer and no master."""
+    """Check that outputs equal the plain model's, and that there is no optimizer and no master."""
     model = CASE.build()
     plain = CASE.build().to({"fp32": torch.float32, "bf16": torch.bfloat16}[dtype])
     engine = _inference_engine(model, stage, dtype)
@@ -58,7 +58,7 @@ def _no_optimizer(stage: int, dtype: str) -> None:
 
 
 def _policy_and_reference(stage: int, reference_stage: int) -> None:
-    """A loss of both engines' outputs; the reference model must stay as it was."""
+    """Train on a loss of both engines' outputs; the reference model must not change."""
     policy_model, reference_model, plain_reference = CASE.build(0), CASE.build(1), CASE.build(1)
 
     def distance(policy: nn.Module, teacher: nn.Module, batch: Batch) -> Tensor:
@@ -91,7 +91,7 @@ def collect_weights(engine: Any) -> dict[str, Tensor]:
 
 
 def _two_trained_engines(stage: int) -> None:
-    """Two engines train different models in turns (actor and critic); neither disturbs the other's collectives."""
+    """Train different models with two engines in turns (actor and critic); neither disturbs the other's collectives."""
     run = Run(stage=stage)
     first, second = initialize(CASE.build(), run), initialize(SEQUENCE.build(), run)
     traces = [Trace(), Trace()]
@@ -110,7 +110,7 @@ def _two_trained_engines(stage: int) -> None:
 
 
 def _two_on_one_module(stage: int, destroy_first: bool) -> None:
-    """trl: an engine without optimizer on the policy, then Trainer's own; both stay in use."""
+    """Make an engine without optimizer on the policy, as trl does, then Trainer's own; both stay in use."""
     run = Run(stage=stage)
     model = CASE.build()
     frozen_view = _inference_engine(model, stage)
@@ -132,12 +132,12 @@ def _two_on_one_module(stage: int, destroy_first: bool) -> None:
 
 
 def _train_after_inference(stage: int) -> None:
-    """Evaluation before training (Trainer): an engine without optimizer, destroyed; then training on the same module."""
+    """Evaluate with an engine without optimizer before training (Trainer), destroy it, and train the same module."""
     _two_on_one_module(stage, destroy_first=True)
 
 
 def _destroy_leaves_a_usable_module(stage: int) -> None:
-    """After destroy the module is an ordinary one again, with the trained weights, and can be prepared anew."""
+    """Check that after destroy the module is an ordinary one, with the trained weights, and can be prepared again."""
     run = Run(stage=stage)
     engine = initialize(CASE.build(), run)
     trace = train(engine, CASE.rows, CASE.forward, run)
@@ -201,7 +201,7 @@ def test_a_group_with_a_back_end_per_device(backend: str) -> None:
 
 
 class _Shares(nn.Module):
-    """An actor or a critic: a head of its own over an encoder that both have."""
+    """An actor or a critic: a head of its own over an encoder that both share."""
 
     def __init__(self, encoder: nn.Module, width: int) -> None:
         super().__init__()
@@ -227,7 +227,7 @@ _SEQUENCES = ("xaAycC", "aAxcCy", "acACxy", "caCAxy")
 
 
 def _with_one_trainer(stage: int, actor_trains: bool, sequence: str) -> None:
-    """The encoder is in one of the two optimizers: that one trains it with the gradients of both losses, as plain PyTorch does."""
+    """Put the encoder into one of the two optimizers, which trains it with the gradients of both losses, as in plain PyTorch."""
     config = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_optimization": {"stage": stage, **SMALL_MODEL}}
     models, plain = _two_heads(), _two_heads()
     optimizers = [_sgd(model, whole) for model, whole in zip(models, (actor_trains, not actor_trains), strict=True)]

@@ -1,4 +1,4 @@
-"""Forwards without gradient between micro-steps: evaluation, generation, inference before training. Training must not notice."""
+"""Test that forwards without gradient between micro-steps (evaluation, generation, inference) do not affect training."""
 
 from __future__ import annotations
 
@@ -39,13 +39,13 @@ def evaluate_between_forward_and_backward(engine: Any, batch: Batch, forward: Fo
 
 
 def forward_without_backward(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """A forward with gradients whose graph is dropped: a metric, or a loss that the user decided not to use."""
+    """Run a forward with gradients whose graph is dropped: a metric, or a loss that is not used."""
     forward(engine, batch)
     return micro_step(engine, batch, forward, micro)
 
 
 def forward_between_backward_and_step(engine: Any, batch: Batch, forward: Forward, _micro: int) -> float:
-    """What that forward has made whole is stale after the step."""
+    """Run a forward between backward and step: the blocks that it unshards are stale after the step."""
     loss = forward(engine, batch)
     engine.backward(loss)
     forward(engine, batch)
@@ -60,14 +60,14 @@ def inference_mode_before(engine: Any, batch: Batch, forward: Forward, micro: in
 
 
 def bare_module_before(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """Trainer evaluates and generates with the bare module: hooks hang on modules, not on ``engine.forward``."""
+    """Evaluate and generate with the bare module, as Trainer does: hooks are on modules, not on ``engine.forward``."""
     with torch.no_grad():
         forward(engine.module, batch)
     return micro_step(engine, batch, forward, micro)
 
 
 def generate_before(engine: Any, batch: Batch, forward: Forward, micro: int) -> float:
-    """Ranks that want different lengths: with ``synced_gpus`` those that are done run along."""
+    """Generate different lengths on the ranks: with ``synced_gpus``, finished ranks continue to run forwards."""
     engine.module.eval()
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "synced_gpus": True}
     tokens = engine.module.generate(batch["input_ids"][:, :4], max_new_tokens=3 + 2 * ranks.rank(), **settings)
@@ -101,7 +101,7 @@ def _interrupted(run: Run, interruptions: list[str]) -> None:
 
 
 def _generation_equals_plain(stage: int) -> None:
-    """Greedy generation with the bare module of a stage-3 engine equals the plain model's, before and after training."""
+    """Check that greedy generation with the bare module of a stage-3 engine equals the plain model's, before and after training."""
     settings = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "max_new_tokens": 5}
     prompt = CASE.rows(9, 9, 9)["input_ids"][:, :4]
     plain = CASE.build().eval()
@@ -118,7 +118,7 @@ def _generation_equals_plain(stage: int) -> None:
 
 
 def _evaluation_sees_the_new_weights(stage: int) -> None:
-    """The loss of an evaluation right after a step is the loss of the next training forward on the same batch."""
+    """Check that the loss of an evaluation right after a step is the loss of the next training forward on the same batch."""
     run = Run(stage=stage)
     engine = initialize(CASE.build(), run)
     for step in range(3):

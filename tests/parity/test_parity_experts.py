@@ -1,4 +1,4 @@
-"""Mixture of experts: ranks whose tokens go to different experts train like plain PyTorch on the tokens of all."""
+"""Test mixture of experts: ranks whose tokens are routed to different experts train like plain PyTorch on the tokens of all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MODELS = ("MixtralForCausalLM", "Qwen3MoeForCausalLM", "DeepseekV3ForCausalLM")
 
 
 def test_mixtral_qwen3_deepseek() -> None:
-    """fp32, stages 1 to 3, accumulation; bitwise equal to each other."""
+    """Check fp32, stages 1 to 3, with accumulation; the stages are bitwise equal to each other."""
     ranks.run_ranks(check_every_stage, 2, MODELS)
 
 
@@ -45,7 +45,7 @@ def check_bf16(names: list[str]) -> None:
 
 
 def build(name: str) -> nn.Module:
-    """The zoo's model, with weights as large as a router needs to tell tokens apart."""
+    """Return the zoo's model, with weights large enough for a router to distinguish tokens."""
     model = zoo.build(name)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -55,7 +55,7 @@ def build(name: str) -> nn.Module:
 
 
 def feed_of(name: str):  # type: ignore[no-untyped-def]
-    """Rows that repeat one token, another one on every rank: all tokens of a rank go to the same few experts."""
+    """Return rows that repeat one token, another one on every rank: all tokens of a rank are routed to the same few experts."""
 
     def feed(step: int, micro: int, rank: int) -> Batch:
         batch = zoo.batch(name, torch.Generator().manual_seed(step))
@@ -69,7 +69,7 @@ def loss(model: nn.Module, batch: Batch) -> torch.Tensor:
 
 
 def assert_experts_differ(name: str) -> None:
-    """In plain PyTorch the ranks' batches give gradients to different experts."""
+    """Check that in plain PyTorch the ranks' batches give gradients to different experts."""
     used = []
     for rank in range(ranks.world()):
         model = build(name)
@@ -79,7 +79,7 @@ def assert_experts_differ(name: str) -> None:
 
 
 def _experts_of(name: str, parameter: nn.Parameter) -> list[tuple[str, int]]:
-    """(parameter, expert) for the experts that got a gradient; experts are the first dimension, or modules of a list."""
+    """Return (parameter, expert) for the experts that got a gradient; experts are the first dimension, or modules of a list."""
     if "expert" not in name or "shared" in name or parameter.grad is None:
         return []
     if parameter.dim() < 3:

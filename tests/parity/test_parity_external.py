@@ -1,4 +1,4 @@
-"""A parameter read by a module that does not own it: declared, found by hooks, or refused by name; never an empty tensor used silently."""
+"""Test parameters read by a module that does not own them: declared, found by hooks, or refused by name; never silently empty."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Borrower(Block):
 
 
 class Lending(nn.Module):
-    """Two blocks, then a borrower of the first block's matrix, which was released by then."""
+    """Two blocks, then a borrower of the first block's matrix, which was resharded before."""
 
     def __init__(self, declare: bool = True, from_root: bool = False) -> None:
         super().__init__()
@@ -50,14 +50,14 @@ class Lending(nn.Module):
 
 
 class RootBorrows(Lending):
-    """The root's own forward reads a matrix of a block after the block ran (an auxiliary loss, a tied projection)."""
+    """A model whose root reads a block's matrix after the block ran (an auxiliary loss, a tied projection)."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs) + self.blocks[1].down.weight.sum() * 0.01
 
 
 class Prepared(nn.Module):
-    """A hook before the forward makes what goes in, with the model's own modules, as ms-swift's multimodal templates do."""
+    """A model with a hook before the forward that makes the inputs with its own modules, as ms-swift's multimodal templates do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def _root_reads_block_parameter(run: Run) -> None:
 
 
 def _not_declared(stage: int) -> str:
-    """Either right (the engine found it), or an error that names the parameter. Returns which."""
+    """Return the outcome: correct (the engine found it), or an error that names the parameter."""
     torch.manual_seed(0)
     model = Lending(declare=False)
     batch = CASES["mlp"].rows(0, 0, ranks.rank())

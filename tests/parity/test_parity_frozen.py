@@ -1,4 +1,4 @@
-"""Frozen parameters: layers, whole blocks, LoRA by hand and with peft on a frozen 16-bit base."""
+"""Test frozen parameters: layers, complete blocks, LoRA by hand and with peft on a frozen 16-bit base."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _peft(run: Run) -> None:
 
 
 def _frozen_base_has_no_state(stage: int) -> None:
-    """Frozen parameters get neither master nor moments, and at stage 3 only a shard of them stays."""
+    """Check that frozen parameters get neither master nor moments, and that at stage 3 only a shard of them is kept."""
     run = Run(stage=stage, dtype="bf16")
     model = _build_lora_by_hand()
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad)

@@ -1,4 +1,6 @@
-"""Losses that never make the logits train as whole logits do: at every stage, over slices of sequences, and with split heads."""
+"""Test that losses that never build the complete logits train like ordinary ones: at every stage, over slices of sequences, and with split
+heads.
+"""
 
 from __future__ import annotations
 

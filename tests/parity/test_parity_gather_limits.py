@@ -1,4 +1,4 @@
-"""Stage 3's limits (reuse distance, prefetch, live and persistent parameters) and overlap change when, never what."""
+"""Test that stage 3's limits (reuse distance, prefetch, live and persistent parameters) and overlap change the timing, never the result."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _train(name: str, stage: int, zero: dict[str, Any], checkpointing: str | Non
 
 
 def _every_limit(name: str, every: bool) -> None:
-    """Reuse distance by prefetch, each with one number of live parameters in turn, or with ``every`` one."""
+    """Try each reuse distance with each prefetch size, each with one number of live parameters in turn, or with ``every`` one."""
     run = Run(stage=3, accumulation=2, clip=0.1)
     chosen = list(itertools.product(REUSE, PREFETCH, LIVE, PERSISTENT[:1]))
     if not every:  # two in a row share all but the last axis
@@ -66,7 +66,7 @@ def _checkpointed(mode: str, *limits: tuple[int, ...]) -> None:
 
 
 def _overlap_and_buckets(stage: int) -> None:
-    """Keys that DeepSpeed users tune for speed leave the result alone."""
+    """Check that keys that DeepSpeed users tune for speed do not change the result."""
     settings = [
         {},
         {"overlap_comm": True},

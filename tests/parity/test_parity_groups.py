@@ -1,4 +1,6 @@
-"""Parameter groups that split a block, client optimizers, learning rates changed by hand, optimizers that need all tensors together."""
+"""Test param groups that split a block, client optimizers, learning rates changed by hand, and optimizers that need all tensors
+together.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ ALL_TENSORS: Optimizers = {
 
 
 def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
-    """The usual split: matrices decay, biases and norms do not; both kinds are in every block."""
+    """Return the usual two groups: matrices decay, biases and norms do not; both kinds are in every block."""
     named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
     return [
         {"params": [p for _, p in named if p.ndim >= 2], "weight_decay": 0.2},
@@ -48,7 +50,7 @@ def decay_groups(model: nn.Module) -> list[dict[str, Any]]:
 def plain_training(
     optimizer_of: Callable[[Any], torch.optim.Optimizer], groups_of: Callable[[nn.Module], Any], run: Run, lrs: list[float] | None
 ) -> Trace:
-    """Plain PyTorch on the concatenated batch with any optimizer and any groups, fp32."""
+    """Train in plain PyTorch on the concatenated batch with any optimizer and any groups, fp32."""
     model = CASE.build()
     optimizer = optimizer_of(groups_of(model))
     trace = Trace()
@@ -92,7 +94,7 @@ def _client_optimizer(name: str, run: Run, groups: bool, lrs: list[float] | None
 
 
 def _groups_as_dicts(run: Run, config_optimizer: str) -> None:
-    """``model_parameters`` given as group dicts with an optimizer of the configuration."""
+    """Pass ``model_parameters`` as group dicts with an optimizer of the configuration."""
     params = {"lr": 1e-2, "eps": 1e-3, "betas": [0.9, 0.999], "weight_decay": 0.1}
     model = CASE.build()
     engine = initialize(
@@ -110,7 +112,7 @@ def _groups_as_dicts(run: Run, config_optimizer: str) -> None:
 
 
 def _subset_of_parameters(stage: int) -> None:
-    """An optimizer over some parameters: the others get no update, though they require gradients."""
+    """Pass an optimizer over some parameters: the others get no update, although they require gradients."""
 
     def only_blocks(model: nn.Module) -> list[nn.Parameter]:
         return list(model.transformer.h.parameters())
@@ -131,7 +133,7 @@ def _subset_of_parameters(stage: int) -> None:
 
 
 def _scheduler_writes_the_rate(stage: int) -> None:
-    """A torch scheduler created on the returned optimizer, stepped by the caller; rates must reach the update."""
+    """Step a torch scheduler created on the returned optimizer; its learning rates must reach the update."""
     run = Run(stage=stage)
     model = CASE.build()
     engine = initialize(model, run, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3))

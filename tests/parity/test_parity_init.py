@@ -1,4 +1,6 @@
-"""zero.Init, GatheredParameters and the safe accessors: parameters that are shards from construction on, read and written whole."""
+"""Test zero.Init, GatheredParameters and the safe accessors: parameters that are sharded from construction on, read and written
+unsharded.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,7 @@ def _init_then_train(run: Run, name: str) -> None:
 
 
 def _ranks_build_different_weights(run: Run) -> None:
-    """Rank 0's values win, at construction already."""
+    """Build other weights on each rank: rank 0's values are used, from construction on."""
     import hf_zero
 
     with hf_zero.zero.Init(config_dict_or_path=run.config()):
@@ -68,7 +70,7 @@ def _ranks_build_different_weights(run: Run) -> None:
 
 
 def _from_config(run: Run, name: str) -> None:
-    """transformers' ``_from_config`` under HfDeepSpeedConfig, for every architecture."""
+    """Call transformers' ``_from_config`` under HfDeepSpeedConfig, for every architecture."""
     case = CASES[name]
     plain = case.build()
     with transformers_zero3(run):
@@ -79,7 +81,7 @@ def _from_config(run: Run, name: str) -> None:
 
 
 def _initial_values(name: str) -> None:
-    """Those of the model's own initialisation, whatever the seeds of the other ranks."""
+    """Check that the values are those of the model's own initialisation, whatever the seeds of the other ranks."""
     plain = CASES[name].build()
     torch.manual_seed(0)
     wanted = dict(type(plain)._from_config(copy.deepcopy(plain.config)).named_parameters())
@@ -92,7 +94,7 @@ def _initial_values(name: str) -> None:
 
 
 def _from_pretrained(run: Run, name: str, folder: str) -> None:
-    """Loading into shards gives the file's values exactly."""
+    """Check that loading into shards gives exactly the file's values."""
     case = CASES[name]
     plain = case.build()
     if ranks.rank() == 0:
@@ -107,7 +109,7 @@ def _from_pretrained(run: Run, name: str, folder: str) -> None:
 
 
 def _speech_and_others(name: str) -> None:
-    """Models that gather a parameter inside the gather of its module while they build (real DeepSpeed fails on these), then train."""
+    """Build and train models that gather a parameter inside the gather of its module while they build (real DeepSpeed fails on these)."""
     kind, config, batch_of = _speech_and_others_parts(name)
     run = Run(stage=3)
     with transformers_zero3(run):
@@ -128,7 +130,7 @@ def _speech_and_others(name: str) -> None:
 
 
 def _speech_and_others_parts(name: str) -> tuple[Any, Any, Callable[[torch.Generator, int], Batch]]:
-    """Class, tiny config without dropout or masking, and inputs of a model."""
+    """Return class, tiny config without dropout or masking, and inputs of a model."""
     import transformers
 
     sizes = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
@@ -164,7 +166,7 @@ def _speech_and_others_parts(name: str) -> tuple[Any, Any, Callable[[torch.Gener
 
 
 def _adapters_on_shards(run: Run) -> None:
-    """Ordinary parameters added to a model of shards (PEFT, resized embeddings): initialize takes the mixture."""
+    """Add ordinary parameters to a sharded model (PEFT, resized embeddings), and pass the mixture to initialize."""
     import hf_zero
 
     def add_adapter(model: nn.Module) -> nn.Module:
@@ -188,7 +190,7 @@ def _adapters_on_shards(run: Run) -> None:
 
 
 def _arange_keeps_its_dtype(dtype: str) -> None:
-    """Integer and explicitly typed tensors made inside Init are not cast (rotary tables, position ids)."""
+    """Check that integer and explicitly typed tensors made inside Init are not cast (rotary tables, position ids)."""
     import hf_zero
 
     with hf_zero.zero.Init(config_dict_or_path=Run(stage=3, dtype=dtype).config()):
@@ -214,7 +216,7 @@ def _disabled(stage: int) -> None:
 
 
 def _lenient(stage: int) -> None:
-    """None, generators, single tensors, ordinary and detached tensors, buffers, duplicates, empty, nested, disabled."""
+    """Pass None, generators, single tensors, ordinary and detached tensors, buffers, duplicates, empty lists; nest; disable."""
     import hf_zero
 
     gathered = hf_zero.zero.GatheredParameters
@@ -269,7 +271,7 @@ def _modifier_rank_before_initialize(run: Run) -> None:
 
 
 def _modifier_rank_after_initialize(run: Run) -> None:
-    """A change after initialize reaches the forward, the master, and what training makes of it."""
+    """Check that a change after initialize reaches the forward and the master, and that training continues from it."""
     import hf_zero
 
     def change(model: nn.Module) -> None:
@@ -297,7 +299,7 @@ def _modifier_rank_after_initialize(run: Run) -> None:
 
 
 def _deep_copy_inside_a_gather(stage: int) -> None:
-    """PEFT's modules_to_save: the copy holds ordinary whole parameters that outlive the gather."""
+    """Copy as PEFT's modules_to_save does: the copy has ordinary complete parameters that outlive the gather."""
     import hf_zero
 
     engine = initialize(MLP.build(), Run(stage=stage))
@@ -315,7 +317,7 @@ def _deep_copy_inside_a_gather(stage: int) -> None:
 
 
 def _full_values_against_plain(run: Run) -> None:
-    """fp32 weight, gradient and moments of every parameter, whole, against plain PyTorch."""
+    """Compare fp32 weight, gradient and moments of every parameter, complete, with plain PyTorch."""
     from hf_zero.utils import safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state
 
     plain = MLP.build()
@@ -345,7 +347,7 @@ def _full_values_against_plain(run: Run) -> None:
 
 
 def _set_full_values(run: Run) -> None:
-    """What safe_set_* writes is what training goes on from."""
+    """Check that training continues from the values that safe_set_* writes."""
     from hf_zero.utils import safe_get_full_optimizer_state, safe_set_full_fp32_param, safe_set_full_optimizer_state
 
     engine = initialize(MLP.build(), run)
@@ -369,7 +371,7 @@ def _inputs(run: Run, step: int) -> dict[str, Tensor]:
 
 
 def _every_parameter_has_deepspeed_attributes() -> None:
-    """peft, trl and Lightning read these from every parameter of a stage-3 model, without asking first."""
+    """Check the attributes that peft, trl and Lightning read from every parameter of a stage-3 model without a test for them."""
     engine = initialize(MLP.build(), Run(stage=3))
     for parameter in engine.module.parameters():
         assert isinstance(parameter.ds_numel, int) and isinstance(parameter.ds_shape, torch.Size)
@@ -392,7 +394,7 @@ def test_zero_init_takes_the_weights_of_rank_zero() -> None:
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "bart"])
 def test_transformers_initialises_a_sharded_model_as_a_plain_one(name: str) -> None:
-    """gpt2 and t5 initialise weights of a module's children, bart writes to a row of its embedding."""
+    """Check gpt2 and t5, which initialise weights of a module's children, and bart, which writes to a row of its embedding."""
     ranks.run_ranks(_initial_values, 2, name)
 
 

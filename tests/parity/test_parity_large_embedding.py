@@ -1,4 +1,4 @@
-"""An embedding or head large enough to be a block of its own: read by its own forward, by a subclass', or by the model's root."""
+"""Test an embedding or head large enough to be a block of its own: read by its own forward, by a subclass', or by the model's root."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ ROOMY = {"stage3_max_live_parameters": 10**9, "stage3_max_reuse_distance": 10**9
 
 
 class Reader(nn.Embedding):
-    """Its backward reads the whole table, unlike that of a plain embedding."""
+    """An embedding whose backward reads the complete table, unlike that of a plain embedding."""
 
     def forward(self, indices: Tensor) -> Tensor:
         rows = super().forward(indices)
@@ -76,7 +76,7 @@ def test_large_embedding_trains(limits: str, kind: str) -> None:
 
 
 def _gathers(kind: str) -> list[str]:
-    """What one micro-step gathers of the large modules, after the first has taught the order."""
+    """Return the gathers of the large modules in one micro-step, after the first has recorded the order."""
     engine = initialize(Tall(kind), Run(3, extra={"zero_optimization": TIGHT}))
     for step in range(2):
         with observe.record_labels() as labels:

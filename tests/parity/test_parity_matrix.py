@@ -1,4 +1,4 @@
-"""The matrix: 9 architectures x 4 stages x 3 precisions x accumulation x clipping, against plain PyTorch on the joined batch."""
+"""Test the matrix: 9 architectures x 4 stages x 3 precisions x accumulation x clipping, against plain PyTorch on the joined batch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ EVERY_MODEL = [*MATRIX, "conv", "tied_coder"]
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.quick) if name == "gpt2" else name for name in EVERY_MODEL])
 def test_fp32(name: str) -> None:
-    """Stages 1, 2 and 3 agree bitwise; stage 0 and the reference within rounding. Accumulation and clipping change from model to model."""
+    """Check that stages 1, 2 and 3 agree bitwise, stage 0 and the reference within rounding. Accumulation and clipping vary over the
+    models.
+    """
     cells, turn = list(itertools.product(ACCUMULATIONS, CLIPS)), EVERY_MODEL.index(name)
     if name == "gpt2":
         for cell in cells:
@@ -52,5 +54,5 @@ def test_one_rank_on_a_gpu(name: str, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["fp32", "bf16", "fp16"])
 @pytest.mark.parametrize("name", EVERY_MODEL)
 def test_two_ranks_share_a_gpu(name: str, dtype: str) -> None:
-    """nccl refuses two ranks on one device, gloo does not."""
+    """Run two ranks on one device, which nccl refuses and gloo does not."""
     ranks.run_ranks(check_block, 2, name, dtype, env={"HF_ZERO_TEST_DEVICE": "cuda:0"}, timeout=280)

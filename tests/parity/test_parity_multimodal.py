@@ -1,4 +1,4 @@
-"""Vision-language models where one rank has images and another only text: no hang, and the numbers of plain PyTorch."""
+"""Test vision-language models where one rank has images and another only text: no hang, and the numbers of plain PyTorch."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_images_on_one_of_three_ranks_with_a_frozen_tower(name: str) -> None:
 
 
 def check_stages(name: str, freeze: bool, stages: tuple[int, ...] = (1, 2, 3)) -> None:
-    """Stages against plain PyTorch and each other; ``freeze``: the vision tower is not trained."""
+    """Compare the stages with plain PyTorch and each other; ``freeze``: the vision tower is not trained."""
     build, batch_of, tower = MODELS[name]
 
     def make() -> nn.Module:

@@ -1,4 +1,4 @@
-"""Parameters in each node, gradients and optimizer states over all ranks (`hf_zero.param_shard_size`), against plain PyTorch."""
+"""Test parameters in each node, gradients and optimizer states over all ranks (`hf_zero.param_shard_size`), against plain PyTorch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.support.whole_tensors import plain, through_engine
 
 
 def inside(size: int | str, **zero: Any) -> dict[str, Any]:
-    """``Run.extra`` with parameters over ``size`` ranks."""
+    """Return ``Run.extra`` with parameters over ``size`` ranks."""
     return {"hf_zero": {"param_shard_size": size}, "zero_optimization": zero}
 
 
@@ -46,12 +46,12 @@ def test_every_cell(name: str, world: int, size: int) -> None:
 
 @pytest.mark.slow
 def test_nodes_inside_shard_groups() -> None:
-    """Two groups of two nodes of two ranks; a reduction has three parts."""
+    """Run two groups of two nodes of two ranks; a reduction has three hops."""
     ranks.run_ranks(_cells, 8, "gpt2", 2, [("fp32", 3), ("bf16", 1)], {"mics_shard_size": 4})
 
 
 def _skipping() -> None:
-    """Blocks that a rank skips, runs twice, or runs in another order: their gradients are late."""
+    """Run with blocks that a rank skips, runs twice, or runs in another order: their gradients are late."""
     orders = ([0, 1, 2, 3], [0, 1, 1, 3], [2], [3, 2, 1, 0])
 
     def build() -> torch.nn.Module:
@@ -114,7 +114,7 @@ def _tensor_parallel() -> None:
 
 @pytest.mark.slow
 def test_tensor_parallelism() -> None:
-    """2 nodes of 2 shards of 2 ranks that hold one model."""
+    """Run on 2 nodes of 2 shards of 2 ranks that together hold one model."""
     ranks.run_ranks(_tensor_parallel, 8, env={"LOCAL_WORLD_SIZE": "4"})
 
 
@@ -129,7 +129,7 @@ def test_sequence_parallelism() -> None:
 
 
 def _with_codes() -> None:
-    """The copy holds what codes of the weights say, whether an update or a gather has filled it."""
+    """Check that the copy holds the values of the weights' codes, whether an update or a gather has filled it."""
     case, traces = CASES["mlp"], []
     for extra in (inside(2, zero_quantized_weights=True), {"zero_optimization": {"zero_quantized_weights": True}}):
         run = Run(stage=3, dtype="bf16", steps=3, extra={**extra, "communication_data_type": "fp32"})
@@ -164,7 +164,7 @@ def test_generation_after_training(gather: bool) -> None:
 
 
 def _written() -> None:
-    """What a script writes is seen by the next gather, and so is what a step makes of it."""
+    """Check that the next gather returns values that a script writes, and the values after a step."""
     import hf_zero
 
     case, run = CASES["mlp"], Run(stage=3, extra=inside(2))
@@ -188,7 +188,7 @@ def test_values_that_a_script_writes() -> None:
 
 
 def _resumed(folder: str) -> None:
-    """A resumed run is the uninterrupted one; what is saved loads without the key too."""
+    """Check that a resumed run equals the uninterrupted one, and that its checkpoint loads without the key too."""
     engine = start(3, "bf16", 0, hf_zero=inside(2)["hf_zero"])
     steps(engine, 0, 2, "bf16")
     engine.save_checkpoint(folder, tag="t")
@@ -215,7 +215,7 @@ def test_checkpoints(tmp_path: Path) -> None:
 
 
 def _sent(accumulation: int, dtype: str) -> tuple[list[str], dict[str, int], int, int]:
-    """Of the third step: labels, and bytes that this rank sent by network; elements of the units, and of the root."""
+    """Return of the third step: labels, bytes that this rank sent by network, and elements of the units and of the root."""
     import hf_zero
     from hf_zero.observe import record_labels
 
@@ -244,8 +244,10 @@ def _sent(accumulation: int, dtype: str) -> tuple[list[str], dict[str, int], int
 
 @pytest.mark.parametrize(("accumulation", "dtype"), [(1, "fp32"), (3, "bf16")])
 def test_bytes_of_a_step(accumulation: int, dtype: str) -> None:
-    """M = 2 nodes of H = 2 ranks: gathers of (H-1)/H P b in forward and, but for the root, in backward stay inside a node, and so does the
-    first hop; the second sends (M-1)/M P/H b; updates go to the one rank of every node that keeps them, P/N b each."""
+    """Check the bytes with M = 2 nodes of H = 2 ranks, N = M H: gathers of (H-1)/H P b in forward and, except for the root, in backward
+    stay inside a node, and so does the first hop; the second hop sends (M-1)/M P/H b; updates are sent to the one rank of every node that
+    keeps them, P/N b each.
+    """
     for number, (labels, sent, total, root) in enumerate(ranks.run_ranks(_sent, 4, accumulation, dtype)):
         element = 4 if dtype == "fp32" else 2
         half, norm, late, passes = total * element // 2, 2 * 3 * 8 // 4, 4 * (1 + 3), 4 * (3 + 1)

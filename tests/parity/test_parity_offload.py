@@ -1,4 +1,4 @@
-"""Offload changes where state lives, never what is computed: bit for bit the run that offloads nothing."""
+"""Test that offload changes where state is stored, never the result: bit for bit the run that offloads nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ RUNS = {
 
 
 def _compare(stage: int, names: list[str], case: str, parts: int = 1) -> list[str]:
-    """Each run in the ways of one part; all of them for each run where there is one part."""
+    """Compare each run with the offload settings of one part; with all of them if there is one part."""
     runs = {name: Run(**{**vars(RUNS[name]), "stage": stage}) for name in names}
     return [
         f"{name}: {text}"
@@ -44,7 +44,7 @@ def test_offloading_changes_no_bit(world: int, stage: int, names: list[str]) -> 
 
 @pytest.mark.parametrize(("stage", "ways"), [(2, "no overlap"), (3, "both cpu"), pytest.param(3, "apart", marks=pytest.mark.slow)])
 def test_a_model_of_one_unit(stage: int, ways: str) -> None:
-    """ALBERT is one block: two buffers in turn then hold two shards of the same unit, an old one and a new one."""
+    """Train ALBERT, which is one block: two buffers in turn then hold two shards of the same unit, an old one and a new one."""
     wrong = [text for rank in ranks.run_ranks(compare, 2, "albert", Run(dtype="bf16", stage=stage), ways) for text in rank]
     assert not wrong, "\n".join(wrong)
 

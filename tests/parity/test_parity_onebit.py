@@ -1,4 +1,4 @@
-"""1-bit Adam against its single-process reference: the same bits over 200 steps, across the freeze, at 1 to 4 ranks."""
+"""Test 1-bit Adam against its single-process reference: the same bits over 200 steps, across the freeze, at 1 to 4 ranks."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def one_bit(stage: int, steps: int = STEPS, freeze: Any = FREEZE, **extra: Any) 
 
 
 def train_case(name: str, run: Run) -> Any:
-    """Rank 0 returns the trace and where the parameters lie."""
+    """Train, and return on rank 0 the trace and the layout of the parameters."""
     case = CASES[name]
 
     def feed(step: int, micro: int, rank: int) -> Batch:
@@ -85,7 +85,7 @@ def test_accumulation_sums_locally_and_communicates_at_the_boundary() -> None:
 
 
 def test_clipping_scales_by_the_root_mean_square_of_local_norms() -> None:
-    """``max_grad_norm`` is ``gradient_clipping``; the norm reported is the one that is clipped."""
+    """Check that ``max_grad_norm`` is ``gradient_clipping``, and that the reported norm is the one that is clipped."""
     run = replace(one_bit(1, steps=12, freeze=5, params={"max_grad_norm": 0.5}), clip=0.5)
     run.extra["gradient_clipping"] = 0.0
     trace, places = ranks.run_ranks(train_case, 2, "odd_mlp", run)[0]
@@ -96,7 +96,7 @@ def test_clipping_scales_by_the_root_mean_square_of_local_norms() -> None:
 
 
 def _low_precision(stage: int, dtype: str) -> list[float]:
-    """Weights are the masters, cast, and alike on all ranks; returns the losses."""
+    """Check that weights are the cast masters, and alike on all ranks; return the losses."""
     engine = initialize(CASES["mlp"].build(), replace(one_bit(stage, freeze=10, params={"lr": 3e-3}), dtype=dtype))
     losses = []
     for step in range(40):
@@ -121,7 +121,7 @@ def test_16_bit_training(stage: int, dtype: str) -> None:
 
 
 def _overflow(stage: int) -> None:
-    """An infinity on one rank: nothing moves, errors and momentum included, on any rank; the next step goes on."""
+    """Produce an infinity on one rank: nothing changes on any rank, including errors and momentum; the next step updates."""
     engine = initialize(CASES["mlp"].build(), replace(one_bit(stage, freeze=2), dtype="fp16"))
     optimizer = engine.optimizer
 
@@ -152,7 +152,7 @@ def test_overflow_leaves_the_errors_untouched(stage: int) -> None:
 
 
 class LateBranch(nn.Module):
-    """A branch that is used only after the warm-up, on one rank only, and a layer with an input that is always zero."""
+    """A model with a branch that is used only after the warm-up, on one rank only, and a layer with an input that is always zero."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def test_what_had_no_gradient_in_the_warm_up_stays(stage: int) -> None:
 
 
 def _bytes_per_step(stage: int) -> tuple[float, float]:
-    """Bytes this rank sends in a step, per parameter: in the warm-up, and in the compressed phase."""
+    """Return the bytes this rank sends in a step, per parameter: in the warm-up, and in the compressed phase."""
     torch.manual_seed(0)
     engine = initialize(nn.Sequential(nn.Linear(512, 512), nn.Linear(512, 512)), one_bit(stage, freeze=2))
     sent = []
@@ -208,7 +208,7 @@ def _bytes_per_step(stage: int) -> tuple[float, float]:
 
 
 def test_bytes_on_the_wire() -> None:
-    """Two ranks: each sends half of 4 bytes twice in the warm-up, and half of an eighth of a byte twice afterwards."""
+    """Check two ranks: each sends half of 4 bytes twice in the warm-up, and half of an eighth of a byte twice afterwards."""
     warm_up, compressed = ranks.run_ranks(_bytes_per_step, 2, 0)[0]
     assert 4.0 <= warm_up < 4.1
     assert 0.125 < compressed < 4.0 / 30
@@ -216,7 +216,7 @@ def test_bytes_on_the_wire() -> None:
 
 
 def _auto() -> tuple[int | None, list[str]]:
-    """The gradient is the same in every step, so the variance comes to rest."""
+    """Train with the same gradient in every step, so that the variance converges."""
     messages: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
@@ -231,7 +231,9 @@ def _auto() -> tuple[int | None, list[str]]:
 
 
 def test_auto_ends_the_warm_up_alike_on_all_ranks() -> None:
-    """The norm of the variance after step n is 1 - 0.9 ** n of its last one: at rest once that grows by less than 4 % in ten steps."""
+    """Check the end of the warm-up: the variance's norm after step n is 1 - 0.9 ** n of its limit, and grows by less than 4 % in ten
+    steps.
+    """
     outcomes = ranks.run_ranks(_auto, 3)
     expected = next(step for step in range(11, 60) if (1 - 0.9 ** (step - 10)) / (1 - 0.9**step) >= 0.96)
     assert [step for step, _ in outcomes] == [expected] * 3
@@ -240,7 +242,9 @@ def test_auto_ends_the_warm_up_alike_on_all_ranks() -> None:
 
 
 def _gradients(stage: int) -> None:
-    """``safe_get_full_grad`` is the average of what the ranks keep; ``safe_set_full_grad`` sets it on all."""
+    """Check that ``safe_get_full_grad`` returns the average of the ranks' gradients, and that ``safe_set_full_grad`` sets it on all
+    ranks.
+    """
     import hf_zero
 
     engine = initialize(CASES["mlp"].build(), one_bit(stage, freeze=1))
@@ -309,7 +313,7 @@ def test_the_deepspeed_class() -> None:
 
 
 def _labels() -> list[str]:
-    """Labels of one update in the compressed phase."""
+    """Return the labels of one update in the compressed phase."""
     from hf_zero.observe import record_labels
 
     engine = initialize(TwoBlocks(), one_bit(0, freeze=1))

@@ -1,4 +1,4 @@
-"""What modules return and take: tuples, dicts, dataclasses, keyword tensors, inputs without gradient, in-place changes."""
+"""Test outputs and inputs of modules: tuples, dicts, dataclasses, keyword tensors, inputs without gradient, in-place changes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 @dataclass
 class BlockOutput:
-    """A plain dataclass, not a ModelOutput: no pytree knows it."""
+    """A plain dataclass, not a ModelOutput: it is not registered with pytree."""
 
     hidden: Tensor
     extra: dict[str, Any]
@@ -45,14 +45,14 @@ class DataclassBlock(Block):
 
 
 class KeywordBlock(Block):
-    """Called with keyword arguments only, one of them a nested container."""
+    """A block that is called with keyword arguments only, one of them a nested container."""
 
     def forward(self, *, state: dict[str, Tensor], scale: float = 1.0) -> Tensor:
         return super().forward(state["hidden"]) * scale
 
 
 class InPlaceBlock(Block):
-    """Changes its own output in place and returns a view of it."""
+    """A block that changes its own output in place and returns a view of it."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         result = super().forward(hidden)
@@ -61,7 +61,7 @@ class InPlaceBlock(Block):
 
 
 class WeightViews(Block):
-    """Uses views, slices and a no-grad statistic of its weights."""
+    """A block that uses views, slices and a no-grad statistic of its weights."""
 
     def forward(self, hidden: Tensor) -> Tensor:
         top, bottom = self.up.weight.chunk(2)  # (width, width) each
@@ -71,7 +71,7 @@ class WeightViews(Block):
 
 
 def unpack(output: Any) -> Tensor:
-    """The hidden state and a little of everything else, so that each part gets a gradient."""
+    """Return the hidden state plus a small part of every other output, so that each gets a gradient."""
     if isinstance(output, tuple):
         return output[0] + 0.1 * output[2][0]
     if isinstance(output, dict):
@@ -107,7 +107,7 @@ BLOCKS: dict[str, type[Block]] = {
 
 
 class NoInputGradient(nn.Module):
-    """The first block takes the data itself, which needs no gradient; the second block's input is detached."""
+    """A model whose first block gets the data itself, which needs no gradient; the second block's input is detached."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def _model(kind: type[nn.Module], run: Run) -> None:
 
 
 def _no_loss_from_one_rank(run: Run) -> None:
-    """One rank's loss does not depend on the blocks at all (its whole batch is masked): it still joins every collective."""
+    """Mask one rank's complete batch, so that its loss does not depend on the blocks: it still takes part in every collective."""
 
     def forward(model: nn.Module, batch: Batch) -> Tensor:
         logits = model(batch["inputs"]).float()

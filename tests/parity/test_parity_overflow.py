@@ -1,4 +1,4 @@
-"""fp16 overflow: found on one rank, skipped by all, the scheduler stays, the scale falls, the parameter is named."""
+"""Test fp16 overflow: found on one rank, skipped by all; the scheduler does not advance, the scale falls, the parameter is named."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ SCHEDULE = {
 
 
 def feed_with_one_infinity(step: int, micro: int, rank: int) -> Batch:
-    """In the second step, rank 1's last micro-step holds a value that overflows in fp16."""
+    """Return a feed in which rank 1's last micro-step of the second step holds a value that overflows in fp16."""
     batch = CASES["mlp"].rows(step, micro, rank)
     if (step, micro, rank) == (1, 1, 1):
         batch["inputs"][0, 0] = math.inf
@@ -42,7 +42,7 @@ def _initial_scale_too_large(run: Run) -> None:
 
 
 def _skip_moves_nothing(stage: int, static: bool) -> None:
-    """Weights, moments, scheduler and counters of a skipped step; the log names a parameter."""
+    """Check weights, moments, scheduler and counters of a skipped step; the log names a parameter."""
     import hf_zero
 
     scale = {"loss_scale": 128.0} if static else {"loss_scale": 0, "initial_scale_power": 7, "hysteresis": 1}
@@ -80,7 +80,7 @@ def _skip_moves_nothing(stage: int, static: bool) -> None:
 
 
 def _smallest_scale(stage: int) -> str:
-    """A loss that never becomes finite ends the run once the scale cannot fall any more; at stage 0 all steps are skipped."""
+    """Train on a loss that is never finite: the run ends once the scale cannot fall any more; at stage 0 all steps are skipped."""
     fp16 = {"loss_scale": 0, "initial_scale_power": 2, "hysteresis": 1, "min_loss_scale": 1}
     engine = initialize(CASES["mlp"].build(), Run(stage=stage, dtype="fp16", extra={"fp16": fp16}))
     batch = CASES["mlp"].rows(0, 0, 0)

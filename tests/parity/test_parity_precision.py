@@ -1,4 +1,4 @@
-"""Precision settings beyond the matrix: torch_autocast, the type on the wire, the type of accumulation, scaling before the sum."""
+"""Test precision settings beyond the matrix: torch_autocast, the dtypes of messages and of accumulation, scaling before the sum."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _train(run: Run) -> Trace:
 
 
 def _autocast(stage: int, dtype: str) -> None:
-    """fp32 parameters, 16-bit arithmetic inside forward: what ``torch.autocast`` does with the plain model."""
+    """Check fp32 parameters with 16-bit arithmetic inside forward, as with ``torch.autocast`` around the plain model."""
     extra: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": dtype}}
     run = Run(stage=stage, accumulation=2, clip=0.1, extra=extra)
     trace = _train(run)
@@ -56,7 +56,7 @@ def _autocast(stage: int, dtype: str) -> None:
 
 
 def _outer_autocast_is_ignored(stage: int) -> None:
-    """DeepSpeed switches an autocast region of the caller off inside the engine, unless ``torch_autocast`` is set."""
+    """Check that an autocast region of the caller is switched off inside the engine, as by DeepSpeed, unless ``torch_autocast`` is set."""
     engine = initialize(CASE.build(), Run(stage=stage))
     batch = CASE.rows(0, 0, ranks.rank())
     alone = CASE.forward(engine, batch).item()
@@ -66,7 +66,7 @@ def _outer_autocast_is_ignored(stage: int) -> None:
 
 
 def _wire(stage: int, dtype: str) -> None:
-    """Gradients on the wire in fp32 are summed to the same values; in 16 bit they lose what 16 bit cannot hold, no more."""
+    """Check that fp32 messages give the same sums, and that 16-bit messages lose only what 16 bit cannot represent."""
     run = Run(stage=stage, dtype=dtype)
     exact = _train(Run(**{**vars(run), "extra": {"communication_data_type": "fp32"}}))
     coarse = _train(Run(**{**vars(run), "extra": {"communication_data_type": "bf16"}}))
@@ -80,7 +80,7 @@ def _wire(stage: int, dtype: str) -> None:
 
 
 def _accumulation_dtype(stage: int) -> None:
-    """bf16 runs accumulate in fp32 unless told otherwise; ``grad_accum_dtype: fp32`` says so explicitly."""
+    """Check that bf16 runs accumulate in fp32 by default; ``grad_accum_dtype: fp32`` sets this explicitly."""
     run = Run(stage=stage, dtype="bf16", accumulation=4)
     explicit = _train(Run(**{**vars(run), "extra": {"data_types": {"grad_accum_dtype": "fp32"}}}))
     check_bitwise(explicit, _train(run), "grad_accum_dtype fp32")
@@ -89,7 +89,7 @@ def _accumulation_dtype(stage: int) -> None:
 
 
 def _prescale(stage: int, dtype: str) -> None:
-    """Dividing before the sum, wholly or in part, gives the same mean."""
+    """Check that dividing before the sum, completely or in part, gives the same mean."""
     for extra in ({"prescale_gradients": True}, {"prescale_gradients": True, "gradient_predivide_factor": 2.0}):
         run = Run(stage=stage, dtype=dtype, accumulation=2, clip=0.1, extra=extra)
         trace = _train(run)
@@ -98,7 +98,7 @@ def _prescale(stage: int, dtype: str) -> None:
 
 
 def _clipping_defaults_to_one(stage: int) -> None:
-    """A configuration that says nothing about clipping clips at 1.0; 0 switches it off."""
+    """Check that a configuration without clipping clips at 1.0, and that 0 switches it off."""
     case = CASES["t5"]
     for extra, clip in (({"gradient_clipping": None}, 1.0), ({"gradient_clipping": 0}, 0.0)):
         engine = initialize(case.build(), Run(stage=stage, extra=extra))
@@ -112,7 +112,7 @@ def _clipping_defaults_to_one(stage: int) -> None:
 
 
 def _moved_and_switched(stage: int) -> None:
-    """``to``, ``cpu``, ``train`` and ``eval`` between steps, on the engine and on the module, change nothing."""
+    """Check that ``to``, ``cpu``, ``train`` and ``eval`` between steps, on the engine and on the module, change nothing."""
 
     def calls(engine: Any, batch: Batch, forward: Any, micro: int) -> float:
         engine.to("cpu")
@@ -129,7 +129,7 @@ def _moved_and_switched(stage: int) -> None:
 
 
 def _parameters_read_right_after_a_step(stage: int) -> None:
-    """All-gathers after the step may still be on their way: whoever reads the module next must see the new weights."""
+    """Read the module right after a step, when all-gathers may still be running: the new weights must be visible."""
     import hf_zero
 
     run = Run(stage=stage, dtype="bf16", extra={"zero_optimization": {"overlap_comm": True}})

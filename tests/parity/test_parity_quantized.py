@@ -1,4 +1,4 @@
-"""Adapters on a base that bitsandbytes has quantized: the numbers of the same QLoRA in one plain process, at every stage."""
+"""Test adapters on a base that bitsandbytes has quantized: the numbers of the same QLoRA in one plain process, at every stage."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A Llama whose layers have several blocks of 64 elements."""
+    """Return a Llama whose layers have several blocks of 64 elements."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     size = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -49,7 +49,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def quantized(base: Path, kind: str, checkpointing: bool = False, seed: int = 1) -> nn.Module:
-    """The base as scripts load it for QLoRA, with adapters, the same on every rank."""
+    """Return the base as scripts load it for QLoRA, with adapters, the same on every rank."""
     from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
@@ -100,7 +100,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def _in_places(base: Path, folder: Path) -> None:
-    """Where shards rest and how they travel changes no byte: the same bits as without."""
+    """Check that the storage of shards and the way they are sent change no bit."""
     wanted = _trained(base, {})
     for place, keys in PLACES.items():
         if "offload_param" in keys:
@@ -123,7 +123,7 @@ def test_where_packed_weights_rest(base: Path, tmp_path: Path) -> None:
 
 
 def _divided(base: Path, kind: str) -> None:
-    """Between uses a rank has its share of the bytes; what reads them finds the whole."""
+    """Check that between uses a rank has its share of the bytes, and that reads get the complete weight."""
     plain = quantized(base, kind)
     engine = initialize(quantized(base, kind), Run(3))
     originals = dict(plain.named_parameters())
@@ -175,7 +175,7 @@ def test_each_rank_keeps_its_share(base: Path, kind: str) -> None:
 
 
 def _save(base: Path, folder: Path, stage: int) -> dict[str, Tensor]:
-    """Trains, and saves a checkpoint without the base, the adapter as peft does, and the whole model's state dict."""
+    """Train, and save a checkpoint without the base, the adapter as peft does, and the complete model's state dict."""
     run = Run(stage)
     engine = initialize(quantized(base, "fp4"), run)
     train(engine, feed, forward, run)
@@ -196,7 +196,7 @@ def _save(base: Path, folder: Path, stage: int) -> dict[str, Tensor]:
 
 
 def _resume(base: Path, folder: Path, stages: tuple[int, ...], masters: dict[str, Tensor]) -> list[float]:
-    """The adapters that were saved, and the loss of a step on the same batch."""
+    """Return the adapters that were saved, and the loss of a step on the same batch."""
     losses = []
     for stage in stages:
         engine = initialize(quantized(base, "fp4", seed=5), Run(stage))
@@ -277,7 +277,7 @@ def test_torchao_at_every_stage(base: Path, tmp_path: Path, dtype: str) -> None:
 
 
 class Int4Codes(torch.Tensor):
-    """What torchao's classes of 4-bit weights look like from outside."""
+    """A class with the interface of torchao's classes of 4-bit weights."""
 
     @staticmethod
     def __new__(cls, codes: torch.Tensor) -> Int4Codes:
@@ -309,7 +309,7 @@ def test_weights_whose_products_have_no_gradient() -> None:
 
 
 def _torchao_divided(base: Path, folder: Path, loaded: bool) -> None:
-    """Between uses a rank has its share of codes and scales; what reads them finds the whole, or one error."""
+    """Check that between uses a rank has its share of codes and scales; reads get the complete weight, or one error."""
     from transformers.integrations.deepspeed import HfDeepSpeedConfig
 
     plain = _weight_only(base, torch.float32)
@@ -377,7 +377,7 @@ def test_each_rank_keeps_its_share_of_torchao_weights(base: Path, tmp_path: Path
 
 
 def _merges(base: Path, kinds: tuple[str, ...]) -> None:
-    """A copy made inside a gather merges into the very codes that a model in one process gets."""
+    """Check that a copy made inside a gather merges into exactly the codes that a model in one process gets."""
     for kind in kinds:
         build = partial(_weight_only, base, torch.float32) if kind == "torchao" else partial(quantized, base, kind)
         wanted = dict(build().merge_and_unload().named_parameters())

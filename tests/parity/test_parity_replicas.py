@@ -1,4 +1,4 @@
-"""Shard groups with replicas (`mics_shard_size`): stages 1 to 3 against plain PyTorch, and against each other bit for bit."""
+"""Test shard groups with replicas (`mics_shard_size`): stages 1 to 3 against plain PyTorch, and against each other bit for bit."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STAGES = (1, 2, 3)
 
 
 def grouped(size: int, **zero: Any) -> dict[str, Any]:
-    """``Run.extra`` with shard groups of ``size`` ranks."""
+    """Return ``Run.extra`` with shard groups of ``size`` ranks."""
     return {"zero_optimization": {"mics_shard_size": size, **zero}}
 
 
@@ -43,7 +43,7 @@ def test_two_groups_of_two(dtype: str, accumulation: int, clip: float) -> None:
 
 @pytest.mark.parametrize("size", [2, 3])
 def test_six_ranks(size: int) -> None:
-    """A number of ranks that is no power of two, as 3 x 2 and 2 x 3."""
+    """Run on a number of ranks that is not a power of two, as 3 x 2 and 2 x 3."""
     ranks.run_ranks(_stages, 6, "mlp", size, "fp32", 2, 0.1)
 
 
@@ -64,7 +64,7 @@ def test_every_cell(name: str, dtype: str, world: int, size: int) -> None:
 
 
 def _skipping(stage: int) -> None:
-    """Rank 3 runs the blocks backwards and another rank some of them twice: their gradients are late at stage 3."""
+    """Run the blocks in reverse order on rank 3, and some of them twice on another rank: their gradients are late at stage 3."""
     orders = ([0, 1, 2, 3], [0, 1, 1, 3], [2], [3, 2, 1, 0])
 
     def build() -> nn.Module:
@@ -105,7 +105,7 @@ def test_every_group_skips_the_overflow_of_one_rank(stage: int) -> None:
 
 
 def _gradient_of(stage: int, dtype: str, size: int) -> None:
-    """Gradients are read after every micro-step, and written in the middle of an accumulation."""
+    """Read gradients after every micro-step, and write them in the middle of an accumulation."""
     import hf_zero
 
     case = CASES["mlp"]
@@ -151,7 +151,7 @@ def test_gradients_in_the_middle_of_an_accumulation(world: int, size: int, dtype
 
 
 def _all_inside(stage: int) -> None:
-    """Backwards inside ``no_sync`` and ``coalesce_grad_reduction`` are one step's."""
+    """Run all backwards of one step inside ``no_sync`` and ``coalesce_grad_reduction``."""
     case = CASES["mlp"]
     run = Run(stage=stage, accumulation=3, steps=2, extra=grouped(2))
     traces = []
@@ -234,7 +234,7 @@ def _tensor_parallel(stage: int) -> None:
 
 @pytest.mark.parametrize(("world", "stage"), [(4, 1), (8, 3)])
 def test_tensor_parallelism(world: int, stage: int) -> None:
-    """2 groups x 1 or 2 shards x 2 ranks that hold one model."""
+    """Run on 2 groups x 1 or 2 shards x 2 ranks that together hold one model."""
     ranks.run_ranks(_tensor_parallel, world, stage)
 
 
@@ -246,7 +246,7 @@ def _sequences(stage: int, size: int) -> None:
 
 @pytest.mark.parametrize(("stage", "size"), [(1, 2), (3, 2)])
 def test_sequence_parallelism(stage: int, size: int) -> None:
-    """Two ranks share each sequence, in shard groups as large as theirs or smaller."""
+    """Share each sequence between two ranks, in shard groups as large as theirs or smaller."""
     ranks.run_ranks(_sequences, 4, stage, size)
 
 
@@ -277,7 +277,7 @@ def test_a_model_that_was_built_in_shard_groups() -> None:
 
 
 def _changed_on_the_last_rank() -> None:
-    """What a rank of another group writes inside GatheredParameters reaches all."""
+    """Check that values which a rank of another group writes inside GatheredParameters reach all ranks."""
     import hf_zero
 
     engine = initialize(CASES["mlp"].build(), Run(stage=3, dtype="bf16", extra=grouped(2)))

@@ -1,4 +1,4 @@
-"""Same seed, same model: what is built divided has the weights, and leaves the random generators in the state, of a plain build."""
+"""Test that a model that is sharded while it is built has the weights of a plain build, and leaves the random generators in its state."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _seed() -> None:
 
 
 def _drawn() -> tuple[Any, ...]:
-    """A number of each generator, which says where its stream is."""
+    """Return a number from each generator, which shows the position of its stream."""
     return float(torch.rand(())), random.random(), float(numpy.random.random())
 
 
@@ -98,7 +98,7 @@ def _from_config(dtype: str) -> None:
 
 
 def _missing(names: list[str]) -> set[str]:
-    """Every third weight of a file; not those whose values no initializer of transformers gives, with stage 3 or without."""
+    """Return every third weight of a file, except weights that no initializer of transformers sets, with stage 3 or without."""
     left_out = ("expert", "parametriz", "num_batches", "logit_scale")
     return set([name for name in sorted(names) if not any(part in name for part in left_out)][::3])
 
@@ -131,7 +131,7 @@ def _from_pretrained(dtype: str, folder: str) -> None:
 
 
 class _Drawing(nn.Module):
-    """Draws in every way that constructors do, before and after its layers are divided."""
+    """A model that draws in every way that constructors do, before and after its layers are sharded."""
 
     def __init__(self) -> None:
         super().__init__()

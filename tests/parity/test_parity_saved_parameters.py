@@ -1,4 +1,4 @@
-"""Functions that save a parameter itself for their backward, outside of its module's forward, see its values there (ZeRO stage 3)."""
+"""Test functions that save a parameter itself for their backward, outside of its module's forward: they read its values (ZeRO stage 3)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BEHIND = ("gathered", "bare", "frozen")  # the loss, behind the forward, reads t
 
 
 class Product(torch.autograd.Function):
-    """``hidden @ weight.T``. What it saves is the parameter, not a view of its memory as torch's own operations save."""
+    """The function ``hidden @ weight.T``. It saves the parameter, not a view of its memory as torch's own operations do."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:
@@ -44,7 +44,7 @@ class Product(torch.autograd.Function):
 
 
 class Tall(nn.Module):
-    """Blocks between a large embedding and the matrix that ``kind`` says: of the head, of the embedding, of a block."""
+    """Blocks between a large embedding and the matrix that ``kind`` names: of the head, of the embedding, of a block."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def _loss(model: Any, batch: Batch) -> Tensor:
 
 
 class Tiles(torch.autograd.Function):
-    """Of an empty weight it makes no tile, and no operation fails."""
+    """A function that makes no tile of an empty weight, so that no operation fails."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor) -> Tensor:

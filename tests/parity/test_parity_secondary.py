@@ -1,4 +1,6 @@
-"""Secondary copies inside a node (`zero_hpz_partition_size`): the same bits as stage 3 without them, and fewer bytes over all links."""
+"""Test secondary copies inside a node (`zero_hpz_partition_size`): the same bits as stage 3 without them, and fewer bytes over all
+links.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,7 @@ def test_six_ranks(world: int, size: int) -> None:
 
 
 def _coded(reads: bool) -> None:
-    """Codes in the gathers over all ranks: the node keeps what they say, whether or not somebody reads exact values before."""
+    """Gather codes over all ranks: the node keeps their values, whether or not exact values were read before."""
     import hf_zero
 
     case, traces = CASES["mlp"], []
@@ -72,7 +74,7 @@ def test_shards_and_states_on_the_host() -> None:
 
 
 def _written() -> None:
-    """What a script writes counts, in the secondary copy too."""
+    """Check that values written by a script reach the secondary copy too."""
     import hf_zero
 
     engine = initialize(CASES["mlp"].build(), Run(stage=3, extra=hpz(2)))
@@ -116,7 +118,7 @@ def _bytes(size: int, accumulation: int) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_bytes_of_a_step(accumulation: int) -> None:
-    """Over all ranks each parameter is gathered once per optimizer step; all else stays inside the node."""
+    """Check that each parameter is gathered over all ranks once per optimizer step; other gathers stay inside the node."""
     for everywhere, inside, whole, root in ranks.run_ranks(_bytes, 4, 2, accumulation):
         votes = 2 * (STEP_VOTE_BYTES + accumulation * (4 * (3 + 1) + 4 * (1 + 3)))  # two rounds each
         assert everywhere == whole * 4 * 3 // 4 + _all_reduced(8, 4) + votes

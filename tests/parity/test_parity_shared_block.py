@@ -1,4 +1,6 @@
-"""A block that runs several times: in one forward (ALBERT), in two forwards before one backward (DPO), in two backwards before a step."""
+"""Test a block that runs several times: in one forward (ALBERT), in two forwards before one backward (DPO), in two backwards before a
+step.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class Repeated(Mlp):
-    """Runs its list of blocks twice, the second time backwards."""
+    """A model that runs its list of blocks twice, the second time in reverse order."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         hidden = self.entry(inputs)
@@ -42,7 +44,7 @@ def _albert(run: Run) -> None:
 
 
 def preference_loss(model: nn.Module, batch: Batch) -> Tensor:
-    """DPO's shape: two forwards of the same model, one loss of both."""
+    """Return a loss like DPO's: two forwards of the same model, one loss of both."""
     chosen = class_logits(model, batch["inputs"])
     rejected = class_logits(model, batch["inputs"].flip(1))
     return -functional.logsigmoid(chosen - rejected).mean()
@@ -58,7 +60,7 @@ def _two_forwards(run: Run) -> None:
 
 
 def halves(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Two losses on the two halves of the features, each with a forward of its own."""
+    """Return two losses on the two halves of the features, each with a forward of its own."""
     left = torch.cat([batch["inputs"][:, : LENGTH // 2], torch.zeros_like(batch["inputs"][:, LENGTH // 2 :])], dim=1)
     first = class_loss(model, {**batch, "inputs": left})
     second = class_loss(model, {**batch, "inputs": batch["inputs"] - left})
@@ -71,7 +73,7 @@ def both_halves(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def forward_backward_twice(engine: Any, batch: Batch, _forward: Forward, _micro: int) -> float:
-    """Forward, backward, forward, backward, step."""
+    """Run forward, backward, forward, backward, step."""
     left = torch.cat([batch["inputs"][:, : LENGTH // 2], torch.zeros_like(batch["inputs"][:, LENGTH // 2 :])], dim=1)
     first = class_loss(engine, {**batch, "inputs": left})
     engine.backward(first)
@@ -82,7 +84,7 @@ def forward_backward_twice(engine: Any, batch: Batch, _forward: Forward, _micro:
 
 
 def two_graphs_backward_twice(engine: Any, batch: Batch, _forward: Forward, _micro: int) -> float:
-    """Both forwards first, then both backwards, then the step."""
+    """Run both forwards first, then both backwards, then the step."""
     first, second = halves(engine, batch)
     engine.backward(first)
     engine.backward(second)

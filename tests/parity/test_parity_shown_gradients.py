@@ -1,4 +1,4 @@
-"""``param.grad`` after a backward: the mean over ranks at stage 0, as scripts read and change it; nothing at stages 1 to 3."""
+"""Test ``param.grad`` after a backward: the mean over ranks at stage 0, as scripts read and change it; None at stages 1 to 3."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def _is_shown() -> None:
 
 
 def _is_taken() -> None:
-    """Clipped in place, set to None, and after a second backward before the step: as plain PyTorch would."""
+    """Clip a gradient in place, set it to None, and run a second backward before the step: results are plain PyTorch's."""
     model, engine = _model(), _engine()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, weight_decay=0.1)
     for step in range(STEPS):

@@ -1,4 +1,4 @@
-"""Blocks that a rank never runs: experts, LayerDrop, a tower without input. No hang, and the skipped block adds zeros."""
+"""Test blocks that a rank never runs: experts, LayerDrop, a tower without input. No hang, and the skipped block adds zeros."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradient norms far above those before: logged, or skipped on all ranks as plain PyTorch would without that step, also after a resume."""
+"""Test gradient norms far above earlier ones: logged, or skipped on all ranks like plain PyTorch without that step, also after a resume."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def _messages() -> Iterator[list[str]]:
 
 
 def _reference(skips: bool, world: int) -> list[torch.Tensor]:
-    """Train in plain PyTorch on the batches of all ranks, and leave the update of step ``SPIKE`` out."""
+    """Train in plain PyTorch on the batches of all ranks, and leave out the update of step ``SPIKE``."""
     run, module = Run(steps=STEPS), MLP.build()
     optimizer = torch.optim.AdamW(module.parameters(), lr=run.lr, betas=(0.9, 0.99), weight_decay=run.weight_decay, eps=run.eps)
     for step in range(STEPS):

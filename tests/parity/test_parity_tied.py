@@ -1,4 +1,4 @@
-"""Tied weights: one parameter under several names lives in one unit, once, and stays tied."""
+"""Test tied weights: one parameter under several names is in one unit, once, and stays tied."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STAGES = (0, 1, 2, 3)
 
 
 class TiedBlocks(nn.Module):
-    """The first and the last block share one matrix, so it belongs to neither block's unit."""
+    """A model whose first and last block share one matrix, so it belongs to neither block's unit."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def _tied_blocks(run: Run) -> None:
 
 
 def _stays_tied(stage: int) -> None:
-    """The same object under both names, one place in the units, the same values in the state dict under both names."""
+    """Check that both names have the same object, one place in the units, and the same values in the state dict."""
     case = CASES["tied_coder"]
     model = case.build()
     names = ("encoder.embed.weight", "decoder.embed.weight", "head.weight")
@@ -69,7 +69,7 @@ def _stays_tied(stage: int) -> None:
 
 
 def _tied_to_frozen(stage: int) -> None:
-    """A frozen embedding tied to the head: no gradient, no update, and the rest trains."""
+    """Tie the head to a frozen embedding: no gradient, no update, and all other parameters train."""
 
     def build() -> nn.Module:
         model = CASES["tied_coder"].build()

@@ -1,4 +1,4 @@
-"""Parameters that are frozen, unfrozen, added and removed while training goes on: each step trains the same ones as in plain PyTorch."""
+"""Test parameters that are frozen, unfrozen, added and removed during training: each step trains the same ones as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_whole_tensors_and_offloaded_states_too() -> None:
 
 
 def _resumed(folder: str) -> None:
-    """A run that was saved in the middle goes on in a new engine, whose units are laid out for other parameters."""
+    """Continue a run that was saved in the middle in a new engine, whose units are laid out for other parameters."""
     for stage in (1, 3):
         expected = _trained("adamw", stage, 1)
         model = _model()
@@ -255,7 +255,7 @@ def test_a_gradient_counts_whatever_is_frozen_behind_its_backward(texts: tuple[s
 
 
 def _added_to_one_group() -> None:
-    """A frozen parameter with a gradient, in the param group of one rank only, is one error on all of them."""
+    """Add a frozen parameter with a gradient to the param group of one rank only: one error on all of them."""
     for stage in (0, 3):
         model = _model()
         optimizer = _optimizer("adamw", _groups(model))
@@ -275,7 +275,7 @@ def test_a_frozen_parameter_that_joins_on_one_rank_is_told() -> None:
 
 
 def _broken_off() -> None:
-    """A backward that broke off leaves no gradient anywhere, nor in a parameter that is to join."""
+    """Check that a backward that failed leaves no gradient anywhere, including parameters that would be added by the step."""
 
     def fail(grad: torch.Tensor) -> None:
         raise ArithmeticError
@@ -297,7 +297,7 @@ def test_a_backward_that_broke_off_leaves_no_gradient_to_join_with() -> None:
 
 
 def _first_update_without_backward() -> None:
-    """``step`` updates with a gradient that was written to a parameter which no step has trained."""
+    """Check that ``step`` updates with a gradient that was written to a parameter which no step has trained."""
     for stage in (0, 1, 2):  # a rank that has a part of a parameter refuses the assignment
         model = _model()
         engine = _engine(model, torch.optim.SGD(_groups(model), lr=0.5), stage, gradient_clipping=0.0)
@@ -331,7 +331,7 @@ def test_what_is_no_parameter_of_the_model_cannot_join() -> None:
 
 
 def _of_the_configuration() -> None:
-    """The configuration's optimizer, which was given no parameters, trains whatever requires a gradient."""
+    """Check that the configuration's optimizer, which was given no parameters, trains every parameter that requires a gradient."""
     for stage in (0, 1, 2, 3):
         model = _model()
         optimizer = {"optimizer": {"type": "AdamW", "params": {"lr": 0.02}}}
@@ -352,7 +352,7 @@ def test_the_configurations_optimizer_trains_all_that_requires_a_gradient() -> N
 
 
 def _wide() -> None:
-    """A model in float64 trains in float64, beside parameters of other types."""
+    """Train a model in float64 next to parameters of other dtypes: it trains in float64."""
     torch.manual_seed(2)
     plain = nn.Sequential(nn.Linear(6, 5), nn.Linear(5, 3)).double()
     for stage in (0, 1, 2, 3):

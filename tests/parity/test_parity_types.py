@@ -1,4 +1,4 @@
-"""Buffers keep the type they were loaded in, named parameters stay in fp32: beside plain PyTorch with the same cast, saved and loaded."""
+"""Test that buffers keep the dtype they were loaded in and named parameters stay in fp32, against plain PyTorch with the same cast."""
 
 from __future__ import annotations
 
@@ -138,14 +138,14 @@ def test_logits_behind_position_4096_are_those_without_the_engine() -> None:
 
 
 class Wide(nn.Linear):
-    """Computes in the type of its weight, as fp32 layers of libraries do."""
+    """A module that computes in the dtype of its weight, as fp32 layers of libraries do."""
 
     def forward(self, inputs: Tensor) -> Tensor:
         return super().forward(inputs.to(self.weight.dtype)).to(inputs.dtype)
 
 
 class Mixed(Mlp):
-    """Fp32 layers among others, one frozen, one tied to another name; fp32 and fp64 buffers, statistics."""
+    """A model with fp32 layers among others, one frozen, one tied to another name; fp32 and fp64 buffers, statistics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _types(model: nn.Module) -> None:
 
 
 def _named_parameters(run: Run, offload: dict[str, Any] | None = None) -> None:
-    """Training with fp32 layers, which plain PyTorch does on its own fp32 and 16-bit parameters."""
+    """Train with fp32 layers, which plain PyTorch does on its own fp32 and 16-bit parameters."""
     run = Run(**{**vars(run), "extra": {**NAMED, **({"zero_optimization": offload} if offload else {})}})
     engine = initialize(build_mixed(), run)
     _types(engine.module)
@@ -219,7 +219,7 @@ def test_parameters_that_stay_in_fp32_train_as_in_plain_pytorch(stage: int, dtyp
 
 
 def _built_inside_init(dtype: str) -> None:
-    """zero.Init casts what initialize casts, and leaves the same numbers: a model that is built whole and one that is built sharded."""
+    """Check that zero.Init casts the same tensors as initialize, with the same numbers: a model built unsharded, and one built sharded."""
     import hf_zero
 
     run = Run(stage=3, dtype=dtype, extra=NAMED)
@@ -243,7 +243,7 @@ def test_a_model_built_inside_zero_init_has_the_same_types_and_numbers() -> None
 
 
 def _statistics(stage: int) -> None:
-    """Statistics and their norm stay in fp32 without a name; ``buffer_dtype`` casts both."""
+    """Check that statistics and their norm stay in fp32 without a name; ``buffer_dtype`` casts both."""
     run = Run(stage=stage, dtype="bf16", extra={"data_types": {"keep_in_fp32_modules": ["wide"]}})
     engine = initialize(build_mixed(), run)
     train(engine, MLP.rows, class_loss, run)
@@ -270,7 +270,7 @@ def _alike(engine: Any) -> dict[str, Tensor]:
 
 
 def _old_checkpoint(folder: str, stage: int) -> None:
-    """A checkpoint of rounded buffers and parameters, as earlier versions wrote them, loads; a new one is unrounded."""
+    """Load a checkpoint of rounded buffers and parameters, as earlier versions wrote them; a new one is unrounded."""
     run = Run(stage=stage, dtype="bf16", extra={"data_types": {"keep_in_fp32_modules": [], "buffer_dtype": "bf16"}})
     old = initialize(build_mixed(), run)
     train(old, MLP.rows, class_loss, run)
@@ -296,7 +296,7 @@ def _old_checkpoint(folder: str, stage: int) -> None:
 
 
 def _not_cast(stage: int) -> None:
-    """Where a forward does not cast, torch's error comes with the tensors that stayed and what to do."""
+    """Check that torch's error for a forward that does not cast is extended by the tensors that kept their dtype and by advice."""
     model = build_mixed()
     model.forward = lambda inputs: model.head(model.entry(inputs) + model.table)
     engine = initialize(model, Run(stage=stage, dtype="bf16"))
@@ -320,7 +320,7 @@ def test_statistics_old_checkpoints_and_a_forward_that_does_not_cast(tmp_path: P
 
 
 def _from_config() -> None:
-    """``from_config`` in 16 bit gives fp32 to nobody, sharded or not; in fp32 the named parameters are not rounded."""
+    """Check that ``from_config`` in 16 bit keeps no parameter in fp32, sharded or not; in fp32 the named parameters are not rounded."""
     name = "T5ForConditionalGeneration"
     config = zoo.small_config(name)
     cls = type(zoo.build(name))

@@ -1,4 +1,6 @@
-"""Backwards that no tensor announces, at stage 3 with blocks that are resharded: what blocks return, and what becomes of it."""
+"""Test backwards that no tensor announces, at stage 3 with blocks that are resharded, by the outputs of blocks and later changes to
+them.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ TIGHT = {"stage3_max_live_parameters": 1000, "stage3_max_reuse_distance": 0, "st
 
 
 class Slots:
-    """A result of a script's own without a dict."""
+    """A script's own result class without a dict."""
 
     __slots__ = ("inner",)
 
@@ -28,7 +30,7 @@ class Slots:
 
 
 class Closure:
-    """A result in which nobody finds a tensor."""
+    """A result in which no tensor can be found."""
 
     def __init__(self, hidden: Tensor) -> None:
         self.get = lambda: hidden
@@ -130,7 +132,7 @@ def test_what_blocks_return_needs_no_tensor_that_is_found() -> None:
 
 
 def _memory_between(wrap: Callable[[Tensor], Any]) -> list[int]:
-    """Bytes of the blocks' whole buffers that are there when a forward is over, and when backward is."""
+    """Return the bytes of the blocks' whole buffers when a forward is over, and when backward is over."""
     engine = initialize(Chain(wrap), Run(3, extra={"zero_optimization": TIGHT}))
     loss = _logits(engine, CASES["mlp"].rows(0, 0, ranks.rank()))
 

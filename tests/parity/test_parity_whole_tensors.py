@@ -1,4 +1,4 @@
-"""Optimizers that look at whole tensors (Adafactor, Muon, LAMB, ...) train as in plain PyTorch, at every stage."""
+"""Test that optimizers over complete tensors (Adafactor, Muon, LAMB, ...) train as in plain PyTorch, at every stage."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ STAGES = (0, 1, 2, 3)
 
 
 def _bitwise(name: str, case: str, stages: tuple[int, ...], accumulation: int) -> None:
-    """Losses and weights are plain PyTorch's bit for bit; norms are added up in another order."""
+    """Check that losses and weights are plain PyTorch's bit for bit; norms are summed in another order."""
     run = Run(accumulation=accumulation)
     expected = plain(name, CASES[case], run, ranks.world())
     for stage in stages:
@@ -80,7 +80,7 @@ def test_states_on_the_host_and_shards_in_files(name: str, tmp_path: Any) -> Non
 
 
 def _overflow(stage: int) -> tuple[list[bool], list[float]]:
-    """A gradient that is not finite skips the step: weights and states stay; the next step goes on."""
+    """Check that a gradient that is not finite skips the step: weights and states do not change; the next step updates."""
     run = Run(stage=stage, dtype="fp16")
     case = CASES["mlp"]
     engine = start("RowScaled", case, run)
@@ -102,7 +102,7 @@ def test_overflow_skips_the_step(stage: int) -> None:
 
 
 class Few(nn.Module):
-    """Two parameters, one of them without dimensions."""
+    """A model of two parameters, one of them without dimensions."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def _by_config(stage: int, optimizer: dict[str, Any], dtype: str = "fp32", **ext
     ],
 )
 def test_types_of_the_configuration_are_the_same_on_any_number_of_ranks_and_stages(optimizer: dict[str, Any]) -> None:
-    """Stages agree on two ranks bit for bit, norms aside, which they add up in different orders."""
+    """Check that stages agree on two ranks bit for bit, except for norms, which they sum in different orders."""
     traces = [ranks.run_ranks(_by_config, 2, stage, optimizer)[0] for stage in (0, 3)]
     for trace in traces[1:]:
         check(trace, traces[0], Run(), str(optimizer))
@@ -253,7 +253,7 @@ def _memory(stage: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize(("stage", "whole", "shared"), [(0, 10, 0), (1, 2, 8), (2, 2, 8), (3, 0, 10)])
 def test_memory_between_steps_is_shared(stage: int, whole: int, shared: int) -> None:
-    """16-bit weights (2), masters (4), a moment per element (4); moments are divided up to a parameter."""
+    """Check the bytes: 16-bit weights (2), masters (4), a moment per element (4); moments are distributed in complete parameters."""
     for held, numel in ranks.run_ranks(_memory, 3, stage):
         assert held == pytest.approx(numel * (whole + shared / 3), rel=0.08)
 

@@ -1,4 +1,4 @@
-"""Gradients that a script writes to ``param.grad`` itself: after a backward, or in place of one, as plain PyTorch takes them."""
+"""Test gradients that a script writes to ``param.grad`` itself, after a backward or instead of one, as in plain PyTorch."""
 
 from __future__ import annotations
 
@@ -44,7 +44,9 @@ def _rows(step: int) -> torch.Tensor:
 
 
 def _plain(world: int, some: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """Weights and norms of one process that averages what all ranks write; ``some``: the last layer keeps backward's gradients."""
+    """Return weights and norms of one process that averages the gradients that all ranks write; ``some``: the last layer keeps
+    backward's.
+    """
     model = _model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     norms = []
@@ -60,7 +62,7 @@ def _plain(world: int, some: bool) -> tuple[list[torch.Tensor], list[float]]:
 
 
 def _written(engine: Any, some: bool) -> tuple[list[torch.Tensor], list[float]]:
-    """The same through an engine; all gradients are written without a backward, or ``some`` after one."""
+    """Train the same through an engine; all gradients are written without a backward, or ``some`` after one."""
     norms = []
     for step in range(STEPS):
         if some:
@@ -90,7 +92,7 @@ def test_written_gradients_are_those_of_the_step(world: int) -> None:
 
 
 def _counts_micro_steps() -> None:
-    """A step of two micro-steps: the first backward's gradients are replaced by what is written at the second."""
+    """Take a step of two micro-steps: gradients written at the second replace those of the first backward."""
     for stage in (0, 1, 2):
         engine = _engine(stage, gradient_accumulation_steps=2)
         engine.backward(engine(_rows(0)).square().mean())
@@ -110,7 +112,7 @@ def test_written_gradients_count_as_a_micro_step() -> None:
 
 
 def _overflows() -> None:
-    """DeepSpeed's own tests of dynamic loss scales write gradients so; they carry the loss scale."""
+    """Write gradients multiplied by the loss scale, as DeepSpeed's own tests of dynamic loss scales do."""
     engine = _engine(1, fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 1, "hysteresis": 1}, gradient_clipping=0.0)
     for value, scale, norm in ((1.0, 16.0, 1 / 16), (1.0, 32.0, 1 / 16), (float("inf"), 16.0, None), (16.0, 16.0, 1.0)):
         count = sum(param.numel() for param in engine.parameters())
@@ -170,7 +172,7 @@ def test_what_cannot_be_taken_is_one_error_on_every_rank() -> None:
 
 
 def _seen() -> None:
-    """``safe_get_full_grad`` shows the gradient that the step takes: the mean of written ones, zero where one was removed."""
+    """Check that ``safe_get_full_grad`` returns the gradient that the step uses: the mean of written ones, zero where one was removed."""
     for stage in (0, 1, 2):
         engine = _engine(stage, gradient_clipping=0.0)
         first, second, third = list(engine.parameters())[:3]
@@ -222,7 +224,7 @@ def test_a_look_at_what_one_rank_has_written_is_one_error_on_every_rank() -> Non
 
 
 def _between(who: tuple[int, ...]) -> None:
-    """Written between two micro-steps: plain PyTorch replaces the first's gradient and adds the second's to it."""
+    """Write between two micro-steps: plain PyTorch replaces the first's gradient and adds the second's to it."""
     for stage in (0, 1, 2):
         written, beside = (_engine(stage, gradient_accumulation_steps=2) for _ in range(2))
         weight = next(written.parameters())
@@ -254,7 +256,7 @@ def test_a_gradient_written_between_micro_steps_is_refused() -> None:
 
 
 def _after_zero_grad() -> None:
-    """Without a backward since ``zero_grad``, the step takes what is written and zeros, as plain PyTorch would with zeros written."""
+    """Check that without a backward since ``zero_grad`` the step uses written gradients and zeros, as plain PyTorch with zeros written."""
     for stage in (0, 1, 2):
         engine = _engine(stage, gradient_clipping=0.0)
         weight = next(engine.parameters())
@@ -273,7 +275,7 @@ def test_a_gradient_written_after_zero_grad_counts_alone() -> None:
 
 
 def _set_between() -> None:
-    """A gradient that is set between micro-steps replaces those of the micro-steps before, reduced or not, and later ones are added."""
+    """Set a gradient between micro-steps: it replaces those of earlier micro-steps, reduced or not, and later ones are added."""
     for stage in (0, 1, 2, 3):
         for deferred in (False, True):
             engine = _engine(

@@ -1,4 +1,4 @@
-"""Values that a script writes to parameters between the phases of a step: what plain PyTorch computes with, or an error on all ranks."""
+"""Test values that a script writes to parameters between the phases of a step: plain PyTorch's results, or an error on all ranks."""
 
 from __future__ import annotations
 
@@ -157,7 +157,7 @@ def _engine(stage: int, **config: Any) -> tuple[nn.Module, Any]:
 
 
 def _saved(folder: str) -> None:
-    """A save has what was written before it, at every stage."""
+    """Check that a save contains values written before it, at every stage."""
     for stage in (0, 1, 2, 3):
         model, engine = _engine(stage)
         _gathered(model, _through_data, stage == 3)
@@ -192,7 +192,7 @@ def test_what_one_rank_assigns_is_refused_on_all() -> None:
 
 
 def _frozen() -> None:
-    """A frozen parameter written on one rank inside a gather is the same on all ranks afterwards, at every stage."""
+    """Check that a frozen parameter written on one rank inside a gather is the same on all ranks afterwards, at every stage."""
     for stage in (0, 1, 2, 3):
         model = _model()
         model[0].requires_grad_(False)
@@ -212,7 +212,9 @@ def test_frozen_parameters_are_alike_after_a_write_on_one_rank() -> None:
 
 
 def _frozen_alone() -> None:
-    """A frozen parameter that one rank writes inside a gather which broadcasts nothing is refused; what all write, or is sent, counts."""
+    """Check that a frozen parameter written by one rank in a gather without broadcast is refused; writes of all ranks, or sent ones, are
+    kept.
+    """
     for stage in (0, 1, 2):
         model = _model()
         model[0].requires_grad_(False)
@@ -245,7 +247,7 @@ def test_what_one_rank_writes_to_a_frozen_parameter_is_refused_on_all() -> None:
 
 
 def _onebit() -> None:
-    """One assignment does not stop training."""
+    """Check that one assignment does not stop training."""
     optimizer = {"type": "OneBitAdam", "params": {"lr": 0.01, "freeze_step": 2}}
     for stage in (0, 1):
         model, engine = _engine(stage, optimizer=optimizer)
@@ -272,7 +274,7 @@ class _Block(nn.Module):
 
 
 def _divided() -> Any:
-    """An engine at stage 3 whose blocks are divided between forward and backward."""
+    """Return an engine at stage 3 whose blocks are resharded between forward and backward."""
     torch.manual_seed(3)
     config = {
         "train_micro_batch_size_per_gpu": 4,
@@ -283,7 +285,7 @@ def _divided() -> Any:
 
 
 def _written_divided(moment: str, who: tuple[int, ...]) -> None:
-    """What is assigned to divided parameters is one error, and training goes on without it; an engine beside it hears of nothing."""
+    """Assign to sharded parameters: one error, and training continues without the data; another engine does not notice."""
     written, beside = _divided(), _divided()
     for step in range(3):
         rows = _rows(step, ranks.rank(), torch.float32)
@@ -321,7 +323,7 @@ def test_what_is_assigned_to_a_divided_parameter_is_refused(moment: str, who: tu
 
 
 def _several_divided() -> None:
-    """What is assigned to parameters of several units is one error that names all, and the next use has nothing to refuse."""
+    """Assign to sharded parameters of several units: one error that names all, and the next use raises nothing."""
     engine = _divided()
     rows = _rows(0, ranks.rank(), torch.float32)
     for moment in ("before backward", "before step"):
@@ -344,7 +346,7 @@ def test_what_is_assigned_to_several_divided_parameters_is_one_error() -> None:
 
 
 def _read_next() -> None:
-    """The next use is not always a backward: a forward, a gather or a save finds it too."""
+    """Use the parameters next in a forward, a gather or a save, not always in a backward: it raises too."""
     engine = _divided()
     rows = _rows(0, ranks.rank(), torch.float32)
     weight = engine.module[1].linear.weight
@@ -367,7 +369,7 @@ def test_the_next_use_of_an_assigned_parameter_is_refused() -> None:
 
 
 class _Decaying(_Block):
-    """A block that shrinks its matrix in place in each forward for training, as tables of codes do."""
+    """A block that shrinks its matrix in place in each training forward, as tables of codes do."""
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         if self.training:
@@ -376,7 +378,9 @@ class _Decaying(_Block):
 
 
 def _in_forward(stage: int, bf16: bool, persist: int) -> None:
-    """What a forward writes through ``data`` counts like any write: torch counts no version of it, and no address changes."""
+    """Check that a forward's write through ``data`` is kept like any write, although neither version nor address of the parameter
+    changes.
+    """
     dtype = torch.bfloat16 if bf16 else torch.float32
     torch.manual_seed(3)
     plain = nn.Sequential(*[_Decaying() for _ in range(3)])
@@ -414,7 +418,9 @@ def test_what_a_forward_writes_through_data_counts(stage: int, persist: int) -> 
 
 
 def _differing_gather() -> None:
-    """What ranks have written differently in a gather is dropped, through ``data`` too, and training goes on without it."""
+    """Check that values which ranks have written differently in a gather are dropped, also through ``data``, and that training
+    continues.
+    """
     written, beside = _divided(), _divided()
     weight = written.module[1].linear.weight
     for step in range(2):
@@ -446,7 +452,7 @@ def test_what_ranks_write_differently_is_dropped() -> None:
 
 
 def _kept_without_a_copy() -> None:
-    """Values that a script took out of a gather stay as they were when it writes others in a later gather, between two steps."""
+    """Check that tensors taken out of a gather keep their values when the script writes others in a later gather, between two steps."""
     _, engine = _engine(3)
     for step in range(2):
         engine.backward(engine(_rows(step, ranks.rank())).square().mean())

@@ -1,4 +1,4 @@
-"""ZeRO++ against plain PyTorch with the same rounding: the same bits, on 2 and 4 ranks."""
+"""Test ZeRO++ against plain PyTorch with the same rounding: the same bits, on 2 and 4 ranks."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ KEEP = 0.8
 
 
 def zeropp(stage: int, dtype: str = "bf16", steps: int = STEPS, accumulation: int = 1, clip: float = 0.0, **zero: Any) -> Run:
-    """A run with keys of ZeRO++; ``w``, ``g`` and ``loco`` are short for them."""
+    """Return a run with keys of ZeRO++; ``w``, ``g`` and ``loco`` are short for them."""
     names = {"w": "zero_quantized_weights", "g": "zero_quantized_gradients", "loco": "zeropp_loco_param"}
     section = {"stage": stage, **SMALL_MODEL, **{names.get(key, key): value for key, value in zero.items()}}
     return Run(stage=stage, dtype=dtype, steps=steps, accumulation=accumulation, clip=clip, extra={"zero_optimization": section})
@@ -32,7 +32,7 @@ def places_of(engine: Any) -> reference.Places:
 
 
 def train_case(name: str, run: Run) -> Any:
-    """Rank 0 returns the trace and where the parameters lie."""
+    """Train, and return on rank 0 the trace and the layout of the parameters."""
     case = CASES[name]
 
     def feed(step: int, micro: int, rank: int) -> Batch:
@@ -84,7 +84,7 @@ def test_fp32_weights() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["gpt2", "llama"])
 def test_transformers(case: str) -> None:
-    """To the digit: attention's kernels sum in another order where memory lies otherwise, see [Note: parity in 16 bit]."""
+    """Compare within the limits of 16 bit: attention's kernels sum in another order if addresses differ, see [Note: parity in 16 bit]."""
     keys = {"w": True, "g": True, "loco": {"err_beta": KEEP}}
     run = zeropp(3, steps=4, **keys)
     trace, places = ranks.run_ranks(train_case, 4, case, run)[0]
@@ -105,7 +105,7 @@ _LOCO = {"g": True, "loco": {"err_beta": KEEP, "reset_T": 5}}
     ],
 )
 def test_two_hops(world: int, node: int, cells: list[tuple[int, dict[str, Any]]]) -> None:
-    """Nodes of 2 or 3 ranks: sums inside each are coded once more before they cross."""
+    """Run on nodes of 2 or 3 ranks: the sum inside each node is encoded again before it is sent to other nodes."""
     runs = [zeropp(stage, steps=6, accumulation=2, clip=0.05, **keys) for stage, keys in cells]
     found = ranks.run_ranks(train_cases, world, "odd_mlp", runs, env={"LOCAL_WORLD_SIZE": str(node)})[0]
     for (trace, places), run, (_, keys) in zip(found, runs, cells, strict=True):
@@ -113,7 +113,7 @@ def test_two_hops(world: int, node: int, cells: list[tuple[int, dict[str, Any]]]
 
 
 def test_shard_groups() -> None:
-    """Codes inside each of two groups; what crosses between them is the sum, as without codes."""
+    """Send codes inside each of two groups; between the groups the sum is sent, as without codes."""
     keys = {"w": True, **_LOCO}
     run = zeropp(3, steps=6, clip=0.05, mics_shard_size=2, **keys)
     trace, places = ranks.run_ranks(train_case, 4, "odd_mlp", run)[0]
@@ -122,7 +122,7 @@ def test_shard_groups() -> None:
 
 @pytest.mark.slow
 def test_shard_groups_of_two_nodes() -> None:
-    """A reduction of three parts: inside the node, over the nodes of a group, and to the other group."""
+    """Check a reduction of three hops: inside the node, over the nodes of a group, and to the other group."""
     keys = {"w": True, **_LOCO}
     run = zeropp(3, steps=6, clip=0.05, mics_shard_size=4, **keys)
     trace, places = ranks.run_ranks(train_case, 8, "odd_mlp", run, env={"LOCAL_WORLD_SIZE": "2"})[0]
@@ -155,7 +155,7 @@ def _compare(trace: Trace, places: reference.Places, name: str, world: int, run:
 
 
 def _what_is_seen() -> None:
-    """Forward computes with what the codes say, on all ranks alike; whoever holds parameters whole has exact values."""
+    """Check that forward computes with the values of the codes, alike on all ranks; a caller that unshards parameters has exact values."""
     engine = initialize(CASES["mlp"].build(), zeropp(3, w=True))
     seen: dict[str, torch.Tensor] = {}
 
@@ -186,7 +186,7 @@ def _what_is_seen() -> None:
 
 
 def _codes_of(engine: Any) -> dict[str, torch.Tensor]:
-    """What the codes of the present weights say, by the reference."""
+    """Return the values of the present weights' codes, by the reference."""
     masters, found = full_masters(engine), {}
     for padded, slots in places_of(engine):
         flat = torch.zeros(padded, dtype=torch.bfloat16)
@@ -202,7 +202,7 @@ def test_forward_sees_codes_and_holders_see_exact_values() -> None:
 
 
 def _held_between_forward_and_backward() -> None:
-    """A unit that is whole, as codes, is gathered once more for who pins it; small units stay whole and exact."""
+    """Check that a unit unsharded as codes is gathered once more when it is pinned; small units stay unsharded and exact."""
     run = zeropp(3, w=True, stage3_max_reuse_distance=1e9, stage3_param_persistence_threshold=100)
     engine = initialize(CASES["mlp"].build(), run)
     units = engine.units
@@ -223,7 +223,7 @@ def test_holding_what_is_whole_as_codes() -> None:
 
 
 class Adapted(nn.Module):
-    """A frozen layer and a trained one in each block, as LoRA has them."""
+    """A frozen layer and a trained one in each block, as with LoRA."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +250,7 @@ def test_frozen_weights_alone() -> None:
 
 
 def _assigned() -> None:
-    """``param.data = value`` while the unit is whole as codes: what was given is taken, the rest of the unit keeps its exact values."""
+    """Assign ``param.data = value`` while the unit is unsharded as codes: the data is adopted, other parameters keep their exact values."""
     engine = initialize(CASES["mlp"].build(), zeropp(3, w=True, stage3_max_reuse_distance=1e9))
     before = full_masters(engine)
     engine.eval()
@@ -275,7 +275,7 @@ def test_assigned_values_do_not_bring_codes_into_masters() -> None:
 
 
 def _overflow(stage: int) -> None:
-    """An infinity on one rank arrives as such: all skip, the scale halves, errors start anew, and training goes on."""
+    """Produce an infinity on one rank: all ranks skip, the scale halves, errors start from zero, and training continues."""
     engine = initialize(CASES["mlp"].build(), zeropp(stage, dtype="fp16", g=True, loco={"err_beta": KEEP}))
     exchange = engine.stepper.reducer.exchange
     for step in range(5):
@@ -300,7 +300,7 @@ def test_overflow_is_seen_by_all_and_drops_the_errors(stage: int) -> None:
 
 
 def _bytes_per_step(keys: dict[str, Any], hops: bool = False) -> dict[str, float]:
-    """Bytes this rank sends in a step for each parameter, by gathers and reductions."""
+    """Return the bytes this rank sends in a step for each parameter, by gathers and reductions."""
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(512, 512) for _ in range(4)))
     engine = initialize(model, zeropp(3, **keys))
@@ -316,7 +316,9 @@ def _bytes_per_step(keys: dict[str, Any], hops: bool = False) -> dict[str, float
 
 
 def test_bytes_sent() -> None:
-    """4 ranks, each sends 3/4 of what there is: two gathers and one reduction of 2 bytes, or of 1 and 1/2 with one scale per 256."""
+    """Check 4 ranks, each of which sends 3/4 of the data: two gathers and one reduction of 2 bytes, or of 1 and 1/2 with one scale per
+    256.
+    """
     plain = ranks.run_ranks(_bytes_per_step, 4, {})[0]
     coded = ranks.run_ranks(_bytes_per_step, 4, {"w": True, "g": True})[0]
     assert plain["gathers"] / 0.75 == pytest.approx(4.0, rel=0.02)
@@ -326,7 +328,9 @@ def test_bytes_sent() -> None:
 
 
 def test_bytes_of_two_hops() -> None:
-    """2 nodes of 2 ranks: half of the codes go to the other rank of the node, and of the sums of half of the elements half cross."""
+    """Check 2 nodes of 2 ranks: half of the codes are sent inside the node, and half of its sums (of half of the elements) to the other
+    node.
+    """
     sent = ranks.run_ranks(_bytes_per_step, 4, {"g": True}, True, env={"LOCAL_WORLD_SIZE": "2"})[0]
     assert sent["inside"] == pytest.approx((0.5 + 4 / 256) / 2, rel=0.02)
     assert sent["across"] == pytest.approx((0.5 + 4 / 256) / 4, rel=0.02)

@@ -1,4 +1,4 @@
-"""Whatever a script does is what plain PyTorch would have done, or one error on all ranks that names it: drawn scripts on both sides."""
+"""Test random scripts: each gives plain PyTorch's result, or one error on all ranks that names the cause."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_rank_that_loses_a_batch_alone_is_refused_and_one_that_runs_it_again_i
 
 
 def test_what_must_be_refused_goes_on_to_a_step_and_a_save() -> None:
-    """A script may end before anything looks at what one rank has written."""
+    """Continue to a step and a save, because a script may end before anything reads what one rank has written."""
     texts = (
         "cell stage=1 ranks=2; forward data=0; backward; write_grad param=head.weight who=0",
         "cell stage=0 ranks=2; gather_write param=blocks.1.gain modifier=none who=0",

@@ -228,6 +228,7 @@ def test_a_wrong_file_is_status_two_with_one_line(
     [
         (["--from", "/nowhere.yaml"], "cannot be read"),
         (["--from", "x.yaml", "gpt2"], "leave MODEL, --config and --fit out"),
+        (["--from", "x.yaml", "--memory", "80GiB", "--measure"], "does not read --memory, --measure: plan the configuration"),
         (["gpt2"], "--config is missing"),
         (["gpt2", "--config", "{}", "--write", "x"], "--write is a flag of a search: give --fit (or --from FILE) too"),
     ],

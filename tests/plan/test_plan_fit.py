@@ -96,7 +96,7 @@ def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
 def _serves_better(other: Candidate, one: Candidate) -> bool:
     """Whether ``one`` only recomputes or moves more than ``other``, which fits with as many samples."""
     mine, theirs = one.family, other.family
-    adds = mine != theirs and theirs.recomputes <= mine.recomputes and theirs.tier.within(mine.tier)
+    adds = mine != theirs and theirs.recomputes <= mine.recomputes and theirs.moves <= mine.moves and theirs.tier.within(mine.tier)
     return adds and (mine.layout, mine.stage) == (theirs.layout, theirs.stage) and other.micro_batch >= one.micro_batch
 
 
@@ -121,21 +121,29 @@ def made_up_device(task: Task) -> Costs:
     zero, accumulation, size = task.config["zero_optimization"], task.config["gradient_accumulation_steps"], task.load.micro_batch
     tensor, sequence = task.config.get("tensor_parallel", {}).get("autotp_size", 1), task.config.get("sequence_parallel_size", 1)
     stages, group, stage = task.config.get("pipeline", {}).get("stages", 1), zero.get("mics_shard_size", 0), zero["stage"]
-    parts, again = tensor * stages, task.model.checkpointing
+    parts, again, away = tensor * stages, task.model.checkpointing, task.model.moves
     shards = group or 8 // parts
     owned, parameters = 12e9 / parts / (shards if stage else 1), 2e9 / parts / (shards if stage == 3 else 1)
     moved = "offload_optimizer" in zero
     held = (
         parameters * ("offload_param" not in zero) + owned * (not moved) + 2e9 / parts / (shards if stage > 1 else 1) * (accumulation > 1)
     )
-    held += size * 1e9 / (parts * sequence) * (0.3 if again else 1) + 0.2e9 * (stage == 3) + 1e6 * again
+    kept = size * 1e9 / (parts * sequence) * (0.3 if again else 1)
+    held += kept * (0.4 if away else 1) + 0.2e9 * (stage == 3) + 1e6 * again
     work, sends = 64e12 / 8 * (4 if again else 3), 2e9 / parts * (accumulation if stage > 1 else 1) * (3 if stage == 3 else 1)
     alone = {
         "node_alone": 64 * 2e8 * (tensor - 1) + 64 * 2e7 * (sequence - 1),
         "calls_alone": 100.0 * accumulation * (tensor * sequence > 1),
     }
     micro = Part(
-        work, 64e9 / 8 * 20 + accumulation * 1e9, 0, 500 * accumulation, sends + alone["node_alone"], 0, 100 * accumulation, **alone
+        work,
+        64e9 / 8 * 20 + accumulation * 1e9,
+        2 * kept * accumulation * away,
+        500 * accumulation,
+        sends + alone["node_alone"],
+        0,
+        100 * accumulation,
+        **alone,
     )
     update = Part(0, 3 * owned * (not moved), owned / 3 * moved, 50, 2e9 / parts * (stage < 3), 0, 20)
     bubble = (stages - 1) / (2 * stages)
@@ -149,7 +157,7 @@ def made_up_device(task: Task) -> Costs:
 def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> None:
     """Of plans by formulas, and of those of the engine, with pipelines and offload: none of the five fastest is lost to a bound."""
     ranks, batch = (4, 4) if real else (8, 64)
-    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""))
+    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""), moves=not real)
     workers = Remembering(Task.costs if real else made_up_device)
     blocks, cluster = blocks_of(ModelWish("llama", TOY)), Cluster(ranks, ranks if real else 4, on_host=real)
 
@@ -339,7 +347,7 @@ def test_files_of_another_run_stay(tmp_path: Path) -> None:
 FIT = ["--fit", "--global-batch", "8", "--memory", "1GB"]
 WRONG: list[tuple[list[str], list[str]]] = [
     (["--fit", "--memory", "1GB"], ["--global-batch"]),
-    ([*FIT, "--offload-activations"], ["--offload-activations is of one configuration"]),
+    ([*FIT, "--offload-activations"], ["--fit tries --offload-activations by itself"]),
     (["--fit", "--global-batch", "8"], ["--memory"]),
     ([*FIT, "--global-batch", "7", "--ranks", "2", "--axes", "none"], ["--global-batch 7", "2 data-parallel"]),
     ([*FIT, "--axes", "pipelines"], ["--axes", "pipelines", "tensor"]),

@@ -13,11 +13,16 @@ from tests.support import planned
 
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}, **BF16}
 STAGES = {"pipeline": {"stages": 2}, **BF16}
+SLICES = {"sequence_parallel_size": 2, **BF16}
+PARTS = {"hf_zero": {"context_parallel_size": 2}, **BF16}
+RING = {"hf_zero": {"context_parallel_size": 2, "context_parallel_strategy": "alltoall"}, **BF16}
 FAST = [
     case("mixtral", 1, saves=True, **EXPERTS),
     case("llama", 1, steps=2, saves=True, **STAGES),
     case("llama", 1, wish={"trainable": "match:layers.1"}, saves=True, tensor_parallel={"autotp_size": 2}, **BF16),
     case("gpt2", 3, saves=True),
+    case("llama", 1, **SLICES),
+    case("llama", 3, wish={"checkpointing": True}, **RING),
     case(LISTED, 1, saves=True, **EXPERTS),
     case("t5", 3, saves=True, **FP16),  # a third of it stays in fp32
 ]
@@ -31,6 +36,8 @@ SLOW = [
     case("llama", 1, saves=True, pipeline={"stages": 2, "micro_batches": 1}),
     case("llama", 3, saves=True, **BF16),
     case("llama", 0, wish={"trainable": "lora:r=4"}, saves=True, **BF16),
+    case("llama", 3, wish={"checkpointing": True}, **SLICES),
+    case("llama", 1, **PARTS),
     case("llama", 0, **BF16),
     case("llama", 1, steps=2, **BF16),
     case("gpt2", 2, steps=5, **BF16),

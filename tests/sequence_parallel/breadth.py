@@ -6,81 +6,73 @@ python -m tests.sequence_parallel.breadth LlamaForCausalLM  # prints its row
 
 from __future__ import annotations
 
-import json
 import sys
-import warnings
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from tests.sequence_parallel.compared import Compared, Losses, compare, measure_all, publish, published
 from tests.support import ranks, zoo
 from tests.support.sequences import loss_over_slices
 from tests.tensor_parallel.breadth import perturb
 
-LOSS, GRAD = 1e-5, 1e-4
 PADDED = 5  # tokens
 RESULTS = Path(__file__).resolve().parents[1] / "data" / "sp_breadth.json"
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sequence-parallel.md"
 START, STOP = "<!-- breadth: made by python -m tests.sequence_parallel.breadth -->", "<!-- end of breadth -->"
 
 
 @dataclass
-class Row:
-    """One architecture: relative errors of loss and gradients, or why it is refused."""
+class Row(Compared):
+    """One architecture."""
 
-    name: str
-    model_type: str
-    loss: float = 0.0
-    grad: float = 0.0
-    refused: str = ""
-    error: str = ""
+    model_type: str = ""
 
-    @property
-    def exact(self) -> bool:
-        """Equal to whole sequences."""
-        return not (self.refused or self.error) and self.loss < LOSS and self.grad < GRAD
+
+def row_of(name: str) -> Row:
+    """An architecture that was not measured yet."""
+    return Row(name, model_type=zoo.architecture(name).model_type)
 
 
 def measure(name: str) -> Row:
     """One architecture, on this rank of the group."""
-    from hf_zero.errors import HfZeroError
     from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
     from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 
-    row = Row(name, zoo.architecture(name).model_type)
+    def bind(model: nn.Module) -> Any:
+        return UlyssesSPAttentionHF.register_with_transformers(model, None, ranks.world(), 2)
+
+    def loss_of(model: nn.Module, batch: dict[str, Any], state: Any) -> torch.Tensor:
+        group = state.get_sequence_parallel_group()
+        return loss_over_slices(model, next(UlyssesSPDataLoaderAdapter([batch], ranks.rank(), group, ranks.world(), "cpu")), group)
+
+    return measured(name, bind, loss_of)
+
+
+def measured(name: str, bind: Callable[[nn.Module], Any], loss_of: Callable[[nn.Module, dict[str, Any], Any], torch.Tensor]) -> Row:
+    """One architecture that ``bind`` makes train over parts of sequences, and whose loss of a whole batch is that of ``loss_of``."""
     whole, divided = zoo.build(name), zoo.build(name)
     perturb(whole), perturb(divided)
     batch: dict[str, Any] = zoo.batch(name, torch.Generator().manual_seed(0))
     pad(batch, getattr(whole.config, "pad_token_id", None))
-    try:
+
+    def trained(loss: Callable[[], torch.Tensor]) -> Losses:
         torch.manual_seed(3)
-        expected = whole(**batch).loss
-        expected.backward()
-    except Exception as error:  # noqa: BLE001 - any of them says that it takes no such batch
-        row.error = f"whole sequences end with {type(error).__name__}: {str(error).splitlines()[0][:90]}"
-    try:
-        state = UlyssesSPAttentionHF.register_with_transformers(divided, None, ranks.world(), 2)
-        assert state is not None
-        if row.error:  # of a model that would be sliced
-            return row
-        torch.manual_seed(3)
-        group = state.get_sequence_parallel_group()
-        slices = next(UlyssesSPDataLoaderAdapter([batch], ranks.rank(), group, ranks.world(), "cpu"))
-        loss = loss_over_slices(divided, slices, group)
-        loss.backward()
-    except HfZeroError as error:
-        row.refused = str(error)
-        return row
-    except Exception as error:  # noqa: BLE001 - to be told in the table
-        row.error = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-        return row
-    row.loss = float((loss.detach() - expected.detach()).abs() / expected.detach().abs())
-    row.grad = worst_gradient(whole, divided)
-    return row
+        found = loss()
+        found.backward()
+        return [found]
+
+    return compare(
+        row_of(name),
+        whole,
+        divided,
+        lambda: trained(lambda: whole(**batch).loss),
+        lambda: bind(divided),
+        lambda bound: trained(lambda: loss_of(divided, batch, bound)),
+    )
 
 
 def pad(batch: dict[str, Any], padding: int | None) -> None:
@@ -94,43 +86,6 @@ def pad(batch: dict[str, Any], padding: int | None) -> None:
     labels[1, :PADDED] = -100
 
 
-def worst_gradient(whole: nn.Module, divided: nn.Module) -> float:
-    """Largest difference against the largest element of all; the ranks' mean is what is compared."""
-    worst = 0.0
-    largest = max(float(param.grad.abs().max()) for param in whole.parameters() if param.grad is not None)
-    for mine, theirs in zip(divided.parameters(), whole.parameters(), strict=True):
-        grad = mine.grad if mine.grad is not None else torch.zeros_like(mine)
-        torch.distributed.all_reduce(grad)
-        expected = theirs.grad if theirs.grad is not None else torch.zeros_like(theirs)
-        worst = max(worst, float((grad / ranks.world() - expected).abs().max()) / largest)
-    return worst
-
-
-def measure_each(names: list[str]) -> list[Row]:
-    """Rows of ``names``, one after the other, on this rank."""
-    warnings.simplefilter("ignore")
-    return [measure(name) for name in names]
-
-
-def measure_all(names: list[str], at_once: int = 6, world: int = 2, each: Callable[[list[str]], list[Row]] = measure_each) -> list[Row]:
-    """Rows of ``names`` by ``each``; a group that hangs or dies is tried one by one."""
-    rows: list[Row] = []
-    for start in range(0, len(names), at_once):
-        part = names[start : start + at_once]
-        try:
-            rows += ranks.run_ranks(each, world, part, timeout=300.0)[0]
-        except ranks.RankError as error:
-            if len(part) > 1:
-                rows += [row for name in part for row in measure_all([name], 1, world, each)]
-            else:
-                rows.append(Row(part[0], zoo.architecture(part[0]).model_type, error=str(error).strip().splitlines()[-1][:120]))
-        for row in rows[-len(part) :]:
-            print(
-                row.name, "exact" if row.exact else row.refused or row.error or f"WRONG loss {row.loss:.1e} grad {row.grad:.1e}", flush=True
-            )
-    return rows
-
-
 def causal() -> list[str]:
     """Every causal language model of the installed transformers."""
     return [found.name for found in zoo.architectures() if found.task == "causal"]
@@ -138,7 +93,7 @@ def causal() -> list[str]:
 
 def saved() -> list[Row]:
     """The published results."""
-    return [Row(**row) for row in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    return published(Row, RESULTS)
 
 
 def table(rows: list[Row]) -> str:
@@ -163,7 +118,7 @@ def table(rows: list[Row]) -> str:
     return "\n".join([*lines, STOP])
 
 
-def reasons_of(rows: list[Row]) -> dict[str, list[str]]:
+def reasons_of(rows: Sequence[Row]) -> dict[str, list[str]]:
     """The models that are refused, by reason."""
     reasons: dict[str, list[str]] = {}
     for row in rows:
@@ -189,13 +144,10 @@ def _reason(row: Row) -> str:
 
 def main() -> None:
     """Measures, prints, and publishes if all were measured."""
-    found = measure_all(sys.argv[1:] or causal())
+    found = measure_all(measure, sys.argv[1:] or causal(), row_of)
     print(f"{sum(row.exact for row in found)} of {len(found)} exact")
-    if sys.argv[1:]:
-        return
-    RESULTS.write_text(json.dumps([asdict(row) for row in found], indent=0) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page.split(START)[0] + table(found) + page.split(STOP)[1], encoding="utf-8")
+    if not sys.argv[1:]:
+        publish(found, RESULTS, table(found))
 
 
 if __name__ == "__main__":

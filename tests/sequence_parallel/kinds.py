@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import runpy
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import nn
 
+from tests.support.examples import EXAMPLES
 from tests.support.models import VOCAB
 from tests.support.parity import Run
 from tests.support.sequences import Data, llama
@@ -57,3 +60,27 @@ def adapted() -> nn.Module:
     from peft import LoraConfig, get_peft_model
 
     return get_peft_model(llama(), LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))  # type: ignore[arg-type]
+
+
+def tiled() -> nn.Module:
+    """The Llama of the example of long sequences, in tiles of 5 tokens."""
+    script = runpy.run_path(str(EXAMPLES / "minimal" / "long_sequences.py"))
+    with torch.device("meta"):
+        config = llama().config
+    model: nn.Module = script["TiledLlama"](config)
+    type(model).forward.__globals__["TILE"] = 5
+    return model
+
+
+def adapted_in_four_bit(base: str) -> nn.Module:
+    """Adapters, the same on every rank, on the model in the folder ``base``, loaded as scripts do it for QLoRA."""
+    from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    kind = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    model = AutoModelForCausalLM.from_pretrained(base, quantization_config=kind, dtype=torch.float32)
+    model = prepare_model_for_kbit_training(model)
+    adapters = LoraConfig(r=4, lora_dropout=0.0, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        return get_peft_model(model, adapters).train()

@@ -13,11 +13,11 @@ from torch import nn
 import hf_zero
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
 from tests.sequence_parallel.context import check, config, divided, script_batch
-from tests.sequence_parallel.kinds import MASKS, adapted, gpt2, mistral
+from tests.sequence_parallel.kinds import MASKS, adapted, adapted_in_four_bit, gpt2, mistral, tiled
 from tests.support import parity, ranks, zoo
 from tests.support.parity import Run
 from tests.support.rows import slow_but
-from tests.support.sequences import LOSS, NORM, Data, build, llama, mixtral, whole
+from tests.support.sequences import LOSS, NORM, Data, build, compare, llama, mixtral, whole
 
 pytest.importorskip("transformers", minversion="5.0")
 
@@ -90,25 +90,65 @@ def test_experts_are_shared_by_the_ranks_of_a_sequence() -> None:
     ranks.run_ranks(with_experts, 2)
 
 
-def low_precision(stage: int) -> list[float]:
-    """Largest differences of losses and norms against one rank in bf16, relative."""
-    run, data = Run(stage=stage, dtype="bf16", clip=1.0, lr=1e-3), Data(padding="right")
-    found, expected = divided(llama, run, data, 2), whole(llama, run, data, 1)
-    pairs = [(found.losses, expected.losses), (found.norms, expected.norms)]
-    return [max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in pairs]
+OPTIMIZER_ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+ALL_ON_HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}}
+
+
+def low_precision(stage: int) -> list[list[float]]:
+    """Largest differences of losses and norms against one rank, relative: in bf16, and in fp16 with the optimizer on the host."""
+    data, rows = Data(padding="right"), []
+    for dtype, extra in (("bf16", {}), ("fp16", OPTIMIZER_ON_HOST)):
+        run = Run(stage=stage, dtype=dtype, clip=1.0, lr=1e-3, extra=extra)
+        found, expected = divided(llama, run, data, 2), whole(llama, run, data, 1)
+        pairs = [(found.losses, expected.losses), (found.norms, expected.norms)]
+        rows.append([max(abs(a - b) / b for a, b in zip(mine, theirs, strict=True)) for mine, theirs in pairs])
+    return rows
 
 
 @pytest.mark.parametrize("stage", slow_but([1, 3], 3))
-def test_bf16(stage: int) -> None:
-    for loss, norm in ranks.run_ranks(low_precision, 2, stage):
-        assert loss < 2e-3 and norm < 1e-2
+def test_low_precision(stage: int) -> None:
+    for rows in ranks.run_ranks(low_precision, 2, stage):
+        for (loss, norm), exact in zip(rows, (1.0, 0.1), strict=True):  # fp16 has eight times the digits of bf16
+            assert loss < 2e-3 * exact and norm < 1e-2 * exact
+
+
+def quantized(base: str) -> None:
+    """Adapters on a base in 4 bit, on one rank without an engine and on two."""
+    run, data, losses, norms = Run(stage=3, clip=0.1), Data(padding="right"), [], []
+    plain = adapted_in_four_bit(base)
+    params = [param for param in plain.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(params, lr=run.lr, betas=(0.9, 0.99), eps=run.eps, weight_decay=run.weight_decay)
+    engine = hf_zero.initialize(model=adapted_in_four_bit(base), config=config(run, 2))[0]
+    for step in range(run.steps):
+        expected, loss = (model(**script_batch(data, step, 0, 0)).loss for model in (plain, engine))
+        expected.backward()
+        norms.append((float(torch.nn.utils.clip_grad_norm_(params, run.clip)), 0.0))
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.backward(loss)
+        engine.step()
+        norms[-1] = norms[-1][0], parity.as_float(engine.get_global_grad_norm())
+        losses.append((float(expected.detach()), float(loss.detach())))
+    assert [mine for _, mine in losses] == pytest.approx([theirs for theirs, _ in losses], rel=LOSS)
+    assert [mine for _, mine in norms] == pytest.approx([theirs for theirs, _ in norms], rel=NORM)
+
+
+def test_adapters_on_a_base_in_four_bit(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    pytest.importorskip("peft")
+    llama(heads=8, kv_heads=4, tie_word_embeddings=False).save_pretrained(tmp_path)  # type: ignore[operator]
+    ranks.run_ranks(quantized, 2, str(tmp_path))
 
 
 def lora() -> None:
     check(adapted, Run(stage=3), Data(packed=True), 2)
+    check(adapted, Run(stage=1, extra=OPTIMIZER_ON_HOST), Data(packed=True), 2)
+    run, data = Run(stage=3, accumulation=2, clip=0.5, extra=ALL_ON_HOST), Data(padding="right")
+    check(llama, run, data, 2)
+    compare(divided(tiled, run, data, 2), whole(llama, run, data, 1), "the model of examples/minimal/long_sequences.py")
 
 
-def test_adapters() -> None:
+def test_adapters_states_on_the_host_and_tiles() -> None:
     pytest.importorskip("peft")
     ranks.run_ranks(lora, 2)
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import pytest
 
-from tests.sequence_parallel import breadth as sp_breadth
-from tests.sequence_parallel.breadth import PAGE, START, STOP, Row, causal, measure_all, measure_each, saved, table
+from tests.sequence_parallel.breadth import START, STOP, Row, causal, measure, row_of, saved, table
+from tests.sequence_parallel.compared import LOSS, PAGE, each_of, measure_all
 from tests.support import ranks
 
 pytest.importorskip("transformers", minversion="5.0")
@@ -26,17 +27,17 @@ def test_published_results_are_exact_or_refused_and_on_the_page() -> None:
 
 def test_some_are_what_was_published() -> None:
     known = {row.name: row for row in saved()}
-    for row in ranks.run_ranks(measure_each, 2, SOME)[0]:
+    for row in ranks.run_ranks(partial(each_of, measure), 2, SOME)[0]:
         assert (row.exact, bool(row.refused)) == (known[row.name].exact, bool(known[row.name].refused)), row
 
 
 @pytest.fixture(scope="module")
 def everything() -> Iterator[list[Row]]:
-    yield measure_all(causal())
+    yield measure_all(measure, causal(), row_of)
 
 
 @pytest.mark.slow
 def test_all_are_exact_or_refused(everything: list[Row]) -> None:
     known = {row.name for row in saved() if not (row.exact or row.refused)}
     assert [row for row in everything if not (row.exact or row.refused or row.name in known)] == []
-    assert sp_breadth.LOSS <= 1e-5
+    assert LOSS <= 1e-5

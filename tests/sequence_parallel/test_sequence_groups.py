@@ -337,11 +337,13 @@ def test_other_values_and_masks_are_kept() -> None:
 
 def traffic() -> tuple[int, int]:
     """Bytes that a rank sends in a forward, and in its backward."""
-    from hf_zero.sequence_parallel.forward import _sliced
+    from hf_zero.sequence_parallel.forward import SlicedForwards, bound_forwards
 
     model = build(llama)
     UlyssesSPAttentionHF.register_with_transformers(model, "sdpa", 2, 2)
-    network, batch = _sliced[model].collectives, cut(Data().batch(0), ranks.rank(), 2)
+    bound = bound_forwards(model)
+    assert isinstance(bound, SlicedForwards)
+    network, batch = bound.collectives, cut(Data().batch(0), ranks.rank(), 2)
     before = network.sent_bytes
     loss = model(**batch, labels=batch["shift_labels"]).loss
     after = network.sent_bytes

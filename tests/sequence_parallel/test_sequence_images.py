@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -9,8 +11,8 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_medium
-from tests.sequence_parallel import vl_breadth
-from tests.sequence_parallel.vl_breadth import PAGE, START, STOP, measure_each, saved, table
+from tests.sequence_parallel.compared import PAGE, each_of
+from tests.sequence_parallel.vl_breadth import START, STOP, WORLDS, measure, saved, table
 from tests.support import multimodal, parity, ranks
 from tests.support.models import Batch
 from tests.support.parity import Run
@@ -79,11 +81,11 @@ def test_pixels_reach_all_ranks_whole() -> None:
 
 def test_published_results_are_on_the_page() -> None:
     rows = saved()
-    for world in vl_breadth.WORLDS:
+    for world in WORLDS:
         assert sum(row.exact for row in rows if row.world == world) >= 20
     assert [row for row in rows if not (row.exact or row.refused)] == []
     assert table(rows) == START + PAGE.read_text(encoding="utf-8").split(START)[1].split(STOP)[0] + STOP
 
 
 def test_some_are_what_was_published() -> None:
-    assert [row.name for row in ranks.run_ranks(measure_each, 2, SOME)[0] if not row.exact] == []
+    assert [row.name for row in ranks.run_ranks(partial(each_of, measure), 2, SOME)[0] if not row.exact] == []

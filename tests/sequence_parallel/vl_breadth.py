@@ -10,17 +10,15 @@ batches as it has ranks, one with an image.
 from __future__ import annotations
 
 import inspect
-import json
 import sys
-import warnings
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from tests.sequence_parallel.breadth import GRAD, LOSS, PAGE, worst_gradient
+from tests.sequence_parallel.compared import Compared, Losses, compare, measure_all, publish, published
 from tests.support import ranks, zoo
 from tests.support.sequences import loss_over_slices
 from tests.tensor_parallel.breadth import perturb
@@ -43,20 +41,10 @@ PLAIN = ("LlavaForConditionalGeneration",)  # take sizes of images, and need non
 
 
 @dataclass
-class Row:
-    """One model over so many ranks: relative errors of loss and gradients, or why not."""
+class Row(Compared):
+    """One model over so many ranks."""
 
-    name: str
-    world: int
-    loss: float = 0.0
-    grad: float = 0.0
-    refused: str = ""
-    error: str = ""
-
-    @property
-    def exact(self) -> bool:
-        """Equal to whole sequences."""
-        return not (self.refused or self.error) and self.loss < LOSS and self.grad < GRAD
+    world: int = 0
 
 
 def build(name: str) -> nn.Module:
@@ -171,66 +159,38 @@ def batches(model: nn.Module, seed: int = 5) -> tuple[dict[str, Any], dict[str, 
 
 def measure(name: str) -> Row:
     """One model, on this rank of the group."""
-    from hf_zero.errors import HfZeroError
     from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
     from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
 
-    row = Row(name, ranks.world())
+    row = Row(name, world=ranks.world())
     try:
         whole, divided = build(name), build(name)
         both = batches(whole)
-        expected = []
-        for place in range(ranks.world()):
-            loss = whole(**both[min(place, 1)]).loss
-            loss.backward()
-            expected.append(loss.detach())
-        assert any(
-            param.grad is not None and param.grad.any() for path, param in whole.named_parameters() if "vi" in path or "image" in path
-        ), "the image does not matter"
     except Exception as error:  # noqa: BLE001 - to be told
         row.error = f"whole sequences end with {type(error).__name__}: {str(error).strip().splitlines()[0][:90] if str(error) else ''}"
         return row
-    try:
-        state = UlyssesSPAttentionHF.register_with_transformers(divided, None, ranks.world(), 2)
-        assert state is not None
-        group = state.get_sequence_parallel_group()
-        slices = UlyssesSPDataLoaderAdapter([both[min(ranks.rank(), 1)]], ranks.rank(), group, ranks.world(), "cpu")
-        for loss, part in zip(expected, slices, strict=True):
-            found = loss_over_slices(divided, part, group)
-            row.loss = max(row.loss, float((found.detach() - loss).abs() / loss.abs()))
-            found.backward()
-    except HfZeroError as error:
-        row.refused = str(error)
-        return row
-    except Exception as error:  # noqa: BLE001 - to be told in the table
-        row.error = f"{type(error).__name__}: {str(error).splitlines()[0][:90]}"
-        return row
-    row.grad = worst_gradient(whole, divided)
-    return row
 
+    def expect() -> Losses:
+        losses = []
+        for place in range(ranks.world()):
+            losses.append(whole(**both[min(place, 1)]).loss)
+            losses[-1].backward()
+        assert any(
+            param.grad is not None and param.grad.any() for path, param in whole.named_parameters() if "vi" in path or "image" in path
+        ), "the image does not matter"
+        return losses
 
-def measure_each(names: list[str]) -> list[Row]:
-    """Rows of ``names``, one after the other, on this rank."""
-    warnings.simplefilter("ignore")
-    return [measure(name) for name in names]
+    def bind() -> Any:
+        return None if row.error else UlyssesSPAttentionHF.register_with_transformers(divided, None, ranks.world(), 2)
 
+    def train(state: Any) -> Losses:
+        losses, group = [], state.get_sequence_parallel_group()
+        for part in UlyssesSPDataLoaderAdapter([both[min(ranks.rank(), 1)]], ranks.rank(), group, ranks.world(), "cpu"):
+            losses.append(loss_over_slices(divided, part, group))
+            losses[-1].backward()
+        return losses
 
-def measure_all(names: list[str], world: int, at_once: int = 4) -> list[Row]:
-    """Rows of ``names``; a group that hangs or dies is tried one by one."""
-    rows: list[Row] = []
-    for start in range(0, len(names), at_once):
-        part = names[start : start + at_once]
-        try:
-            rows += ranks.run_ranks(measure_each, world, part, timeout=300.0, group_timeout=60.0)[0]
-        except ranks.RankError as error:
-            if len(part) > 1:
-                rows += [row for name in part for row in measure_all([name], world, 1)]
-            else:
-                rows.append(Row(part[0], world, error=str(error).strip().splitlines()[-1][:120]))
-        for row in rows[-len(part) :]:
-            told = "exact" if row.exact else row.refused or row.error or f"WRONG loss {row.loss:.1e} grad {row.grad:.1e}"
-            print(world, row.name, told, flush=True)
-    return rows
+    return compare(row, whole, divided, expect, bind, train)
 
 
 def candidates() -> list[str]:
@@ -249,18 +209,18 @@ def candidates() -> list[str]:
 
 def main() -> None:
     """Measures, prints, and publishes if all were measured; models that do not train on one rank with such batches are left out."""
-    found = [row for world in WORLDS for row in measure_all(sys.argv[1:] or candidates(), world)]
+    found = []
+    for world in WORLDS:
+        names = sys.argv[1:] or candidates()
+        found += measure_all(measure, names, lambda name, world=world: Row(name, world=world), world, 4, group_timeout=60.0)
     found = [row for row in found if not row.error.startswith("whole sequences end")]
-    if sys.argv[1:]:
-        return
-    RESULTS.write_text(json.dumps([asdict(row) for row in found], indent=0) + "\n", encoding="utf-8")
-    page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page.split(START)[0] + table(found) + page.split(STOP)[1], encoding="utf-8")
+    if not sys.argv[1:]:
+        publish(found, RESULTS, table(found))
 
 
 def saved() -> list[Row]:
     """The published results."""
-    return [Row(**row) for row in json.loads(RESULTS.read_text(encoding="utf-8"))]
+    return published(Row, RESULTS)
 
 
 def table(rows: list[Row]) -> str:

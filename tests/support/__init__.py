@@ -35,7 +35,8 @@ Models and data
     zoo, senses: Tiny models of every architecture of transformers: text; images and sound.
     multimodal, fused_losses, skipped_blocks, deep_skips, small_blocks, averaged: Models for one question each.
     zero3: Models that are sharded from construction on.
-    checkpoints, background_saves: A model with everything that a checkpoint holds; saves beside training.
+    checkpoints, background_saves, killed_saves: A model with everything that a checkpoint holds; saves beside training; saves that die.
+    stores, s3_server: A store that refuses; a real S3 server behind a proxy that fails.
 Libraries
     trainers, tp_trainer, trl_runs, chats: Trainer and TRL inside a rank, and what their scripts are given.
     accelerate_loop, examples, weight_server: Scripts as users write them; the examples; the server of examples/rl.

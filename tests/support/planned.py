@@ -8,6 +8,8 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from contextlib import nullcontext, redirect_stderr, redirect_stdout
+from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -95,6 +97,7 @@ def engine_of(
 ) -> tuple[Any, Any]:
     """Return the planned model, with values, and an engine that trains it; in a job of ranks."""
     import hf_zero
+    from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
     from hf_zero.plan.command import settled
     from hf_zero.plan.model_wish import ModelWish
     from hf_zero.plan.models import build_model, give_memory
@@ -109,7 +112,20 @@ def engine_of(
             else:
                 tensor.zero_()
     route_evenly(built.module)
-    return built, hf_zero.initialize(model=built.module, config=settled(dict(config), samples))[0]
+    groups = None
+    if config.get("sequence_parallel_size", 1) > 1:
+        groups = UlyssesSPAttentionHF.register_with_transformers(built.module, None, config["sequence_parallel_size"], samples)
+    engine = hf_zero.initialize(model=built.module, config=settled(dict(config), samples), mpu=groups)[0]
+    return (replace(built, batch=partial(_slices, built.batch, groups)) if groups is not None else built), engine
+
+
+def _slices(batch: Any, groups: Any, samples: int, length: int) -> dict[str, Any]:
+    """This rank's slices of a batch that the ranks of a group share."""
+    from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter
+
+    loader = [batch(samples, length)]
+    slices = next(UlyssesSPDataLoaderAdapter(loader, groups.axis.rank, groups.axis.group, groups.axis.world, "cpu"))
+    return {**slices, "labels": slices["shift_labels"]}
 
 
 def bytes_saved(engine: Any) -> int:

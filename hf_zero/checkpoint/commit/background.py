@@ -14,12 +14,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from hf_zero.checkpoint.commit import agreement, folders, staging
+from hf_zero.checkpoint.commit.store_saves import StoreSave
+from hf_zero.checkpoint.commit.targets import Target
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry, Piece
 from hf_zero.checkpoint.format.records import FileRecord, read_file_record
 from hf_zero.comm.collectives import Collectives
@@ -27,12 +28,12 @@ from hf_zero.errors import CheckpointError
 from hf_zero.memory import host_memory
 from hf_zero.memory.buffers import HostMemory
 from hf_zero.observe import logger
-from hf_zero.system import exit_status, own_files
+from hf_zero.system import exit_status
 from hf_zero.system.process import Process
-from hf_zero.system.text_file import limit_beside, read_first_line, read_text
+from hf_zero.system.text_file import LIMIT_BYTES, SMALL_BYTES
 
 _ALIGNMENT_BYTES = 64
-_POLL_SECONDS = 0.05
+_DESCRIBED_BYTES = 32  # bytes of data for each byte of a note
 
 
 @dataclass(frozen=True)
@@ -64,15 +65,13 @@ class Task:
 
     Attributes:
         what: For messages.
-        folder: The hidden folder.
-        process: This one.
+        target: Where it goes.
         write: Writes this rank's files.
         commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
     """
 
     what: str
-    folder: Path
-    process: Process
+    target: Target
     write: Callable[[], Written]
     commit: Callable[[list[dict[str, Any]], list[Written]], str]
 
@@ -154,7 +153,9 @@ class Background:
 
     def start(self, task: Task, told: list[dict[str, Any]]) -> None:
         """Begin to write; ``told`` has the description of every rank's share."""
-        running = _Running(task.what, task.folder)
+        running = _Running(task.what, task.target)
+        if isinstance(task.target, StoreSave):
+            _wait_before_pools_end(running)
         running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
         running.heard = exit_status.promise(running.lost)
@@ -166,13 +167,13 @@ class Background:
             if self._rank == 0:
                 task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
             else:
-                own_files.write_text(task.folder / staging.note_of(self._rank), written.to_json())
+                task.target.tell(staging.note_of(self._rank), written.to_json())
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
             logger.error("%s: %s: %s. The previous checkpoint stays", task.what, type(error).__name__, error)
             if self._rank != 0:
-                _tell(task.folder / staging.failure_of(self._rank), error)
+                _tell(task.target, staging.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
         """Return the reports of all other ranks, as soon as all have arrived.
@@ -186,23 +187,23 @@ class Background:
         last = time.monotonic()
         while waiting:
             dead = [rank for rank in waiting if processes[rank].is_alive() is False]
+            present = task.target.listed()
             for rank in sorted(waiting):
-                path = task.folder / staging.note_of(rank)
-                if path.is_file():
-                    found[rank] = Written.from_json(read_text(path, limit_beside(path)), str(path))
-                    own_files.remove_file(path)
+                name, failed = staging.note_of(rank), staging.failure_of(rank)
+                if name in present:
+                    limit = LIMIT_BYTES + sum(present.values()) // _DESCRIBED_BYTES
+                    found[rank] = Written.from_json(task.target.take(name, limit), str(task.target.folder / name))
                     waiting.discard(rank)
-                elif (failed := task.folder / staging.failure_of(rank)).is_file():
-                    raise _ToldByRank(f"{read_first_line(failed)} (rank {rank})")
+                elif failed in present:
+                    raise _ToldByRank(f"{task.target.take(failed, SMALL_BYTES).strip()} (rank {rank})")
                 elif rank in dead:  # it was so before its note was looked for
                     raise CheckpointError(f"the process of rank {rank} died while it wrote its shards")
-            present = {name: found.st_size for name, found in own_files.present_files(task.folder).items()}
             if present != sizes:
                 sizes, last = present, time.monotonic()
             if waiting and time.monotonic() - last > self._timeout:
                 raise CheckpointError(f"ranks {sorted(waiting)} have written nothing for {self._timeout:.0f} seconds")
             if waiting:
-                time.sleep(_POLL_SECONDS)
+                time.sleep(task.target.poll_seconds)
         return [found[rank] for rank in sorted(found)]
 
     # -- the end
@@ -227,7 +228,7 @@ class Background:
             agreement.on_all(net, running.what, running.raise_error)
         except CheckpointError:
             # Not before: other ranks may have been writing into it.
-            agreement.on_first(net, running.what, lambda: staging.abandon(running.folder))
+            agreement.on_first(net, running.what, running.target.abandon)
             raise
 
     def close(self) -> None:
@@ -245,7 +246,7 @@ class _Running:
 
     Attributes:
         what: For messages.
-        folder: The hidden folder.
+        target: Where it goes.
         thread: Writes.
         done: It has written all it should.
         error: Why it has not.
@@ -255,9 +256,9 @@ class _Running:
     thread: threading.Thread
     heard: Callable[[], None]
 
-    def __init__(self, what: str, folder: Path) -> None:
+    def __init__(self, what: str, target: Target) -> None:
         self.what = what
-        self.folder = folder
+        self.target = target
         self.done = False
         self.error: Exception | None = None
 
@@ -273,7 +274,7 @@ class _Running:
         if self.done:
             return ""
         try:
-            newest = folders.say_newest(self.folder.parent)
+            newest = folders.say_newest(self.target.save_dir)
         except OSError as error:
             newest = f"the newest complete checkpoint cannot be determined: {error}"
         cause = str(self.error) or type(self.error).__name__ if self.error is not None else "the process ends before it is written"
@@ -292,9 +293,23 @@ def _room(piece: Piece) -> int:
     return 0 if isinstance(piece, int) else -(-piece.numel() * piece.dtype.itemsize // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
 
 
-def _tell(path: Path, error: Exception) -> None:
+_running_to_store: list[_Running] = []
+
+
+def _wait_before_pools_end(running: _Running) -> None:
+    """Have the end of the interpreter wait for a save before it ends pools of threads, which libraries of stores need for each request.
+
+    Python offers no public function for this moment; ``concurrent.futures`` uses the same one.
+    """
+    register = getattr(threading, "_register_atexit", None)
+    if not _running_to_store and register is not None:
+        register(lambda: _running_to_store[-1].thread.join())
+    _running_to_store[:] = [running]
+
+
+def _tell(target: Target, name: str, error: Exception) -> None:
     """Leaves a message for rank 0, if the file system still takes one; else rank 0 waits until its time is out."""
     try:
-        own_files.write_text(path, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
+        target.tell(name, str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}")
     except OSError as second:
         logger.error("the failure of this save could not be reported to rank 0: %s", second)

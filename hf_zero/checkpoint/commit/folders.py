@@ -1,19 +1,24 @@
-"""Find checkpoint folders: their names, which are complete, by tag or ``latest``, also in a Trainer's output folder."""
+"""Find checkpoint folders: their names, which are complete, by tag or ``latest``.
+
+[Note: a sub-folder for each save] An object store cannot rename, so a save there writes into ``<tag>/<number>``, and the marker
+``<tag>/complete`` names that number: one small object, written last, which a store replaces as a whole. Until then nothing that is read
+has changed. The sub-folder has a marker of its own, so that a copy of it is an ordinary checkpoint. ``files_of`` finds the files
+of both forms, on disks too: a copy of a whole run loads as it is.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import re
-import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 
-from hf_zero.checkpoint.format.names import CONVERTED, INDEX_FILE, LATEST_FILE, MARKER_FILE
+from hf_zero.checkpoint.format.names import INDEX_FILE, LATEST_FILE, MARKER_FILE
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import logger
+from hf_zero.system.object_store import Place
 from hf_zero.system.reading import whole_json
-from hf_zero.system.text_file import limit_beside, opened_file, read_first_line, read_text
+from hf_zero.system.text_file import limit_beside, read_first_line, read_text
 
 _TAG_BYTES = 200  # a name of a folder has 255, and hidden ones are longer than the tag
 SCRIPT_FILE = "zero_to_fp32.py"
@@ -35,6 +40,9 @@ def check_tag(tag: str) -> str:
     return tag
 
 
+_MARKER = re.compile(r"([0-9a-f]{64})(?: ([0-9a-f]{8}))?")
+
+
 def staging_folder(save_dir: Path, tag: str, number: str) -> Path:
     """Return the hidden folder that save ``number`` of a checkpoint is written into."""
     return save_dir / f".{tag}.{number}.part"
@@ -51,7 +59,7 @@ def previous_folder(save_dir: Path, tag: str) -> Path:
     return save_dir / f".{tag}.former"
 
 
-def read_latest(load_dir: Path) -> str | None:
+def read_latest(load_dir: Place) -> str | None:
     """Return the tag that ``latest`` names, or None when there is no such file.
 
     Raises:
@@ -68,8 +76,8 @@ def read_latest(load_dir: Path) -> str | None:
         raise CheckpointError(f"cannot read {path}: {error}") from error
 
 
-def find(load_dir: Path, tag: str) -> Path:
-    """Return the complete folder of ``tag``.
+def find(load_dir: Place, tag: str) -> Place:
+    """Return the folder with the files of the complete checkpoint ``tag``.
 
     Raises:
         CheckpointError: There is none; names what is missing and the newest complete one.
@@ -77,14 +85,14 @@ def find(load_dir: Path, tag: str) -> Path:
     found = complete_or_previous(load_dir, check_tag(tag))
     if found is not None:
         return found
-    newest = newest_complete(load_dir)
-    advice = f"the newest complete one is {newest.name!r}, load it with tag={newest.name!r}" if newest else "no other is complete there"
+    newest = next((tag for tag, _ in complete_ones(load_dir)), None)
+    advice = f"the newest complete one is {newest!r}, load it with tag={newest!r}" if newest else "no other is complete there"
     raise CheckpointError(f"{_problem(load_dir, tag)}; {advice}")
 
 
-def find_latest(load_dir: Path) -> Path | None:
-    """Return the folder that ``latest`` names, or, if that is incomplete, the newest complete one, with a warning; None when nothing was
-    ever saved.
+def find_latest(load_dir: Place) -> Place | None:
+    """Return the folder with the files of the checkpoint that ``latest`` names, or, if that is incomplete, of the newest complete one, with
+    a warning; None when nothing was ever saved.
 
     Raises:
         CheckpointError: ``latest`` names no folder name, or what it names is incomplete and there is no other.
@@ -103,56 +111,75 @@ def find_latest(load_dir: Path) -> Path | None:
     return None
 
 
-def complete_or_previous(load_dir: Path, tag: str) -> Path | None:
-    """Return the complete folder of ``tag``; the previous one where a save of the same tag was killed between its two renames."""
-    return next((folder for folder in (load_dir / tag, previous_folder(load_dir, tag)) if is_complete(folder)), None)
+def complete_or_previous(load_dir: Place, tag: str) -> Place | None:
+    """Return the folder with the files of ``tag``; of the previous one where a save of that tag was killed between its two renames."""
+    found = files_of(load_dir / tag)
+    return found if found is not None else files_of(previous_folder(load_dir, tag)) if isinstance(load_dir, Path) else None
 
 
-def _problem(load_dir: Path, tag: str) -> str:
+def _problem(load_dir: Place, tag: str) -> str:
     folder = load_dir / tag
     if folder.is_dir():
         return f"the checkpoint {folder} is incomplete: it lacks {INDEX_FILE} or {MARKER_FILE}"
-    staging = next((path for path in load_dir.glob(".*.part") if tag_of_staging(path.name) == tag), None)
+    staging = next((path for path in load_dir.iterdir() if tag_of_staging(path.name) == tag), None) if load_dir.is_dir() else None
     if staging is not None:
         return f"there is no checkpoint folder {folder}, only {staging}, whose save did not finish"
     return f"there is no checkpoint folder {folder}"
 
 
-def is_complete(folder: Path) -> bool:
+def is_complete(folder: Place) -> bool:
     """Return whether a save into ``folder`` reached its end."""
-    return (folder / INDEX_FILE).is_file() and (folder / MARKER_FILE).is_file()
+    return files_of(folder) is not None
 
 
-def newest_complete(load_dir: Path) -> Path | None:
+def files_of(folder: Place) -> Place | None:
+    """Return the folder with the index and files of a complete checkpoint; None if it is not complete. See [Note: a sub-folder for each
+    save].
+    """
+    if not (folder / MARKER_FILE).is_file():
+        return None
+    number = number_of(folder)
+    place = folder / number if number else folder
+    return place if (place / INDEX_FILE).is_file() else None
+
+
+def number_of(folder: Place) -> str:
+    """Return the number of the save that the marker of ``folder`` names; empty when the files lie in ``folder`` itself."""
+    found = _MARKER.fullmatch(_marker_text(folder))
+    return found[2] or "" if found is not None else ""
+
+
+def newest_complete(load_dir: Place) -> Place | None:
     """Return the complete checkpoint in ``load_dir`` with the highest number at the end of its tag, else with the most steps."""
     return next(iter(complete_ones(load_dir).values()), None)
 
 
-def complete_ones(load_dir: Path) -> dict[tuple[str, str], Path]:
+def complete_ones(load_dir: Place) -> dict[tuple[str, str], Place]:
     """Return all complete checkpoints in ``load_dir`` by tag and digest, the newest first; checkpoints that were replaced come last."""
-    present: list[tuple[str, Path]] = []
-    replaced: list[tuple[str, Path]] = []
+    present: list[tuple[str, Place]] = []
+    replaced: list[tuple[str, Place]] = []
     for folder in load_dir.iterdir() if load_dir.is_dir() else ():
         previous = re.fullmatch(r"\.(.+)\.former", folder.name)
         if is_complete(folder) and (previous or not folder.name.startswith(".")):
             tag = previous[1] if previous else folder.name
             (replaced if previous and is_complete(load_dir / tag) else present).append((tag, folder))
-    return {(tag, marker_of(folder)): folder for tag, folder in [*_newest_first(present), *_newest_first(replaced)]}
+    ordered = [*_newest_first(present), *_newest_first(replaced)]
+    return {(tag, marker_of(folder)): place for tag, folder in ordered if (place := files_of(folder)) is not None}
 
 
-def _newest_first(found: list[tuple[str, Path]]) -> list[tuple[str, Path]]:
+def _newest_first(found: list[tuple[str, Place]]) -> list[tuple[str, Place]]:
     numbers = {tag: re.search(r"(\d+)$", tag) for tag, _ in found}
     if all(numbers.values()) and len({re.sub(r"\d+$", "", tag) for tag in numbers}) == 1:
         return sorted(found, key=lambda item: int(numbers[item[0]][1]), reverse=True)  # type: ignore[index]
     return sorted(found, key=lambda item: _age(item[1]), reverse=True)
 
 
-def _age(folder: Path) -> tuple[int, int]:
+def _age(folder: Place) -> tuple[int, int]:
     """Return the number of optimizer steps of a checkpoint, from its index, and the time when it was finished.
 
     A clock may have been set back, or be another machine's; steps only go up.
     """
-    path = folder / INDEX_FILE
+    path = (files_of(folder) or folder) / INDEX_FILE
     index = whole_json(path, limit_beside(path))
     counters = index.get("counters") if isinstance(index, dict) else None
     steps = counters.get("global_steps") if isinstance(counters, dict) else None
@@ -163,20 +190,27 @@ def _age(folder: Path) -> tuple[int, int]:
     return (steps if type(steps) is int else -1), finished
 
 
-def marker_of(folder: Path) -> str:
+def marker_of(folder: Place) -> str:
     """Return the digest of the index of a complete checkpoint; empty when it is being removed."""
+    return _marker_text(folder).partition(" ")[0]
+
+
+def _marker_text(folder: Place) -> str:
+    path = folder / MARKER_FILE
     try:
-        return read_first_line(folder / MARKER_FILE)
-    except (OSError, ValueError):
-        return ""
+        return read_first_line(path)
+    except (OSError, ValueError) as error:
+        if isinstance(path, Path) or isinstance(error, FileNotFoundError):
+            return ""
+        raise  # a store that does not answer says nothing about the checkpoint
 
 
-def say_newest(save_dir: Path) -> str:
+def say_newest(save_dir: Place) -> str:
     """Return a sentence on the newest complete checkpoint: in ``save_dir``, else beside it (Trainer and Accelerate make a folder for
     each).
     """
     found = newest_complete(save_dir)
-    if found is None:
+    if found is None and isinstance(save_dir, Path):
         beside = (newest_complete(folder) for folder in save_dir.absolute().parent.iterdir() if folder.is_dir())
         found = max((folder for folder in beside if folder), key=_age, default=None)
     return f"the newest complete one is {found}" if found is not None else f"none is complete in {save_dir}, nor beside it"
@@ -187,8 +221,8 @@ def digest(index: str) -> str:
     return hashlib.sha256(index.encode()).hexdigest()
 
 
-def read_index(folder: Path) -> str:
-    """Return the text of the index, verified against the marker.
+def read_index(folder: Place) -> str:
+    """Return the text of the index in a folder of ``files_of``, verified against the marker.
 
     Raises:
         CheckpointError: They cannot be read or do not agree.
@@ -202,74 +236,3 @@ def read_index(folder: Path) -> str:
     if digest(text) != expected:
         raise CheckpointError(f"{path} is damaged: its sha256 is {digest(text)}, {MARKER_FILE} says {expected[:64]!r}")
     return text
-
-
-_STATE_BYTES = 64 << 20  # of trainer_state.json, whose history grows with each record
-
-
-def newest_trainer_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """Find the complete ``checkpoint-N`` with the highest N in a Trainer's output folder; None when there is none.
-
-    transformers' ``get_last_checkpoint`` takes the highest N, also of a folder that was being written when the run was killed. This one
-    passes those over, with a warning that names them.
-
-    Args:
-        output_dir: ``TrainingArguments.output_dir``; need not exist.
-    """
-    numbered = {}
-    for folder in Path(output_dir).glob("checkpoint-*"):
-        match = re.fullmatch(r"checkpoint-(\d+)", folder.name)
-        if match is not None and folder.is_dir():
-            numbered[int(match[1])] = folder
-    found: Path | None = None
-    incomplete = []
-    for number in sorted(numbered, reverse=True):
-        if _is_whole_trainer_checkpoint(numbered[number]):
-            found = numbered[number]
-            break
-        incomplete.append(numbered[number].name)
-    if incomplete:
-        logger.warning("%s in %s: incomplete; the newest complete checkpoint is %s", ", ".join(incomplete), output_dir, found)
-    return str(found) if found is not None else None
-
-
-def _is_whole_trainer_checkpoint(folder: Path) -> bool:
-    """Return whether the file that Trainer writes last exists and, if there is any sign of the engine's checkpoint, that checkpoint is
-    complete and the random state of every rank exists.
-
-    Trainer's rank 0 does not wait for the random states of the others: a run resumed without one would go on, with other numbers.
-    """
-    if not isinstance(whole_json(folder / "trainer_state.json", _STATE_BYTES), dict):
-        return False
-    try:
-        tag = read_latest(folder)
-    except CheckpointError:
-        return False
-    if tag is None:
-        return not [path for path in folder.iterdir() if path.name.startswith("global_step") or path.suffix == ".part"]
-    found = complete_or_previous(folder, tag)
-    return found is not None and all(_is_archive(folder / name) for name in _random_states(found))
-
-
-def _is_archive(path: Path) -> bool:
-    """Return whether a file is whole, as ``torch.save`` writes it."""
-    try:
-        with opened_file(path) as file:
-            return zipfile.is_zipfile(file)
-    except OSError:
-        return False
-
-
-def _random_states(checkpoint: Path) -> Iterator[str]:
-    """Yield the names of Trainer's files beside an hf_zero checkpoint; none when it was converted, or does not say how many ranks
-    wrote it.
-    """
-    path = checkpoint / INDEX_FILE
-    index = whole_json(path, limit_beside(path))
-    if index is None:
-        return
-    world = index.get("world") if isinstance(index, dict) and index.get("library") != CONVERTED else 0
-    if world == 1:
-        yield "rng_state.pth"
-    elif isinstance(world, int):
-        yield from (f"rng_state_{rank}.pth" for rank in range(world))  # one by one: the number may be anything

@@ -203,7 +203,9 @@ def find(net: Collectives, what: str, load_dir: Path, tag: str | None) -> Path |
     here: dict[tuple[str, str], Path] = {}
 
     def look() -> dict[str, Any]:
-        here.update({key: folder for key, folder in folders.complete_ones(load_dir).items() if tag in (None, key[0])})
+        here.update(
+            {key: folder for key, folder in folders.complete_ones(load_dir).items() if tag in (None, key[0]) and isinstance(folder, Path)}
+        )
         wanted = folders.read_latest(load_dir) if tag is None else tag
         return {"node": platform.node(), "wanted": wanted, "complete": [list(key) for key in here]}
 

@@ -34,7 +34,7 @@ from hf_zero.system.reading import whole_json
 from hf_zero.system.text_file import read_bytes
 
 _SHARD = re.compile(
-    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|(onebit_worker|onebit_server|loco)_error)"
+    r"(master|weights|module|optimizer\.\w{1,64}|optimizer_params|average(_tensors)?\.\w{1,64}|(onebit_worker|onebit_server|loco)_error)"
     r"-\d{5,}-of-\d{5,}(\.tensor-\d{5,}-of-\d{5,})?\.safetensors"
 )
 _OTHER = re.compile(r"values(-\d{5,})?\.safetensors|module\.safetensors")  # the second in version 1 alone
@@ -52,7 +52,7 @@ def failure_of(rank: int) -> str:
     return f"failed-{rank:05d}"
 
 
-def _is_ours(name: str) -> bool:
+def is_ours(name: str) -> bool:
     """Return whether a file of a checkpoint, or of a save that is under way, has that name."""
     known = name in (INDEX_FILE, MARKER_FILE, own_files.WRITER_FILE) or own_files.is_hidden_name(name)
     return known or any(pattern.fullmatch(name) for pattern in (_SHARD, _OTHER, _NOTE))
@@ -107,7 +107,7 @@ def clear(save_dir: Path, tag: str, job: Collection[Process] = ()) -> None:
         writer = Process.of_json(own_files.read_writer(folder))
         if own_files.is_abandoned(folder) or writer == Process.own() and folder.name not in _open:
             logger.warning("%s was left by a save that did not finish; it is removed", folder)
-            own_files.remove_folder(folder, _is_ours)
+            own_files.remove_folder(folder, is_ours)
         elif of == tag and writer is not None and writer != Process.own() and writer not in job:
             _refuse_second(folder, tag, writer)
 
@@ -129,7 +129,7 @@ def _refuse_foreign(final: Path) -> None:
             raise CheckpointError(f"{final} belongs to another user, so it cannot be replaced; {advice}")
     if is_complete(final) and _has_sign(final):
         return
-    names = sorted(path.name for path in final.iterdir() if path.is_dir() or not _is_ours(path.name)) if final.is_dir() else ["a file"]
+    names = sorted(path.name for path in final.iterdir() if path.is_dir() or not is_ours(path.name)) if final.is_dir() else ["a file"]
     if names or not _has_sign(final):
         found = f" (it holds {', '.join(names[:3])})" if final.is_dir() and names else ""
         raise CheckpointError(f"{final} exists and is not a checkpoint that hf_zero wrote{found}; {advice}")
@@ -229,7 +229,7 @@ def publish(folder: Path, save_dir: Path, tag: str, keep_previous: bool = False)
 def abandon(folder: Path) -> None:
     """Removes a hidden folder after a failure; every rank may call it, the one that made it removes it."""
     _open.discard(folder.name)
-    own_files.remove_folder(folder, _is_ours)
+    own_files.remove_folder(folder, is_ours)
 
 
 # -- what has been replaced -------------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ def _drop(folder: Path, kept: Path) -> None:
         return
     own_files.remove_file(folder / MARKER_FILE)  # first, so that it no longer counts as complete
     for path in list(folder.iterdir()):
-        if (path.is_dir() or not _is_ours(path.name)) and not os.path.lexists(kept / path.name):
+        if (path.is_dir() or not is_ours(path.name)) and not os.path.lexists(kept / path.name):
             own_files.move(path, kept / path.name)
     _remove_named(folder)
 
@@ -263,7 +263,7 @@ def _remove_named(folder: Path) -> None:
     more.
     """
     own_files.remove_file(folder / own_files.WRITER_FILE)
-    own_files.remove_folder(folder, _is_ours)
+    own_files.remove_folder(folder, is_ours)
 
 
 def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
@@ -275,9 +275,14 @@ def take_back(save_dir: Path, tag: str, wanted: set[tuple[str, str]]) -> None:
         own_files.sync_folder(save_dir)
 
 
+def script_bytes() -> bytes:
+    """Return the text of ``zero_to_fp32.py``."""
+    return (Path(__file__).parents[1] / SCRIPT_FILE).read_bytes()
+
+
 def write_script(save_dir: Path) -> None:
     """Puts ``zero_to_fp32.py`` beside the checkpoints, unless it is there."""
-    script, path = (Path(__file__).parents[1] / SCRIPT_FILE).read_bytes(), save_dir / SCRIPT_FILE
+    script, path = script_bytes(), save_dir / SCRIPT_FILE
     try:
         there = None if path.is_symlink() else read_bytes(path, len(script))
     except (OSError, ValueError):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from hf_zero.checkpoint.commit import folders, staging
+from hf_zero.checkpoint.commit import folders
+from hf_zero.checkpoint.commit.targets import Target, target_of
 from hf_zero.checkpoint.convert.source import FROZEN, Progress, Source, SourceParam, SourceTensor, read_only
 from hf_zero.checkpoint.files.catalog import Catalog, Located
 from hf_zero.checkpoint.files.rows import Elsewhere, Entry, whole
@@ -20,7 +20,6 @@ from hf_zero.checkpoint.format.names import (
     CONVERTED,
     DTYPES,
     INDEX_FILE,
-    LATEST_FILE,
     MASTER,
     MODULE,
     VALUES_FILE,
@@ -32,12 +31,12 @@ from hf_zero.checkpoint.format.records import FileRecord, GroupRecord, LooseReco
 from hf_zero.checkpoint.format.values import Decoder, Encoder, encode_scalar
 from hf_zero.errors import CheckpointError
 from hf_zero.observe import warn_once
-from hf_zero.system import own_files
+from hf_zero.system.object_store import Place
 from hf_zero.system.reading import reading
 
 
-def read_checkpoint(folder: Path) -> Source:
-    """Opens the folder of one tag.
+def read_checkpoint(folder: Place) -> Source:
+    """Opens the folder with the files of one tag, see ``folders.files_of``.
 
     Raises:
         CheckpointError: It is damaged.
@@ -112,7 +111,7 @@ def _buffer_row(reader: RangeReader, file: str, name: str) -> Elsewhere:
     return Elsewhere(dtype, record.nbytes // dtype.itemsize, read, read_only)
 
 
-def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: Progress) -> Path:
+def write_checkpoint(source: Source, save_dir: Place, tag: str | None, progress: Progress) -> Place:
     """Writes ``source`` as a checkpoint that ``load_checkpoint`` and ``resume_from_checkpoint`` take; complete or not at all.
 
     Args:
@@ -130,19 +129,16 @@ def write_checkpoint(source: Source, save_dir: Path, tag: str | None, progress: 
     """
     name = folders.check_tag(tag or f"global_step{source.counters.get('global_steps', 0)}")
     encoder, index = planned_index(source, name)
-    folder = staging.begin(save_dir, name)
+    target = target_of(save_dir, name)
+    target.begin()
     try:
-        files = _write_files(source, folder, encoder, progress)
+        files = _write_files(source, target, encoder, progress)
         index = replace(index, files=files)
         index.check(source.what)
-        staging.finalize(folder, index.to_json())
-        final = staging.publish(folder, save_dir, name)
+        return target.commit(index, latest=True)
     except BaseException:
-        staging.abandon(folder)
+        target.abandon()
         raise
-    staging.write_script(save_dir)
-    own_files.write_text(save_dir / LATEST_FILE, name)
-    return final
 
 
 def planned_index(source: Source, tag: str) -> tuple[Encoder, Index]:
@@ -167,7 +163,7 @@ def _is_trained(param: SourceParam) -> bool:
 _MODULE_FILE = shard_file(MODULE, 0, 1)
 
 
-def _write_files(source: Source, folder: Path, encoder: Encoder, progress: Progress) -> dict[str, FileRecord]:
+def _write_files(source: Source, target: Target, encoder: Encoder, progress: Progress) -> dict[str, FileRecord]:
     entries: dict[str, list[Entry]] = {}
     for param in source.params:
         if _is_trained(param):
@@ -177,7 +173,10 @@ def _write_files(source: Source, folder: Path, encoder: Encoder, progress: Progr
     loose = [param.value for param in source.params if not _is_trained(param)] + list(source.buffers)
     entries[_MODULE_FILE] = [Entry(tensor.name, tensor.row.dtype, tensor.shape, (tensor.row,)) for tensor in loose]
     entries[VALUES_FILE] = [whole(name, tensor) for name, tensor in encoder.tensors.items()]
-    return {name: write_tensor_file(folder / name, found, progress) for name, found in entries.items() if found}
+    with target.files(True) as disk:
+        files = {name: write_tensor_file(target.folder / name, found, progress, disk) for name, found in entries.items() if found}
+        disk.sync()
+    return files
 
 
 def _index(source: Source, tag: str, values: dict[str, Any]) -> Index:

@@ -15,6 +15,8 @@ from hf_zero.checkpoint.commit import folders
 from hf_zero.checkpoint.convert import companions, dcp_files, deepspeed, hugging_face, native, torch_dcp
 from hf_zero.checkpoint.convert.source import Progress, Source
 from hf_zero.errors import CheckpointError
+from hf_zero.observe import warn_once
+from hf_zero.system.object_store import ObjectPath, Place
 
 TARGETS = ("hf_zero", "hf", "dcp")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -25,8 +27,9 @@ class Conversion:
     """Request of a conversion.
 
     Attributes:
-        source: A folder of checkpoints or of one tag, of ours or DeepSpeed's; a model folder; a torch.distributed.checkpoint folder.
-        target: Folder to write.
+        source: A folder of checkpoints or of one tag, of ours or DeepSpeed's; a model folder; a torch.distributed.checkpoint folder. In an
+            object store: checkpoints of ours.
+        target: Folder to write; for ``hf_zero`` also a place in an object store.
         to: One of ``TARGETS``; None: ``hf`` from a checkpoint of ours, else ``hf_zero``.
         tag: Which checkpoint of the source, and the name of what is written for ``hf_zero``; None is what ``latest`` names.
         dtype: Type of the weights written for ``hf``.
@@ -35,8 +38,8 @@ class Conversion:
         quiet: Show no progress.
     """
 
-    source: Path
-    target: Path
+    source: Place
+    target: Place
     to: str | None = None
     tag: str | None = None
     dtype: str = "fp32"
@@ -51,7 +54,7 @@ def convert(wanted: Conversion) -> str:
     Raises:
         CheckpointError: The source is not understood, is a pickle that is not trusted, or the target cannot be written.
     """
-    if wanted.target.resolve() == wanted.source.resolve():
+    if _same(wanted.target, wanted.source):
         raise CheckpointError(f"source and target are the same folder {wanted.source}; choose another target")
     ours, source = _open(wanted)
     to = wanted.to or ("hf" if ours else "hf_zero")
@@ -65,11 +68,12 @@ def convert(wanted: Conversion) -> str:
 def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> str:
     if to == "hf_zero":
         folder = native.write_checkpoint(source, wanted.target, wanted.tag, progress)
-        if source.optimizer is not None and not deepspeed.is_deepspeed(wanted.source):
-            companions.copy_beside(wanted.source, wanted.target)
+        _copy_beside(wanted, source)
         return f"{source.what} -> checkpoint {folder}" + ("" if source.optimizer is not None else " (weights only: load_module_only=True)")
+    if not isinstance(wanted.target, Path):
+        raise CheckpointError(f"{wanted.target} cannot be written as {to}: only --to hf_zero writes into an object store; give a folder")
     if to == "hf":
-        beside = [wanted.source, wanted.source.parent] if wanted.source.is_dir() else []
+        beside = [wanted.source, wanted.source.parent] if isinstance(wanted.source, Path) and wanted.source.is_dir() else []
         dtype = DTYPES[wanted.dtype]
         files = hugging_face.write_hugging_face(source, wanted.target, dtype, wanted.max_shard_bytes, beside, progress)
         return f"{source.what} -> {len(files)} file(s) of {wanted.dtype} weights in {wanted.target}"
@@ -77,13 +81,26 @@ def _write(wanted: Conversion, to: str, source: Source, progress: Progress) -> s
     return f"{source.what} -> torch.distributed.checkpoint folder {wanted.target}"
 
 
+def _copy_beside(wanted: Conversion, source: Source) -> None:
+    """Copy what Trainer and Accelerate keep beside a checkpoint, between folders."""
+    if source.optimizer is None or isinstance(wanted.source, Path) and deepspeed.is_deepspeed(wanted.source):
+        return
+    if isinstance(wanted.source, Path) and isinstance(wanted.target, Path):
+        companions.copy_beside(wanted.source, wanted.target)
+    else:
+        warn_once("files of Trainer and Accelerate beside the checkpoint are copied between folders only: copy them yourself")
+
+
 def _open(wanted: Conversion) -> tuple[bool, Source]:
     """Return whether the source is a checkpoint of ours, and the source."""
     folder, trust = wanted.source, wanted.trust_pickle
     if not folder.is_dir():
         raise CheckpointError(f"{folder} is no folder")
-    if folders.is_complete(folder):
-        return True, native.read_checkpoint(folder)
+    complete = folders.files_of(folder)
+    if complete is not None:
+        return True, native.read_checkpoint(complete)
+    if isinstance(folder, ObjectPath):
+        return True, _open_in_store(folder, wanted.tag)
     if deepspeed.is_deepspeed(folder):
         return False, deepspeed.read_deepspeed(folder, trust)
     if dcp_files.is_dcp(folder):
@@ -103,6 +120,18 @@ def _open(wanted: Conversion) -> tuple[bool, Source]:
         "(*_optim_states.pt, or latest), a torch.distributed.checkpoint folder (.metadata and *.distcp), a Hugging Face "
         "model (model.safetensors, pytorch_model.bin, or an index)"
     )
+
+
+def _open_in_store(folder: ObjectPath, tag: str | None) -> Source:
+    """Return the checkpoint of ``tag``, or of ``latest``, in an object store."""
+    found = folders.find(folder, tag) if tag is not None else folders.find_latest(folder)
+    if found is None:
+        raise CheckpointError(f"{folder} holds no complete checkpoint of hf_zero; of other formats copy the files into a folder first")
+    return native.read_checkpoint(found)
+
+
+def _same(first: Place, second: Place) -> bool:
+    return first.resolve() == second.resolve() if isinstance(first, Path) and isinstance(second, Path) else first == second
 
 
 @contextmanager

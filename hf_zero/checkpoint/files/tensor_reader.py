@@ -3,24 +3,20 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from hf_zero.checkpoint.files.ranges import Ranges, ranges_of
 from hf_zero.checkpoint.files.rows import WINDOW_BYTES, Elsewhere, Row
 from hf_zero.checkpoint.format.checksum import digits_of, digits_of_range, first_damaged
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, DTYPES, ITEM_BYTES
 from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
+from hf_zero.system.object_store import ObjectPath, Place
 from hf_zero.system.reading import parse_json, reading, shown
-from hf_zero.system.text_file import opened
-
-# Windows that are fetched while one is verified and copied.
-_AHEAD = 2
 
 
 @dataclass(frozen=True)
@@ -40,7 +36,7 @@ class RangeReader:
         bytes_read: Bytes read from files so far.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, FileRecord]) -> None:
+    def __init__(self, folder: Place, files: Mapping[str, FileRecord]) -> None:
         self.folder = folder
         self.files = files
         self.bytes_read = 0
@@ -58,21 +54,21 @@ class RangeReader:
             if copy.target.numel():
                 by_file.setdefault(copy.file, {}).setdefault(copy.tensor, []).append(copy)
         for name, tensors in by_file.items():
-            with self._opened(name) as descriptor:
+            with self._opened(name) as source:
                 ordered = {tensor: sorted(parts, key=lambda copy: copy.start) for tensor, parts in tensors.items()}
-                ahead = _ReadAhead(descriptor, self._ranges(name, ordered))
+                ahead = _ReadAhead(source, self._ranges(name, ordered))
                 for tensor, parts in ordered.items():
-                    self._read_tensor(descriptor, name, tensor, parts, ahead)
+                    self._read_tensor(source, name, tensor, parts, ahead)
 
     @contextmanager
-    def _opened(self, name: str) -> Iterator[int]:
-        """Open a file in a context, and give its descriptor; its size and header have been checked."""
+    def _opened(self, name: str) -> Iterator[Ranges]:
+        """Open a file in a context, and give its ranges; its size and header have been checked."""
         if name not in self.files:
             raise CheckpointError(f"{self.folder}: the index lists no file {name}")
         try:
-            with opened(self.folder / name) as descriptor:
-                self._check_header(descriptor, name)
-                yield descriptor
+            with ranges_of(self.folder / name) as source:
+                self._check_header(source, name)
+                yield source
         except OSError as error:
             raise CheckpointError(f"cannot read {self.folder / name}: {error}") from error
 
@@ -109,21 +105,23 @@ class RangeReader:
         Raises:
             CheckpointError: A file is missing or has another size.
         """
+        listed = self.folder.listed() if isinstance(self.folder, ObjectPath) else None  # one question in place of one for each file
         for name, record in self.files.items():
             path = self.folder / name
-            if not path.is_file():
+            size = (path.stat().st_size if path.is_file() else None) if listed is None else listed.get(name)
+            if size is None:
                 raise CheckpointError(f"{path} is missing; the index lists it with {record.nbytes} bytes")
-            _check_size(path, path.stat().st_size, record.nbytes)
+            _check_size(path, size, record.nbytes)
 
-    def _check_header(self, descriptor: int, name: str) -> None:
+    def _check_header(self, source: Ranges, name: str) -> None:
         """Check, before anything is read or allocated, that the file has the length of the index and its header describes the same
         tensors.
         """
         if name in self._verified:
             return
         record, path = self.files[name], self.folder / name
-        _check_size(path, os.fstat(descriptor).st_size, record.nbytes)
-        header = self._pread(descriptor, memoryview(bytearray(record.header_nbytes)), 0, name)
+        _check_size(path, source.size(), record.nbytes)
+        header = self._read_range(source, memoryview(bytearray(record.header_nbytes)), 0, name)
         if digits_of(header) != record.header_crc32:
             raise CheckpointError(f"{path} is damaged: the checksum of its header does not match the index")
         with reading(path, CheckpointError):
@@ -136,7 +134,7 @@ class RangeReader:
                     )
         self._verified.add(name)
 
-    def _read_tensor(self, descriptor: int, file: str, tensor: str, copies: list[Copy], ahead: _ReadAhead) -> None:
+    def _read_tensor(self, source: Ranges, file: str, tensor: str, copies: list[Copy], ahead: _ReadAhead) -> None:
         record = self.record(file, tensor)
         itemsize, dtype = ITEM_BYTES[record.dtype], DTYPES[record.dtype]
         numel = record.nbytes // itemsize
@@ -148,16 +146,16 @@ class RangeReader:
             self._window = bytearray(min(WINDOW_BYTES, record.nbytes))
         for start, stop in _spans(copies, itemsize, record.nbytes):
             ahead.advance()
-            data = self._pread(descriptor, memoryview(self._window)[: stop - start], record.offset + start, file)
+            data = self._read_range(source, memoryview(self._window)[: stop - start], record.offset + start, file)
             self._verify(data, record, start, f"{self.folder / file}: tensor {tensor!r}")
             values = torch.frombuffer(data, dtype=torch.uint8).view(dtype)
             waiting = _deliver(copies, waiting, values, start // itemsize)
 
-    def _pread(self, descriptor: int, place: memoryview, offset: int, name: str) -> memoryview:
+    def _read_range(self, source: Ranges, place: memoryview, offset: int, name: str) -> memoryview:
         """Fills ``place``, and returns it."""
         done = 0
         while done < len(place):
-            count = os.preadv(descriptor, [place[done:]], offset + done)
+            count = source.read_into(place[done:], offset + done)
             if count == 0:
                 raise CheckpointError(
                     f"{self.folder / name} is truncated: it ends at byte {offset + done}, the index says {self.files[name].nbytes}"
@@ -176,7 +174,7 @@ class RangeReader:
             )
 
 
-def _check_size(path: Path, found: int, expected: int) -> None:
+def _check_size(path: Place, found: int, expected: int) -> None:
     if found != expected:
         raise CheckpointError(f"{path} has {found} bytes, the index says {expected}: it was truncated or replaced")
 
@@ -189,19 +187,19 @@ def _described(file: FileRecord, tensor: str) -> dict[str, object]:
 
 
 class _ReadAhead:
-    """Has the kernel fetch windows of a file before they are asked for; advice, no more."""
+    """Has windows of a file fetched before they are asked for."""
 
-    def __init__(self, descriptor: int, ranges: Iterator[tuple[int, int]]) -> None:
-        self._descriptor = descriptor
+    def __init__(self, source: Ranges, ranges: Iterator[tuple[int, int]]) -> None:
+        self._source = source
         self._ranges = ranges
-        for _ in range(_AHEAD):
+        for _ in range(source.ahead):
             self.advance()
 
     def advance(self) -> None:
         """Note that one window is being read."""
         offset, nbytes = next(self._ranges, (0, 0))
-        if nbytes and hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
+        if nbytes:
+            self._source.fetch(offset, nbytes)
 
 
 def _spans(copies: list[Copy], itemsize: int, nbytes: int) -> Iterator[tuple[int, int]]:

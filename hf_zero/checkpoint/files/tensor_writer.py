@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
 
 from hf_zero.checkpoint.files.disk import Disk
 from hf_zero.checkpoint.files.rows import WINDOW_BYTES, Elsewhere, Entry, Piece
+from hf_zero.checkpoint.files.uploads import Uploads
 from hf_zero.checkpoint.format.checksum import Checksum, digits_of
 from hf_zero.checkpoint.format.names import CHUNK_BYTES, dtype_name
 from hf_zero.checkpoint.format.records import FileRecord, TensorRecord
 from hf_zero.errors import CheckpointError
 from hf_zero.system.folder import Folder
+from hf_zero.system.object_store import Place
 
 
 class Described(Protocol):
@@ -70,10 +72,10 @@ _SUMMED_BYTES = 8 * CHUNK_BYTES
 
 
 def write_tensor_file(
-    path: Path,
+    path: Place,
     entries: Sequence[Entry],
     progress: Callable[[int], object] | None = None,
-    disk: Disk | None = None,
+    disk: Disk | Uploads | None = None,
     folder: Folder | None = None,
 ) -> FileRecord:
     """Writes a new safetensors file and forces it to the disk.
@@ -81,7 +83,7 @@ def write_tensor_file(
     Tensors pass through a window of 4 MiB at a time; none is copied whole.
 
     Args:
-        path: The file; must not exist.
+        path: The file; must not exist. In an object store if ``disk`` is an ``Uploads``.
         entries: Tensors to write; names differ.
         progress: Called with the bytes of each window that has been written.
         disk: The save that the file belongs to: its ``sync`` forces the file to the disk, with all others.
@@ -95,7 +97,7 @@ def write_tensor_file(
         OSError: The file system refuses; names the file. Nothing of it is left, so that a full disk has room for messages.
     """
     if disk is not None:
-        return _write_tensor_file(path, entries, progress, disk, folder)
+        return disk.repeated(path, lambda: _write_tensor_file(path, entries, progress, disk, folder))
     with Disk() as own:
         record = _write_tensor_file(path, entries, progress, own, folder)
         own.sync()
@@ -103,7 +105,7 @@ def write_tensor_file(
 
 
 def _write_tensor_file(
-    path: Path, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk, folder: Folder | None
+    path: Place, entries: Sequence[Entry], progress: Callable[[int], object] | None, disk: Disk | Uploads, folder: Folder | None
 ) -> FileRecord:
     ordered, window_buffer = in_file_order(entries), _HostWindow()
     header = header_of(ordered, path.name)
@@ -140,6 +142,9 @@ class _HostWindow:
         return self._buffer[: numel * dtype.itemsize].view(dtype)
 
 
+_one_reader = threading.Lock()  # of rows that are not in memory: several files may be written at a time
+
+
 def _windows(pieces: Iterable[Piece], itemsize: int, window_buffer: _HostWindow) -> Iterator[memoryview]:
     """Yield the bytes of ``pieces`` in windows; a window is valid until the next one is requested."""
     step = WINDOW_BYTES // itemsize
@@ -156,5 +161,9 @@ def _windows(pieces: Iterable[Piece], itemsize: int, window_buffer: _HostWindow)
                 window = part
             else:
                 window = window_buffer.of(part.numel(), part.dtype)
-                part.read(part.start, window) if isinstance(part, Elsewhere) else window.copy_(part)
+                if isinstance(part, Elsewhere):
+                    with _one_reader:
+                        part.read(part.start, window)
+                else:
+                    window.copy_(part)
             yield memoryview(window.view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -89,6 +89,7 @@ class Index:
                 f"{path} has format version {shown(version)}, written by hf_zero {shown(data.get('library'))}; this installation reads "
                 f"version {VERSION}. Install the version of hf_zero that wrote it"
             )
+        data.setdefault("spikes", None)  # checkpoints from before it was saved lack it
         index = read_record(Index, data, path)
         index.check(path)
         return index

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -17,6 +16,7 @@ from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.units.tp_shard import is_elsewhere
 from hf_zero.core.units.unit import Unit, find_unit
+from hf_zero.system.object_store import Place
 
 
 class Stateful(Protocol):
@@ -173,7 +173,7 @@ class Loaded:
         bytes_read: Bytes this rank read from tensor files.
     """
 
-    path: Path
+    path: Place
     client_state: Any
     counters: dict[str, int] | None
     bytes_read: int

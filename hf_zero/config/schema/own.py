@@ -57,6 +57,12 @@ class OwnSettings(Section):
         "Stage 3: adjacent ranks that parameters are sharded over and gathered from, in the training dtype; gradients, masters and "
         "optimizer states stay sharded over all ranks. node means the ranks of each node; unset means all ranks",
     )
+    checkpoint_url: str | None = used(
+        None,
+        "URL in an object store (s3://bucket/run, gs://, hf:// and whatever fsspec reaches) for the engine's checkpoints: what would go "
+        "to the folder a/b goes to URL/b. Under Trainer its own small files go there too, and save_total_limit holds there. Keys and "
+        "passwords belong into the environment (AWS_ACCESS_KEY_ID, ...)",
+    )
     pickle_client_state: Bool = used(
         False,
         "Pickle values of client_state that are neither plain nor tensors, and read such values; a pickle can run any code of its writer",

@@ -1,4 +1,4 @@
-"""Make further optimizers of the class of a given one: clones with its attributes, new ones, and trials of them on small tensors."""
+"""Make further optimizers of the class of a given one: clones with its attributes, new objects, and trials on small tensors."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _TRIAL_NUMEL = 16
 
 
 class CollectiveError(BaseException):
-    """Error of a collective inside a trial; a ``BaseException``, so that no ``except Exception`` of a foreign ``step`` catches it."""
+    """Error of a collective inside a trial; a ``BaseException``, so that no ``except Exception`` in another library's ``step`` catches
+    it.
+    """
 
 
 def options_of(group: dict[str, Any]) -> dict[str, Any]:
@@ -26,7 +28,9 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state: Any = None) -> torch.optim.Optimizer:
-    """Return an optimizer of the same class and attributes with other groups; with ``optimizer``'s own state dict unless given one."""
+    """Return an optimizer of the same class and attributes with other groups. It shares ``optimizer``'s state dict unless ``state`` is
+    given.
+    """
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
     other.__dict__.update(optimizer.__dict__)
     other.__dict__.pop("step", None)  # a scheduler that counts calls replaces ``step`` by a method bound to the original
@@ -37,7 +41,7 @@ def clone(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]], state:
 
 
 def build_anew(optimizer: torch.optim.Optimizer, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return a new optimizer of the same class, with the constructor arguments of ``optimizer`` as far as its defaults show them."""
+    """Return a new optimizer of the same class, with the constructor arguments of ``optimizer`` that its ``defaults`` contain."""
     make: Any = type(optimizer)
     built: torch.optim.Optimizer = make(groups, **_constructor_arguments(make, optimizer.defaults))
     return built
@@ -60,7 +64,9 @@ def _constructor_arguments(kind: type, defaults: dict[str, Any]) -> dict[str, An
 
 
 def trial_data(optimizer: torch.optim.Optimizer) -> tuple[Tensor, list[Tensor]]:
-    """Return a small matrix (float64, on the optimizer's device) and one gradient per step; the halves of each gradient differ in size."""
+    """Return a small matrix (float64, on the optimizer's device) and one gradient per step; the two halves of each gradient differ in
+    scale.
+    """
     device = next((param.device for group in optimizer.param_groups for param in group["params"]), torch.device("cpu"))
     if device.type == "meta":
         device = torch.device("cpu")
@@ -77,7 +83,7 @@ def try_steps(
 ) -> tuple[torch.optim.Optimizer, Tensor]:
     """Step a new optimizer of the same class over copies of ``starts``, with one gradient of each per step.
 
-    It draws from the default random generator, which the caller restores.
+    It draws from the default random generator, whose state the caller restores.
 
     Returns:
         The new optimizer and its first parameter.
@@ -100,7 +106,7 @@ def try_steps(
 
 
 class _NoCollectives(TorchDispatchMode):
-    """Mode that stops collectives: a trial runs on one rank, perhaps not on all ranks, so the other ranks would not join."""
+    """Mode that stops collectives: a trial may run on one rank only, so the other ranks would not take part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func.namespace in ("c10d", "_c10d_functional"):
@@ -109,18 +115,18 @@ class _NoCollectives(TorchDispatchMode):
 
 
 def state_names(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> frozenset[str] | None:
-    """Return the names of the states that the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, by a trial on
-    a small one.
+    """Return the names of the states that the optimizer keeps for a parameter of ``ndim`` dimensions in its group ``group``, found by a
+    trial on a small parameter.
 
     Returns:
-        None where the class cannot be tried. The optimizer itself and the global random state stay untouched.
+        The names, or None if the class cannot be tried. The optimizer itself and the global random state do not change.
     """
     tried = _tried_state(optimizer, group, ndim)
     return None if tried is None else frozenset(tried[0])
 
 
 def row_names(optimizer: torch.optim.Optimizer, group: int) -> frozenset[str] | None:
-    """Return the names of the states of a flat row that have one number per element; see ``state_names``."""
+    """Return the names of the states of a 1D parameter that have one number per element; None as for ``state_names``."""
     tried = _tried_state(optimizer, group, 1)
     if tried is None:
         return None
@@ -138,28 +144,28 @@ def _tried_state(optimizer: torch.optim.Optimizer, group: int, ndim: int) -> tup
     with torch.random.fork_rng(devices=[]):
         try:
             built, param = try_steps(optimizer, options_of(optimizer.param_groups[group]), values[:1], [values[1:]])
-        except (Exception, CollectiveError):  # a foreign constructor or step may raise any error
+        except (Exception, CollectiveError):  # another library's constructor or step may raise any error
             return None
     return dict(built.state.get(param, {})), param
 
 
 def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
-    """Return the state that the optimizer keeps for ``param`` before the first step; empty for nearly all classes, but not for Adagrad."""
+    """Return the state that the optimizer keeps for ``param`` before the first step; nearly all classes have none, but Adagrad has."""
     with torch.random.fork_rng(devices=[]):
         try:
             options = copy.deepcopy(options_of(optimizer.param_groups[group]))
             return dict(build_anew(optimizer, [{"params": [param], **options}]).state.get(param, {}))
-        except Exception:  # a foreign constructor may raise any error
+        except Exception:  # another library's constructor may raise any error
             return {}
 
 
 def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:
-    """Return the states that ``optimizer`` keeps with one number per element and their dtypes, by a trial on a small vector; two fp32
-    states if it fails.
+    """Return the dtypes of the states that ``optimizer`` keeps with one number per element, by name, found by a trial on a small vector;
+    two fp32 states if the trial fails.
 
     Args:
         optimizer: An optimizer that was never stepped, with any parameters; it is not changed.
-        dtype: Type of the masters.
+        dtype: Dtype of the masters.
         device: Device of the update.
     """
     found: dict[str, torch.dtype] = {}
@@ -173,7 +179,7 @@ def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: to
             if optimizer.state:  # made at construction
                 trial.state = state = build_anew(optimizer, [{**values, "params": [vector]}]).state
             trial.step()
-        except Exception:  # a foreign optimizer may raise any error on a tensor that it was not made for
+        except Exception:  # another library's optimizer may raise any error on a tensor that it was not made for
             return {"state 1": torch.float32, "state 2": torch.float32}
         entries = state[vector].items() if vector in state else ()
         found.update({name: value.dtype for name, value in entries if isinstance(value, Tensor) and value.shape == vector.shape})

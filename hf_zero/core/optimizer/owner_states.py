@@ -21,11 +21,11 @@ class WholeParam:
     """A parameter that this rank updates in its full shape.
 
     Attributes:
-        unit: Its unit.
-        slot: Its place in the unit.
+        unit: Unit of the parameter.
+        slot: Place of the parameter in the unit.
         param: The tensor of full shape that the inner optimizer updates; it has values during a step only.
-        writes: Whether this rank writes its state into checkpoints: at stage 0 all ranks hold it, and one of them does.
-        inner: The optimizer that updates it.
+        writes: Whether this rank writes the parameter's state into checkpoints: at stage 0 all ranks hold it, and one of them does.
+        inner: The optimizer that updates the parameter.
     """
 
     unit: Unit
@@ -49,13 +49,13 @@ class WholeParam:
 
 
 class OwnerStates:
-    """``ParamStates`` of parameters that have an owner. A state has the shape that the owner's optimizer gives it: moments of rows, or of
-    all experts.
+    """``ParamStates`` of parameters that have an owner. A state has the shape that the owner's optimizer gives it: for example moments of
+    rows, or moments of all experts.
 
     Args:
         whole: Parameters that this rank updates, by name.
-        owners: The rank that updates each parameter, by name (at stage 0, where all do, the one that saves its state).
-        collectives: The axis of these ranks.
+        owners: The rank that updates each parameter, by name (at stage 0, where all ranks do, the rank that saves its state).
+        collectives: Network of these ranks.
     """
 
     def __init__(self, whole: Mapping[str, WholeParam], owners: Mapping[str, int], collectives: Collectives) -> None:
@@ -113,7 +113,7 @@ class OwnerStates:
         present.copy_(value.detach().reshape(present.shape))
 
     def _present(self, name: str, key: str) -> torch.Tensor | None:
-        """Return the state tensor that this rank keeps; None if it keeps none of that name."""
+        """Return the state tensor ``key`` of parameter ``name`` on this rank; None if this rank keeps none."""
         entry = self._whole.get(name)
         value = entry.state.get(key) if entry is not None else None
         return value if isinstance(value, torch.Tensor) else None

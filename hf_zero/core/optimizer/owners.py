@@ -28,14 +28,14 @@ class Piece:
 
 @dataclass(frozen=True)
 class Spread:
-    """A trained parameter as the ranks of an axis share it.
+    """A trained parameter and its distribution over the ranks of an axis.
 
     Attributes:
         unit: Position of its unit.
-        slot: Its name, group and full shape.
+        slot: Name, group and full shape of the parameter.
         pieces: Elements that each rank holds, in the order of ``parts``.
-        together: Number of adjacent ranks that hold all elements once between them; 1 if every rank holds all.
-        parts: Slices along a later dimension, if the elements do not lie in the order of the pieces.
+        together: Number of adjacent ranks that together hold all elements once; 1 if every rank holds all.
+        parts: Slices along a later dimension, if the pieces do not contain the elements in their order; else ().
     """
 
     unit: int
@@ -73,14 +73,16 @@ class Owned:
         return self.spread.together > 1
 
     def given_by(self, rank: int) -> Piece | None:
-        """Return the piece that ``rank`` (perhaps the owner itself) gives to the owner, so that the owner gets every element once."""
+        """Return the piece that ``rank`` (perhaps the owner itself) sends to the owner, so that the owner gets every element once; None for
+        none.
+        """
         piece = self.spread.pieces[rank]
         beside = rank // self.spread.together == self.rank // self.spread.together
         return piece if beside and piece.inside.numel else None
 
 
 def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
-    """Return the trained parameters of units, which ``world`` ranks share or each have completely; sorted by unit, then offset.
+    """Return the trained parameters of units that ``world`` ranks share or that each rank has completely; sorted by unit, then offset.
 
     Args:
         layouts: Layouts of the units.
@@ -97,13 +99,13 @@ def spread_of(layouts: Sequence[UnitLayout], world: int) -> list[Spread]:
 
 
 def spread_of_experts(unit: int, layouts: Sequence[UnitLayout], parts: Sequence[Mapping[str, TpShard]], world: int) -> list[Spread]:
-    """Return the trained parameters of a unit of experts, as ``spread_of`` does.
+    """Return the trained parameters of a unit of experts, like ``spread_of``.
 
     Args:
         unit: Position of the unit.
-        layouts: Layout of the unit on each of the adjacent ranks that hold all experts between them; ranks at equal distances have the
-            same.
-        parts: The part of each parameter that each of these ranks holds, by name.
+        layouts: Layout of the unit on each of the adjacent ranks that together hold all experts; ranks that are a multiple of their number
+            apart have the same layout.
+        parts: For each of these ranks, the part of each parameter that it holds, by name.
         world: Number of ranks.
     """
     found = []
@@ -134,9 +136,9 @@ def _trained(layout: UnitLayout) -> Iterator[ParamSlot]:
 def assign_owners(spread: Sequence[Spread], world: int) -> tuple[Owned, ...]:
     """Assign every trained parameter to one rank; the result is the same on all ranks.
 
-    From the largest to the smallest, a parameter goes to the rank whose shard holds most of it, as long as that rank stays within an
-    equal share of all elements; else to the rank with fewest so far. So no rank has more than an equal share and one parameter, and
-    parameters that need not travel stay on their rank.
+    In the order from the largest to the smallest, a parameter is assigned to the rank whose shard holds most of it, as long as that rank
+    stays within an equal share of all elements; else to the rank with the fewest elements so far. So no rank has more than an equal share
+    and one parameter, and parameters that one rank holds completely can stay on that rank.
 
     Args:
         spread: The parameters.
@@ -156,20 +158,20 @@ def assign_owners(spread: Sequence[Spread], world: int) -> tuple[Owned, ...]:
     return tuple(Owned(entry, rank) for entry, rank in zip(spread, ranks, strict=True))
 
 
-def share_out(sizes: Sequence[int], world: int, wish: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
+def share_out(sizes: Sequence[int], world: int, preferred: Callable[[int, Sequence[int]], int | None] | None = None) -> list[int]:
     """Assign items to ranks, from the largest to the smallest; the result is the same on all ranks.
 
     Args:
         sizes: Sizes of the items.
         world: Number of ranks.
-        wish: Returns the preferred rank of an item, given its position and the load of each rank; None is the rank with the least load.
+        preferred: Called with an item's position and the load of each rank; returns a rank, or None for the rank with the least load.
 
     Returns:
         The rank of each item.
     """
     loads, ranks = [0] * world, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):  # stable
-        rank = wish(index, loads) if wish is not None else None
+        rank = preferred(index, loads) if preferred is not None else None
         ranks[index] = rank if rank is not None else loads.index(min(loads))
         loads[ranks[index]] += sizes[index]
     return ranks
@@ -182,8 +184,8 @@ def holders(layout: UnitLayout, wanted: Range, world: int) -> list[Range]:
     return [wanted.intersect(layout.shard_range(rank)) for rank in range(world)]
 
 
-Tensors = Mapping[str, torch.Tensor]  # by the parameter's name; in its full shape
-_Parts = list[list[tuple[str, Piece]]]  # by rank
+Tensors = Mapping[str, torch.Tensor]  # complete parameters by name, in their full shape
+_Parts = list[list[tuple[str, Piece]]]  # for each rank, pieces with the names of their parameters
 
 
 class TensorMoves:
@@ -191,8 +193,8 @@ class TensorMoves:
 
     Args:
         unit: The unit.
-        owned: Its trained parameters and their owners.
-        collectives: The axis of ranks that share the parameters.
+        owned: Trained parameters of the unit and their owners.
+        collectives: Network of the ranks that share the parameters.
     """
 
     def __init__(self, unit: Unit, owned: Sequence[Owned], collectives: Collectives) -> None:
@@ -203,8 +205,8 @@ class TensorMoves:
         moving = [entry for entry in owned if entry.travels]
         self._divided = bool(moving)
         # [Note: messages of an exchange] A message between two ranks consists of the parts of the sender's shard that the receiver owns,
-        # by offset. Both derive it from the layout and the owners alone. Parameters that several groups of ranks hold (experts, at stage
-        # 0) come from the owner's group, and go back to all.
+        # by offset. Both ranks compute it from the layout and the owners. Parameters that several groups of ranks hold (experts, at stage
+        # 0) are sent by the owner's group, and sent back to all ranks.
         mine = [entry for entry in moving if entry.rank == self._rank]
         self._taken: _Parts = [[(entry.slot.name, piece) for entry in mine if (piece := entry.given_by(rank))] for rank in world]
         self._given: _Parts = [
@@ -221,11 +223,12 @@ class TensorMoves:
         """Collect the complete parameters that this rank owns; collective.
 
         Args:
-            flat: (shard_numel,): this rank's part of masters, gradients or the like; must not change until the exchange has ended.
+            flat: (shard_numel,): this rank's part of masters, gradients or similar; must not change until the exchange has ended.
             what: Name for labels.
 
         Returns:
-            Complete tensors, filled when the exchange has been waited for. Tensors that need not travel are views of ``flat``.
+            Complete tensors, filled when the exchange has been waited for. Tensors that this rank's shard holds completely are views of
+            ``flat``.
         """
         rows = {entry.slot.name: self._room(entry, flat) for entry in self.own}
         whole = {entry.slot.name: _shaped(rows[entry.slot.name], entry) for entry in self.own}
@@ -289,13 +292,13 @@ class TensorMoves:
         ]
 
     def _from_peers(self, parts_of: _Parts, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Return an empty buffer for the message of every other rank."""
+        """Return an uninitialised buffer for the message of every other rank."""
         sizes = [sum(piece.inside.numel for _, piece in parts) for parts in parts_of]
         return [flat.new_empty(0 if rank == self._rank else size) for rank, size in enumerate(sizes)]
 
 
 def _held(owned: Sequence[Owned], rank: int) -> list[tuple[str, Piece]]:
-    """Return the pieces of parameters that ``rank`` holds."""
+    """Return the non-empty pieces of the ``owned`` parameters in the shard of ``rank``."""
     pieces = [(entry.slot.name, entry.spread.pieces[rank]) for entry in owned]
     return [(name, piece) for name, piece in pieces if piece.inside.numel]
 
@@ -310,7 +313,7 @@ def _inside(piece: Piece) -> slice:
 
 
 def _shaped(row: torch.Tensor, entry: Owned) -> torch.Tensor:
-    """Return the parameter in its full shape: a view of ``row``, or a new tensor if its parts lie in another order."""
+    """Return the parameter in its full shape: a view of ``row``, or a new tensor if the parts in ``row`` have another order."""
     return row.new_empty(entry.slot.shape) if entry.spread.parts else row.view(entry.slot.shape)
 
 
@@ -323,13 +326,13 @@ def _place_parts(whole: torch.Tensor, row: torch.Tensor, entry: Owned) -> None:
 
 
 def _row(whole: torch.Tensor, entry: Owned) -> torch.Tensor:
-    """Return the (numel,) elements in the order of the pieces."""
+    """Return the elements of ``whole``, (numel,), in the order of the pieces."""
     parts = entry.spread.parts
     return torch.cat([cut(whole, part).view(-1) for part in parts]) if parts else whole.reshape(-1)
 
 
 def _then(pending: Pending, place: Callable[[], None]) -> Pending:
-    """Return ``pending``, extended to call ``place`` at its end."""
+    """Return ``pending``, extended to call ``place`` when it ends."""
     finish = pending.finish
 
     def both() -> torch.Tensor | None:

@@ -17,31 +17,31 @@ class ParamStates(Protocol):
     """Access to a state by unit, position of the parameter in the unit, and name of the state (``exp_avg``, ...)."""
 
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """Return the complete state, a new tensor; None if there is none, as before the first step. Collective."""
+        """Return the complete state, a new tensor; None if there is none, for example before the first step. Collective."""
 
     def write(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """Set the complete state; collective.
 
         Raises:
-            StateError: On all ranks, if there is no such state yet, or it has another shape.
+            StateError: On all ranks, if the state does not exist yet, or has another shape.
         """
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
-        """Return this rank's part, 1D; None if it has none. Local."""
+        """Return this rank's part, 1D; None if this rank has none. Local."""
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
         """Set this rank's part. Local.
 
         Raises:
-            StateError: There is no such state yet, or it has another shape.
+            StateError: The state does not exist yet, or has another shape.
         """
 
 
 class SegmentStates:
     """States that are sharded like the masters.
 
-    The states of a parameter belong to the segments with its elements; other segments of its unit may rest, and have no states. A rank
-    without elements of the parameter cannot tell whether there is a state, so the ranks vote.
+    The states of a parameter belong to the segments with its elements; other segments of its unit may be frozen, and have no states. A rank
+    without elements of the parameter cannot determine whether a state exists, so the ranks vote.
 
     Args:
         segments: Segments of all units on this rank.
@@ -83,7 +83,9 @@ class SegmentStates:
             state.copy_(segment.within(flat))
 
     def _parts(self, unit: Unit, index: int, key: str) -> list[tuple[OwnedSegment, torch.Tensor]] | None:
-        """Return the segments with elements of the parameter, each with its state; None if any has no state, as before the first step."""
+        """Return the segments with elements of the parameter, each with its state; None if any has no state, for example before the first
+        step.
+        """
         self._settle()
         found = [(segment, segment.state.get(key)) for segment in self._segments.of(unit)]
         having = [(segment, value) for segment, value in found if isinstance(value, torch.Tensor) and value.shape == segment.tensor.shape]
@@ -94,7 +96,9 @@ class SegmentStates:
         return parts if covered == where.numel and stepped else None
 
     def _is_anywhere(self, unit: Unit, index: int, key: str, parts: Sequence[tuple[OwnedSegment, torch.Tensor]] | None) -> bool:
-        """Return whether the state exists, from this rank's ``parts`` of it; collective if parameters are sharded."""
+        """Return whether the state exists on any rank; ``parts`` is this rank's result of ``_parts``. Collective if parameters are
+        sharded.
+        """
         known = parts is not None and bool(parts or not unit.layout.slots[index].numel)
         return unit.collectives.any_rank(known, f"{unit.name}: {key}") if unit.layout.world > 1 else known
 
@@ -102,7 +106,7 @@ class SegmentStates:
 def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> torch.Tensor:
     """Return ``parts`` at their positions in this rank's shard, (shard_numel,), with zeros elsewhere.
 
-    The type is fp32 at least: states may be wider than the master, and a rank that has none cannot tell.
+    The dtype is at least fp32, because states may be wider than the master, and a rank without parts does not know their dtype.
     """
     master = master_of(unit)
     flat = torch.zeros_like(master, dtype=torch.promote_types(master.dtype, torch.float32))
@@ -112,7 +116,7 @@ def _flat(unit: Unit, parts: Iterable[tuple[OwnedSegment, torch.Tensor]]) -> tor
 
 
 def no_state(key: str) -> StateError:
-    """Return the error for a state that does not exist."""
+    """Return the error for a state named ``key`` that does not exist."""
     return StateError(f"there is no optimizer state {key!r}; states exist after the first step")
 
 
@@ -132,7 +136,7 @@ def write_param(unit: Unit, index: int, flat: torch.Tensor, value: torch.Tensor)
 
 
 def gather_param(unit: Unit, index: int, flat: torch.Tensor, what: str) -> torch.Tensor:
-    """Return the full value of parameter ``index`` in a sharded (shard_numel,) tensor such as a moment, as a new tensor. Collective.
+    """Return the full value of parameter ``index`` in a sharded (shard_numel,) tensor, for example a moment, as a new tensor. Collective.
 
     ``what`` names the tensor in the label of the collective.
     """

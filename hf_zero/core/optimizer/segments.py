@@ -23,12 +23,12 @@ class OwnedSegment:
     """One param group's part of one unit's shard; the inner optimizer treats it as a parameter.
 
     Attributes:
-        unit: The unit.
+        unit: Unit of the segment.
         group: Index of the param group.
         range: Elements, counted from the start of this rank's shard.
         tensor: View of the master, (range.numel,).
-        inner: The optimizer that updates it.
-        rests: Whether updates skip it, see [Note: what is trained].
+        inner: The optimizer that updates the segment.
+        rests: Whether updates skip the segment, see [Note: what is trained].
     """
 
     unit: Unit
@@ -59,9 +59,10 @@ class OwnedSegment:
         ]
 
     def divide(self, resting: Collection[int]) -> list[OwnedSegment]:
-        """Return the segments that replace this one if the parameters at the positions ``resting`` of the unit rest; local.
+        """Return the segments that replace this one if the parameters at the positions ``resting`` of the unit are frozen; local.
 
-        Each run of parameters that rest or are trained becomes a segment with its part of the states; numbers (``step``) are copied.
+        Each run of adjacent parameters that are all frozen or all trained becomes a segment with its part of the states; numbers (``step``)
+        are copied.
         """
         start = self.unit.owned.start + self.range.start
         runs: list[tuple[int, bool]] = []  # the first element inside the segment, and whether the run rests
@@ -74,7 +75,9 @@ class OwnedSegment:
         return self._cut(runs)
 
     def cut_at(self, starts: Iterable[int]) -> list[OwnedSegment]:
-        """Return segments that begin at this one's start and at ``starts``, element positions inside it; each rests if this one does."""
+        """Return segments that begin at this one's start and at ``starts``, element positions inside it; all have its value of
+        ``rests``.
+        """
         runs = [(0, self.rests), *((start, self.rests) for start in sorted(starts) if start)]
         return [self] if len(runs) == 1 else self._cut(runs)
 
@@ -134,13 +137,13 @@ def lay_out(inner: torch.optim.Optimizer, units: Sequence[Unit], cuts: Callable[
     Args:
         inner: The optimizer that updates the segments.
         units: Trained units.
-        cuts: The ranges of a unit's shard that are updated at a time; no segment reaches across their bounds.
+        cuts: Returns the ranges of a unit's shard that are updated at a time; no segment crosses their bounds.
 
     Raises:
         StateError: A unit has no master.
     """
     return Segments(
-        # A Parameter without requires_grad, because some optimizers check the class; the view shares the master's memory.
+        # nn.Parameter, because some optimizers check the class; without requires_grad. The view shares the master's memory.
         OwnedSegment(unit, segment.group, part, nn.Parameter(master_of(unit)[part.start : part.stop], requires_grad=False), inner)
         for unit in units
         for segment in unit.layout.segments(unit.rank)
@@ -161,17 +164,17 @@ def master_of(unit: Unit) -> torch.Tensor:
 
 
 class SubGroupStepper:
-    """Steps ``optimizer`` once, sub-group by sub-group.
+    """Driver of one step of ``optimizer``, sub-group by sub-group.
 
     [Note: stepping by sub-groups] Each sub-group is stepped by a clone: an object of the same class with the same attributes and the same
-    state dict, whose groups hold the sub-group's segments and the values that the groups had when the step began. So a counter that an
-    optimizer keeps in its groups (schedule-free ones do) is seen by every sub-group as one common step would see it, a
-    learning rate that changes meanwhile has no effect, and a sub-group costs no look at the segments of the others.
+    state dict, whose groups hold the sub-group's segments and the options that the groups had when the step began. So all sub-groups see
+    the same value of a counter that an optimizer keeps in its groups (schedule-free ones do), as in one common step; a learning rate that
+    changes meanwhile has no effect; and the step of a sub-group does not read the segments of others.
 
     Args:
         optimizer: The inner optimizer.
         accumulation_dtype: Dtype in which gradients are multiplied by the factor.
-        threads: The most threads that a native pass uses; None is torch's number.
+        threads: Largest number of threads of a native pass; None is torch's number.
 
     Attributes:
         optimizer: The argument ``optimizer``.
@@ -200,7 +203,7 @@ class SubGroupStepper:
             segments: Segments of one sub-group.
             grads: The gradient of each segment, in the dtype in which it arrived; may be overwritten.
             factor: Factor by which gradients are multiplied first.
-            lows: For each segment, a tensor of another dtype that also gets its new value; None if there is none.
+            lows: For each segment, a tensor of another dtype that also receives the new value, or None.
         """
         groups = [{**values, "params": []} for values in self.values]
         for segment in segments:

@@ -18,28 +18,28 @@ from hf_zero.errors import StateError
 
 
 class RankMemory(Protocol):
-    """Tensors that a rank keeps from step to step besides masters and optimizer states."""
+    """Tensors that a rank keeps between steps besides masters and optimizer states."""
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
         """Return the vectors of this rank: kind -> name -> (n,)."""
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restore what ``rank_states`` returned."""
+        """Restore the result of ``rank_states``."""
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
     """Torch optimizer over flat master shards.
 
-    The inner optimizer is the user's own object (or the one the config asked for): its ``param_groups`` stay live, so a
-    learning rate changed by hand or by any scheduler takes effect at the next step. Only the contents of the groups are replaced:
-    segments of this rank's masters in place of the model's parameters.
+    The inner optimizer is the user's own object (or the one that the configuration names): its ``param_groups`` stay live, so a learning
+    rate changed by hand or by any scheduler takes effect at the next step. Only the contents of the groups are replaced: segments of this
+    rank's masters in place of the model's parameters.
 
     Attributes:
         inner: The torch optimizer that does the arithmetic.
         units: Trainable units.
         segments: Segments that ``inner`` updates, in order.
         state_store: Store of masters and moments.
-        memory: Tensors that the gradient exchange keeps from step to step; None if there are none.
+        memory: Tensors that the gradient exchange keeps between steps; None if there are none.
         overflow: Whether the last step was skipped for a gradient that is not finite.
         cut_segments: Whether parameters in one segment's range may have different step counts; the same on all ranks.
         norm: Norm of all gradients in the last step, before clipping, 0-dim tensor, inf if that step was skipped; None before the first.
@@ -71,7 +71,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         for group, tensors in zip(inner.param_groups, self._lay_out(), strict=True):
             group["params"] = tensors
         self.state_store.bind(inner, self.units, self.segments)
-        if inner.state:  # state made at construction, for the parameters that the segments replace
+        if inner.state:  # state that its constructor made for the parameters, which the segments replace
             inner.state = build_anew(inner, [dict(group) for group in inner.param_groups]).state
             self.state_store.adopt_states()
 
@@ -88,7 +88,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {id(segment.tensor) for segment in self.segments}
 
     def can_rest(self, unit: Unit) -> bool:
-        """Return whether single parameters of ``unit`` can rest while others are trained."""
+        """Return whether single parameters of ``unit`` can be frozen while others are trained."""
         return self.state_store.divides(unit)
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
@@ -100,7 +100,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
             unit.rests = len(resting.get(id(unit), ())) == sum(bool(slot.numel) for slot in unit.layout.slots)
 
     def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
-        """Cut segments, by id of their tensor, at element positions inside them, so that each part counts its own steps; local."""
+        """Cut segments at element positions inside them (``starts``: positions by id of the segment's tensor), so that each part counts its
+        own steps; local.
+        """
         self.state_store.settle()
         self._replace(piece for segment in self.segments for piece in segment.cut_at(starts.get(id(segment.tensor), ())))
         self.cut_segments = True
@@ -124,7 +126,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # -- life ---------------------------------------------------------------------------------------------------------
 
     def connect(self, step: Callable[[], None] | None, clear: Callable[[], None] | None) -> None:
-        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call; the inner optimizer's ``zero_grad`` is this one's."""
+        """Set the functions that ``step`` and ``zero_grad`` of this optimizer call; the inner optimizer's ``zero_grad`` calls this
+        one's.
+        """
         self._step, self._clear = step, clear
         if clear is None:
             vars(self.inner).pop("zero_grad", None)
@@ -132,7 +136,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             vars(self.inner)["zero_grad"] = _clearing(ref(self))
 
     def dismiss(self) -> None:
-        """Free state and segments; the groups stay, empty."""
+        """Free state and segments, and empty the groups."""
         self.connect(None, None)
         self.state_store.close()
         self.inner.state.clear()
@@ -143,16 +147,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def update(self, shards: Sequence[torch.Tensor], factor: torch.Tensor, updated: Callable[[Unit], None]) -> None:
         """Update masters and shards once with this rank's gradients, (shard_numel,) per unit, times ``factor`` (0-dim).
 
-        ``updated`` is called with each unit, in order, when its shard has its new value; the rest is local.
+        ``updated`` is called with each unit, in order, when its shard has its new value, and may be collective; everything else is local.
         """
         self.state_store.update(shards, factor, updated)
-        # torch's schedulers look at this before they warn that they were stepped before the optimizer. A script's scheduler holds the
+        # torch's schedulers read this attribute before they warn that they were stepped before the optimizer. A script's scheduler has the
         # inner optimizer, whose own `step` is not always the method that updates.
         inner: Any = self.inner
         self._opt_called = inner._opt_called = True
 
     def begin_step(self) -> None:
-        """Call the script's pre-step hooks, once a step is certain: its gradients are finite, and complete.
+        """Call the script's pre-step hooks, once the update is certain: all gradients are there and finite.
 
         Raises:
             RuntimeError: A hook returns other arguments for ``step``, which takes none here.
@@ -167,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
             hook(self, (self,), {})
 
     def step(self, closure: Callable[[], float] | None = None, **kwargs: Any) -> float | None:  # type: ignore[override]
-        """Finish the reduction, clip and update, as the engine's ``step`` does; for callers that step the optimizer.
+        """Finish the reduction, clip and update, like the engine's ``step``; for callers that step the optimizer.
 
         Raises:
             StateError: The engine was destroyed.
@@ -179,7 +183,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Drop the gradients that wait for the coming step, as the engine's ``zero_grad`` does."""
+        """Drop the gradients for the coming step, like the engine's ``zero_grad``."""
         if self._clear is not None:
             self._clear()
 
@@ -194,7 +198,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:  # type: ignore[override]
-        """Return the inner optimizer's state, by segment; waits for an update that is under way."""
+        """Return the inner optimizer's state, by segment; waits for a running update."""
         self.state_store.settle()
         return self.inner.state
 
@@ -265,7 +269,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self.memory.rank_states() if self.memory is not None else {}
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restore what ``rank_states`` returned; an optimizer without such vectors ignores those of another."""
+        """Restore the result of ``rank_states``; an optimizer without ``memory`` ignores it."""
         if self.memory is not None:
             self.memory.load_rank_states(states)
 
@@ -277,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
 
 def _clearing(optimizer: ref[ShardedOptimizer]) -> Callable[..., None]:
-    """Return the ``zero_grad`` of an inner optimizer: a script that made it may call it. It does not keep ``optimizer`` alive."""
+    """Return a ``zero_grad`` for the inner optimizer, which scripts may call; it clears ``optimizer`` and does not keep it alive."""
 
     def zero_grad(set_to_none: bool = True) -> None:
         outer = optimizer()

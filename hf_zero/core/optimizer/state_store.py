@@ -24,11 +24,11 @@ class StateStore:
     ``ranges`` is called first; ``bind`` then sets the segments that it updates, until ``close``.
 
     Attributes:
-        threads: The most threads of a native pass over host memory; None is torch's number.
+        threads: Largest number of threads of a native pass over host memory; None is torch's number.
         inner: The torch optimizer that does the arithmetic.
         units: Trained units, in order.
         segments: Segments of the units.
-        in_files: Ids of the units whose masters and states rest in files.
+        in_files: Ids of the units whose masters and states are kept in files.
     """
 
     threads: int | None = None
@@ -53,7 +53,7 @@ class StateStore:
         """Update masters and shards; local except for ``updated``.
 
         Args:
-            grads: This rank's gradients, (shard_numel,) per unit that does not rest; may be overwritten.
+            grads: This rank's gradients, (shard_numel,) per unit that is trained now; may be overwritten.
             factor: 0-dim factor by which the gradients are multiplied first.
             updated: Called with each of these units in order, the same on every rank, when its shard has its new value. The update of a
                 sharded unit may still be running then.
@@ -72,7 +72,7 @@ class StateStore:
             updated(unit)
 
     def _update_at_once(self, by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor) -> None:
-        """Step the inner optimizer itself once, or several times over runs of segments if gradients need a copy in the masters' dtype."""
+        """Step the inner optimizer itself once; or over several runs of segments if gradients need a copy in the masters' dtype."""
         writes_shards = isinstance(self.inner, HostOptimizer) and self._writes_shards()
         if not writes_shards:
             scale_(list(by_unit.values()), factor)
@@ -97,7 +97,7 @@ class StateStore:
     def _update_runs(
         self, runs: Sequence[Sequence[OwnedSegment]], by_unit: Mapping[int, torch.Tensor], factor: torch.Tensor, writes_shards: bool
     ) -> None:
-        """Update run by run, so that a second copy exists for the gradients of one run only; gradients that no native pass scales are
+        """Update run by run, so that a second copy exists for the gradients of one run only. Gradients that no native pass scales have been
         scaled already.
         """
         stepper = SubGroupStepper(self.inner, next(iter(by_unit.values())).dtype, self.threads)
@@ -128,7 +128,7 @@ class StateStore:
 
     def _writes_shards(self) -> bool:
         """Return whether native passes unscale, update and write the 16-bit shards in one pass."""
-        # A shard that rests on another tier has a master of its own in fp32 training too, which no pass writes.
+        # A shard that is kept on another tier has its own master in fp32 training too, which no native pass writes.
         return (
             isinstance(self.inner, HostOptimizer)
             and self._on_host()
@@ -136,8 +136,8 @@ class StateStore:
         )
 
     def _pays_in_turn(self) -> bool:
-        """Return whether the all-gather of updated parameters needs the host and can overlap with updates; otherwise one launch for all is
-        faster.
+        """Return whether updating unit by unit is faster: the all-gather of updated parameters needs the host and can overlap with updates.
+        Otherwise one launch for all units is faster.
         """
         gathers = any(unit.collectives.blocks_host and unit.layout.world > 1 and unit.state is UnitState.UNSHARDED for unit in self.units)
         return gathers and not self._has_hooks() and self._on_host()
@@ -157,34 +157,34 @@ class StateStore:
                     state[name] = host_memory.moved(value)
 
     def expect(self, scale: float | None) -> None:
-        """Note that a backward begins whose gradients complete a step and carry the loss scale ``scale``; None: another backward follows
+        """Note that a backward begins whose gradients complete a step and have the loss scale ``scale``; None: another backward follows
         it.
         """
 
     def halt(self) -> None:
-        """Note that all gradients of the step are reduced; their norm comes next."""
+        """Note that all gradients of the step are reduced; their norm is computed next."""
 
     def settle(self) -> None:
         """Wait for running updates of all units."""
 
     def new_state(self, segment: OwnedSegment, name: str, dtype: torch.dtype) -> torch.Tensor:
-        """Return zeros of the segment's shape for its state ``name``, on the tier of such states."""
+        """Return zeros of the segment's shape for its state ``name``, on the tier where such states are kept."""
         return torch.zeros_like(segment.tensor, dtype=dtype)
 
     def adopt_states(self) -> None:
         """Move states that were put into the inner optimizer from outside (``load_state_dict``) to their tier."""
 
     def tiers(self, kept: Callable[[Unit], Sequence[torch.Tensor]]) -> Mapping[str, int]:
-        """Return the bytes of this rank's offloaded state by tier: ``host``, ``nvme``. ``kept``: the states of a unit."""
+        """Return the bytes of this rank's offloaded state by tier: ``host``, ``nvme``. ``kept`` returns the states of a unit."""
         return {}
 
     def close(self) -> None:
-        """Free files and buffers, and forget the arguments of ``bind``."""
+        """Free files and buffers, and drop the units and segments that ``bind`` set."""
         self.units, self.segments = (), Segments()
 
 
 def cast_runs(segments: Sequence[OwnedSegment], by_unit: Mapping[int, torch.Tensor]) -> list[list[OwnedSegment]]:
-    """Cut ``segments``, in order, into runs whose gradients are cast at a time; one run if they fit or nothing is cast.
+    """Divide ``segments``, in order, into runs whose gradients are cast at a time; one run if they fit or nothing is cast.
 
     Args:
         segments: Segments that are updated.
@@ -203,11 +203,11 @@ def cast_runs(segments: Sequence[OwnedSegment], by_unit: Mapping[int, torch.Tens
 
 
 def scale_(grads: Sequence[torch.Tensor], factor: torch.Tensor) -> None:
-    """Multiply ``grads`` in place, if there are any; skip a factor of 1 if it can be read without waiting."""
+    """Multiply ``grads`` in place, if there are any; a factor of 1 is skipped if reading the factor needs no wait for a device."""
     if not grads:
         return
-    # On a CPU reading the factor costs nothing and most steps need no multiplication; on a device reading would stall, so a factor there
-    # is not read.
+    # On a CPU reading the factor costs nothing and most steps need no multiplication; on a device the host would have to wait for it, so
+    # it is not read.
     if factor.device.type == "cpu":
         value = float(factor)
         if value != 1.0:

@@ -22,17 +22,17 @@ from hf_zero.core.units.unit import Unit
 from hf_zero.core.units.values import publish
 from hf_zero.observe import span
 
-_IN_FLIGHT = 3  # exchanges at a time; bounds the memory of messages
+_IN_FLIGHT = 3  # number of exchanges in flight; limits the memory of messages
 
 
 class WholeTensorOptimizer(ShardedOptimizer):
-    """``ShardedOptimizer`` for an optimizer that looks at complete tensors (their norm, rows, shape).
+    """``ShardedOptimizer`` for an optimizer whose updates depend on complete tensors (their norm, rows, shape).
 
-    [Note: whole tensors] Masters stay sharded as always, so everything that reads or writes them is the same. Every trained parameter
-    has one owner (``owners.py``), which keeps its optimizer state. In a step, master and reduced gradient of each parameter travel
-    from the shards to the owner, the inner optimizer makes one step over the parameters of this rank, and the new values travel
-    back. So a rank keeps about 1/N of the state; during the step it holds master and gradient of its parameters besides, as far as they
-    do not lie in its own shards.
+    [Note: whole tensors] Masters stay sharded as always, so all code that reads or writes them is the same. Every trained parameter has one
+    owner (``owners.py``), which keeps its optimizer state. In a step, master and reduced gradient of each parameter are sent from the
+    shards to the owner, the inner optimizer makes one step over the parameters that this rank owns, and the new values are sent back. So a
+    rank keeps about 1/N of the state; during the step it also holds master and gradient of the parameters that it owns and that are not
+    completely in its own shards.
 
     Attributes:
         whole: The parameters that this rank updates, by unit and offset.
@@ -40,9 +40,9 @@ class WholeTensorOptimizer(ShardedOptimizer):
     Args:
         inner: Any torch optimizer whose update of a parameter depends on that parameter alone.
         units: Trainable units.
-        collectives: The axis of ranks that share the units.
+        collectives: Network of the ranks that share the units.
         state_store: Store of the masters.
-        experts: Ranks of the axis that hold all experts between them; None if each rank has all experts.
+        experts: Network of the ranks that together hold all experts; None if each rank has all experts.
     """
 
     def __init__(
@@ -58,13 +58,13 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._exchanges: list[TensorMoves] = []
         self.whole: list[WholeParam] = []
         self._by_name: dict[str, WholeParam] = {}
-        self._resting: set[str] = set()  # names
+        self._resting: set[str] = set()  # names of parameters that are frozen at present
         self._take_over(inner, units)
         super().__init__(inner, units, state_store)
 
     def _take_over(self, inner: torch.optim.Optimizer, units: Sequence[Unit]) -> list[WholeParam]:
-        """Assign owners to the parameters of ``units``; return the parameters that this rank updates. Collective if experts are shared
-        out.
+        """Assign owners to the parameters of ``units``; return the parameters that this rank updates. Collective if experts are divided
+        over ranks.
         """
         net = self._collectives
         owned = assign_owners(_spread(units, net, self._experts), net.world)
@@ -89,7 +89,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return {id(entry.param) for entry in self.whole}
 
     def can_rest(self, unit: Unit) -> bool:
-        """Return True: each parameter is updated by itself."""
+        """Return True, because each parameter is updated by itself."""
         return True
 
     def rest(self, resting: Mapping[int, Collection[int]]) -> None:
@@ -98,7 +98,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         self._resting = {unit.layout.slots[index].name for unit in self.units for index in resting.get(id(unit), ())}
 
     def cut(self, starts: Mapping[int, Iterable[int]]) -> None:
-        """Do nothing: each parameter counts its own steps."""
+        """Do nothing, because each parameter counts its own steps."""
 
     def extend(self, units: Sequence[Unit]) -> None:
         """Train further units; see ``ShardedOptimizer.extend``."""
@@ -119,7 +119,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         """Update masters and shards once; collective at stages 1 to 3.
 
         Args:
-            shards: This rank's reduced gradients, (shard_numel,) per unit that does not rest; overwritten.
+            shards: This rank's reduced gradients, (shard_numel,) per unit that is trained now; overwritten.
             factor: 0-dim factor by which the gradients are multiplied first.
             updated: Called with each unit, in order, when its shard has its new value.
         """
@@ -184,7 +184,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
         return OwnerStates(self._by_name, self._owners, self._collectives)
 
     def offloaded(self) -> Mapping[str, int]:
-        """Return the bytes of offloaded masters, and of the tensors that this rank keeps for parameters it owns of offloaded units."""
+        """Return the bytes of offloaded masters, and of the states that this rank keeps for the parameters it owns in offloaded units."""
         return self.state_store.tiers(
             lambda unit: [
                 value
@@ -205,7 +205,7 @@ class WholeTensorOptimizer(ShardedOptimizer):
 
 
 def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collectives | None) -> list[Spread]:
-    """Return the trained parameters, by unit; for experts those of all ranks. Collective over ``experts``."""
+    """Return the trained parameters, by unit; of units of experts the parameters of all ranks. Collective over ``experts``."""
     dense = {entry.slot.name: entry for entry in spread_of([unit.layout for unit in units], collectives.world)}
     shared = [index for index, unit in enumerate(units) if unit.collectives.topology.of_experts]
     own = [(units[index].layout, _parts(units[index])) for index in shared]
@@ -213,7 +213,7 @@ def _spread(units: Sequence[Unit], collectives: Collectives, experts: Collective
     found = []
     for index, unit in enumerate(units):
         if index in shared:
-            layouts, parts = zip(*(told[shared.index(index)] for told in everyones), strict=True)
+            layouts, parts = zip(*(theirs[shared.index(index)] for theirs in everyones), strict=True)
             found += spread_of_experts(index, layouts, parts, collectives.world)
         else:
             found += [dense[slot.name] for slot in unit.layout.slots if slot.name in dense]

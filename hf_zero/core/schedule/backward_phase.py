@@ -1,4 +1,4 @@
-"""Run the backwards of one engine's module: unshard each block before its backward, and send gradients off as they arrive."""
+"""Run the backwards of one engine's module: unshard each block before its backward, and send gradients as they arrive."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class BackwardPhase:
 
     Attributes:
         schedule: Unshards and reshards; None when nothing is ever resharded.
-        reducer: Gradients on their way; None without optimizer.
+        reducer: Collects and reduces gradients; None without an optimizer.
         begun: Whether a backward has begun and not ended.
-        mixed: In the running backward, forwards of some micro-batches follow backwards of others (schedules of pipelines).
-        micro_steps: Backwards so far that hand gradients to parameters.
+        mixed: Whether, in the running backward, forwards of some micro-batches follow backwards of others (schedules of pipelines).
+        micro_steps: Number of backwards so far that give gradients to parameters.
         on_user_backward: Called when a micro-step begins that the engine did not start.
         on_broken_off: Called when a micro-step has failed with an error, and its gradients are lost.
         outputs: Outputs of forwards, whose gradients show that a backward has begun.
@@ -62,16 +62,16 @@ class BackwardPhase:
         self._handles: dict[tuple[int, int], RemovableHandle] = {}  # by unit's id and position in it
 
     def attach(self) -> None:
-        """Put hooks on the trained parameters; ``detach`` removes them."""
+        """Register hooks on the trained parameters; ``detach`` removes them."""
         for entry in self.reducer.gradients if self.reducer is not None else ():
             self.attach_to(entry)
 
     def attach_to(self, entry: UnitGradients) -> None:
-        """Put hooks on the parameters of one unit."""
+        """Register hooks on the parameters of one unit."""
         for index, param in enumerate(entry.unit.params):
             if param is not None:
                 requires = param.requires_grad
-                param.requires_grad_(True)  # torch takes hooks of no other; a parameter frozen behind its gradient may train again
+                param.requires_grad_(True)  # required for the hook; a parameter frozen after its gradient arrived may train again
                 self._handles[id(entry.unit), index] = param.register_post_accumulate_grad_hook(self._collector(entry, index))
                 param.requires_grad_(requires)
 
@@ -84,9 +84,8 @@ class BackwardPhase:
     def _collector(self, entry: UnitGradients, index: int) -> Callable[[torch.Tensor], None]:
         """Return the hook of a parameter.
 
-        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector cannot see them. A hook with a
-        reference to its engine, and so to the parameter that it is on, would keep a model alive forever after its last user has dropped
-        it.
+        [Note: hooks of autograd hold nothing] torch keeps hooks of tensors where Python's garbage collector cannot see them. If a hook had
+        a reference to its engine, and so to the parameter that it is registered on, a model would never be freed.
         """
         added, weak_self, weak_entry = entry.collected.in_place, ref(self), ref(entry)
 
@@ -126,13 +125,13 @@ class BackwardPhase:
 
     @property
     def awaited(self) -> bool:
-        """Return whether a backward may still come of the forwards so far."""
+        """Return whether a backward of the forwards so far may still follow."""
         return bool(self.outputs)
 
     # -- from forward to backward -------------------------------------------------------------------------------------
 
     def watch(self, block: Block, output: Any) -> None:
-        """Unshard ``block`` when its backward begins: when the first gradient of one of its outputs is known."""
+        """Unshard ``block`` when its backward begins, that is, when the first gradient of one of the tensors in ``output`` is known."""
         # A backward that the user starts must be noticed before checkpointing recomputes a block in it.
         wanted = self.schedule is not None or (block is self._root and self.reducer is not None)
         if wanted and torch.is_grad_enabled():
@@ -141,8 +140,8 @@ class BackwardPhase:
     def watch_part(self, output: Any) -> None:
         """Notice a backward that reaches ``output`` of a module inside a block before it reaches any output of a block.
 
-        The loss of such a backward is made of what a hook or an attribute has kept. The blocks that it reaches are then found as others
-        that have no watched output, [Note: what tells of a backward].
+        The loss of such a backward is computed from tensors that a hook or an attribute has kept. The blocks that it reaches are then found
+        like other blocks without a watched output, [Note: what tells of a backward].
         """
         if self.schedule is None or self.begun or not torch.is_grad_enabled():
             return
@@ -171,7 +170,7 @@ class BackwardPhase:
             loss.register_hook(outside_compile(lambda _: self._look_ahead()))
 
     def _look_ahead(self) -> None:
-        """Find out which blocks the backward that has just begun will report; collective."""
+        """Find the blocks that the backward which has just begun will not announce in time, and request them; collective."""
         if self.schedule is not None and self.begun and not (self._looked or self.mixed):
             self._looked = True
             self.schedule.foretold(self.outputs.foretell(self._blocks))
@@ -190,11 +189,12 @@ class BackwardPhase:
             self.reducer.piecemeal = True
 
     def _notice(self) -> None:
-        """[Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient.
+        """Begin a backward that the engine did not start, and determine its kind from the graph.
 
-        They unshard as any backward does; they are no micro-step, need no loss scale, and nothing is reduced. Which kind it is must be
-        known before the first block is passed, and all ranks must run the same kind. Where only a recomputation reaches
-        parameters (reentrant checkpointing) the first gradient tells.
+        [Note: backwards for inputs] ``torch.autograd.grad`` and the transforms of torch.func give no parameter a gradient. They unshard as
+        any backward does; they are no micro-step, need no loss scale, and nothing is reduced. The kind of a backward must be known before
+        it reaches the first block, and all ranks must run the same kind. Where only a recomputation reaches parameters (reentrant
+        checkpointing), the first gradient of a parameter decides.
         """
         trained = self.reducer.gradients if self.reducer is not None and not self._collects else ()
         if reaches(param for entry in trained for param in entry.unit.params if param is not None):
@@ -242,9 +242,9 @@ class BackwardPhase:
     def recompute(self, block: Block) -> None:
         """Handle a forward inside backward: activation checkpointing.
 
-        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward follows the recomputation at
-        once. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
-        backward moves on, never by the recomputation's own end.
+        [Note: recomputation] Reentrant checkpointing ran the block without gradient first; its backward immediately follows the
+        recomputation. Otherwise the block's outputs were watched in forward. In both cases the block is unsharded here and resharded when
+        backward has reached a later block, never at the end of the recomputation.
         """
         if self.schedule is not None:
             with span("recompute", block.name):
@@ -252,7 +252,7 @@ class BackwardPhase:
         block.recomputed()
 
     def advance(self, block: Block) -> None:
-        """Unshard ``block``, which backward has reached, and send off the gradients of the blocks it has passed; collective."""
+        """Unshard ``block``, which backward has reached, and send the gradients of the blocks that backward has completed; collective."""
         if self.schedule is None:
             return
         passed = self.schedule.backward(block)
@@ -262,7 +262,8 @@ class BackwardPhase:
     # -- the end ------------------------------------------------------------------------------------------------------
 
     def end(self) -> None:
-        """End a backward and join the unshards and reductions of other ranks; collective. Does nothing outside a backward.
+        """End a backward, and take part in the unshards and reductions that other ranks still need; collective. Does nothing outside a
+        backward.
 
         Raises:
             StateError: The backward failed on another rank; its gradients are discarded on this rank too.
@@ -279,7 +280,7 @@ class BackwardPhase:
         self._finish()
 
     def _join(self, error: str) -> str:
-        """Issue the unshards and reductions that are left of this backward on any rank; collective. Returns the errors of other ranks."""
+        """Issue the unshards and reductions of this backward that remain on any rank; collective. Return the errors of other ranks."""
         with span("end_backward"), outside_transforms():
             SharedBackward.close_all()
             if self.schedule is not None:
@@ -290,8 +291,8 @@ class BackwardPhase:
         """Discard the running backward, which failed with ``error`` (None if unknown). Collective.
 
         [Note: a backward that breaks off on one rank] The other ranks continue their backward, and wait for this rank in each of its
-        collectives. So this rank takes part in the remaining collectives, with zeros, and the vote on late gradients tells all ranks that
-        there was an error. An interrupt and a broken network end this rank at once.
+        collectives. So this rank takes part in the remaining collectives, with zeros, and the vote on late gradients informs all ranks of
+        the error. After an interrupt or a broken network this rank takes part in nothing further.
         """
         if self.begun and not self.mixed and (error is None or (isinstance(error, Exception) and not isinstance(error, CollectiveError))):
             try:
@@ -301,7 +302,7 @@ class BackwardPhase:
         self.abort()
 
     def close(self) -> None:
-        """Issue the unshards and reductions that are left of this backward; collective. See [Note: engines in one backward]."""
+        """Issue the unshards and reductions of this backward that remain; collective. See [Note: engines in one backward]."""
         if self.begun:
             if self.schedule is not None:
                 self.schedule.finish_pass()
@@ -314,9 +315,9 @@ class BackwardPhase:
             self.schedule.reshard_all()
         if self.reducer is not None and self._collects:
             self.reducer.clear()
-            tell = self.on_broken_off() if self.on_broken_off is not None else None
-            if tell is not None:
-                tell()
+            notify = self.on_broken_off() if self.on_broken_off is not None else None
+            if notify is not None:
+                notify()
         self._finish()
 
     def _finish(self) -> None:
@@ -358,12 +359,12 @@ def begin_inside(phase: BackwardPhase, parts: int) -> None:
 
 
 class SharedBackward:
-    """Several engines in one backward, as the two halves of a GAN: one after the other, in the order in which backward reaches them.
+    """Register of the engines that take part in one backward (the two halves of a GAN), in the order in which backward reaches them.
 
-    [Note: engines in one backward] A rank that skips blocks of one engine would join their unshards at the end of backward, after the
+    [Note: engines in one backward] A rank that skips blocks of one engine would issue their unshards at the end of backward, after the
     unshards of the engine that comes next; the other ranks issue them before. So an engine is closed when backward reaches another engine,
     at the moment when the gradient of that engine's output is known: the same moment on every rank. At the end all engines are closed
-    before any of them asks for a vote.
+    before any of them starts a vote.
     """
 
     _begun: ClassVar[list[BackwardPhase]] = []
@@ -377,7 +378,7 @@ class SharedBackward:
 
     @classmethod
     def reach(cls, engine: BackwardPhase) -> None:
-        """Note that backward has reached ``engine``'s module; collective, if it has been in another engine's module before."""
+        """Note that backward has reached ``engine``'s module, and close the engines that it reached before; collective if there are any."""
         if cls._reached and cls._reached[-1] is engine:
             return
         for other in cls._reached:
@@ -389,7 +390,7 @@ class SharedBackward:
 
     @classmethod
     def close_all(cls) -> None:
-        """Close the engines at the end of a backward: those that it has reached, in that order, then the others; collective."""
+        """Close all engines at the end of a backward: first those that it has reached, in that order, then the others; collective."""
         for engine in (*cls._reached, *(other for other in cls._begun if other not in cls._reached)):
             engine.close()
 

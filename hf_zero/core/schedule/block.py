@@ -22,19 +22,19 @@ class Block:
     Attributes:
         name: Dotted name of the module.
         module: The module.
-        units: One per dtype and kind (trainable, frozen).
+        units: Units of the block, one per dtype and kind (trainable, frozen).
         read_in_backward: Whether backward reads the parameters' values.
         gradients: Gradients of the trainable units; empty if nothing is trained.
-        kept: Whether it stays unsharded from this forward to its backward; the schedule decides.
-        ran: Whether it has run in the present unshard pass, which sets it.
+        kept: Whether the block stays unsharded from this forward to its backward; the schedule decides.
+        ran: Whether the block has run in the present unshard pass, which sets it.
         open: Number of forwards of the module that are running.
-        pending: Number of forwards whose backward is still to come.
-        checkpointed: Forwards without gradient inside a training forward: a recomputation is still to come.
-        read_elsewhere: Other modules read its parameters too: it stays unsharded until the phase ends.
-        read_by_root: The root's own forward reads its parameters, and no hook announces when the root's backward will.
+        pending: Number of forwards whose backward has not begun.
+        checkpointed: Number of forwards without gradient inside a training forward, which backward will recompute.
+        read_elsewhere: Whether other modules read its parameters too, so that it stays unsharded until the phase ends.
+        read_by_root: Whether the root's own forward reads its parameters; no hook announces when the root's backward reads them.
         externals: Other blocks whose parameters this module reads.
-        silent: A forward with gradients has returned no tensor whose gradient announces its backward: tensors that autograd saved keep
-            their memory, [Note: what tells of a backward].
+        silent: Whether a forward with gradients has returned no tensor whose gradient announces its backward, so that tensors which
+            autograd saved keep their memory, [Note: what tells of a backward].
         first_node: Number of the first node of the graph that the forward running now can have made.
     """
 
@@ -60,7 +60,7 @@ class Block:
         """Count a forward of the module that begins.
 
         Args:
-            recomputed_later: The forward runs without gradient, and backward will run it again.
+            recomputed_later: The forward runs without gradient, and backward will recompute it.
             first_node: Number of the next node of the graph.
         """
         if not self.open:
@@ -68,7 +68,7 @@ class Block:
         self.open += 1
         if recomputed_later:
             self.checkpointed += 1
-            if self.checkpointed > 1:  # its gradients will come in several pieces
+            if self.checkpointed > 1:  # its gradients will arrive in several pieces
                 for gradients in self.gradients:
                     gradients.collected.piecemeal = True
 
@@ -81,27 +81,27 @@ class Block:
         self.open = 0
 
     def watched(self) -> None:
-        """Count a forward that ends and whose backward is to come."""
+        """Count a forward that has ended and whose backward hooks on its outputs will announce."""
         self.pending += 1
 
     def unwatched(self) -> None:
-        """Note that a forward ends that autograd has recorded, but no hook announces its backward."""
+        """Note that a forward has ended which autograd has recorded, and whose backward no hook announces."""
         self.silent = True
 
     def backward_began(self) -> None:
-        """Count a backward: the first gradient of an output is known."""
+        """Count a backward that begins: the first gradient of an output is known."""
         self.pending = max(0, self.pending - 1)
 
     def never_comes(self) -> None:
-        """Note that no gradient of an output will be known in the running backward."""
+        """Note that the running backward computes no gradient of an output of this block."""
         self.pending = 0
 
     def recomputed(self) -> None:
-        """Note that backward has run a forward again."""
+        """Count a forward that backward has recomputed."""
         self.checkpointed = max(0, self.checkpointed - 1)
 
     def reset(self) -> None:
-        """Reset the counts at the end of an iteration: nothing runs, and no backward is to come."""
+        """Reset the counts at the end of an iteration: no forward runs, and no backward is pending."""
         self.open = self.pending = self.checkpointed = 0
         if self.silent:
             self.silent = False
@@ -124,13 +124,13 @@ class Block:
         return sum(unit.layout.padded_numel for unit in self.units)
 
     def forget_size(self) -> None:
-        """Compute ``numel`` again at the next call, because the units have changed."""
+        """Discard the cached ``numel``, because the units have changed."""
         self.__dict__.pop("numel", None)
 
     @property
     def sharded(self) -> bool:
         """Return whether a unit is neither unsharded nor being unsharded."""
-        for unit in self.units:  # noqa: SIM110 - asked for each block several times a step; any() takes three times as long
+        for unit in self.units:  # noqa: SIM110 - called several times a step for each block; any() takes three times as long
             if unit.state is UnitState.SHARDED:
                 return True
         return False
@@ -160,7 +160,7 @@ class Block:
 
     @property
     def pinned(self) -> bool:
-        """Return whether a unit is pinned, so that the block cannot be resharded now (by a ``GatheredParameters`` around a generation)."""
+        """Return whether all units are pinned or never reshard, so that the block cannot be resharded now (a generation pins the units)."""
         return all(unit.pinned or not unit.reshards for unit in self.units)
 
     def unshard(self) -> None:
@@ -169,7 +169,7 @@ class Block:
             unit.unshard()
 
     def reshard(self, until_backward: bool = False) -> None:
-        """Drop the whole buffers of all units that are not pinned. Tensors that autograd saved for the root keep their memory; other
+        """Free the whole buffers of all units that are not pinned. Tensors that autograd saved for the root keep their memory; other
         buffers are filled again in backward.
 
         Args:
@@ -181,7 +181,9 @@ class Block:
                 unit.show_placeholders()
 
     def show_written(self) -> None:
-        """Copy what the units have unsharded now to buffers that the coming backward may read: a script may have written to it; local."""
+        """Copy values of units that are unsharded now to buffers that the coming backward may read: a script may have written to them;
+        local.
+        """
         for unit in self.units:
             if unit.state is UnitState.UNSHARDED and unit.exact:
                 unit.whole.show_older()
@@ -192,7 +194,7 @@ class Block:
             unit.whole.forget_left()
 
     def updated(self) -> None:
-        """Prepare for an update of the values: pending backwards of older values are void."""
+        """Prepare for an update of the values: backwards that are still pending would need the old values, and are discarded."""
         self.reset()
         self.forget_left()
         for unit in self.units:
@@ -209,11 +211,11 @@ class UnshardLimits:
     """Limits on unsharded elements; the names are the configuration's names without ``stage3_``.
 
     Attributes:
-        prefetch_bucket_size: Unsharded ahead of use; at least one block unless 0.
-        max_live_parameters: Unsharded at the same time; blocks that are needed now are unsharded regardless.
+        prefetch_bucket_size: Number of elements that may be unsharded ahead of use; at least one block unless 0.
+        max_live_parameters: Number of elements that may be unsharded at the same time; blocks that are needed now are unsharded regardless.
         max_reuse_distance: A block stays unsharded from forward to backward if fewer elements are used in between.
-        updates_overlap: Updates may go on after a step, in the first forward. An unshard waits for its unit's update; so a prefetch there
-            is issued after the blocks that are needed now.
+        updates_overlap: Whether updates may continue after a step, during the first forward. An unshard waits for its unit's update; so a
+            prefetch in this forward is issued after the blocks that are needed now.
     """
 
     prefetch_bucket_size: int
@@ -223,7 +225,7 @@ class UnshardLimits:
 
 
 class UnshardPass:
-    """The unshard order of one pass, and the position it has come to: all blocks before it are unsharded or were.
+    """The unshard order of one pass, and its position: all blocks before the position have been unsharded in the pass.
 
     Attributes:
         order: The blocks, in the order in which they are unsharded.
@@ -234,7 +236,7 @@ class UnshardPass:
         live: Elements unsharded when the pass begins.
         limits: Limits on unsharded elements.
         reducer: For a backward's pass: sends the reductions between the unshards, see [Note: one order].
-        border: Position from which on nothing is unsharded unless a rank asks for it, see [Note: below what trains]; None is no border.
+        border: Position from which on nothing is unsharded unless a rank requests it, see [Note: below what trains]; None is no border.
         agree: Collective function; returns whether its argument is True on any rank.
     """
 
@@ -261,11 +263,13 @@ class UnshardPass:
             block.ran = False
 
     def index_of(self, block: Block) -> int | None:
-        """Return the position of ``block`` in the order; None for the root, and in backward for blocks whose values it does not read."""
+        """Return the position of ``block`` in the order; None for the root, and in backward for blocks whose values backward does not
+        read.
+        """
         return self._index.get(id(block))
 
     def has_passed(self, index: int) -> bool:
-        """Return whether the pass has issued the unshard at this position: only another pass can issue it again."""
+        """Return whether the pass has issued the unshard at this position; if so, only another pass can issue it again."""
         return index < self._position
 
     def advance(self, last: int) -> None:
@@ -287,8 +291,8 @@ class UnshardPass:
             reducer.issued_up_to(self._position)
 
     def _crosses(self, wanted: bool) -> bool:
-        """Return whether the pass continues beyond its border, for this rank or another; collective."""
-        if self._reducer is not None:  # reductions before this unshard go before the vote: every rank waits for others in one order
+        """Return whether the pass continues beyond its border, because this rank (``wanted``) or another needs it; collective."""
+        if self._reducer is not None:  # reductions before this unshard precede the vote: every rank waits for others in the same order
             self._reducer.send_before_unshard(self._position)
         self._border = None
         return self._agree(wanted)
@@ -300,14 +304,16 @@ class UnshardPass:
         block.unshard()
 
     def reshard(self, block: Block) -> None:
-        """Drop the whole buffers of ``block`` that are not pinned."""
+        """Free the whole buffers of ``block`` that are not pinned."""
         if not block.sharded:
             block.reshard()
             if block.sharded:
                 self.live -= block.numel
 
     def passed(self, block: Block) -> Sequence[Block]:
-        """Return the blocks before ``block`` that were not yet checked since the pass last came to this position."""
+        """Return the blocks before ``block`` in the order that were not checked for resharding since the pass last reached this
+        position.
+        """
         index = self._index.get(id(block))
         if index is None:
             return ()
@@ -330,13 +336,13 @@ class UnshardPass:
                     return
                 if first and self._under_way:
                     return
-                # A prefetch sends no unit incomplete.
+                # A prefetch never makes the reducer send an incomplete unit.
                 if self._reducer is not None and not self._reducer.is_ready_for_unshard(self._position):
                     return
             self.advance(self._position)
 
     def finish(self) -> None:
-        """Join the remaining unshards, and reshard blocks that no pending execution needs; collective."""
+        """Issue the remaining unshards, which other ranks need, and reshard blocks that no pending execution needs; collective."""
         while self._position < len(self.order):
             if self._position == self._border and not self._crosses(wanted=False):
                 self._position = len(self.order)

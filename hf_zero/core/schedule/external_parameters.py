@@ -32,5 +32,5 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 
 def external_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Return the parameters that are declared external to ``module`` itself."""
+    """Yield the parameters that are declared external to ``module`` itself."""
     yield from _declared.get(module, ())

@@ -4,18 +4,23 @@
 breaks the graph, and a block has a hook on each of its parts: a Llama of three layers had 14 graphs instead of 3. Therefore the hooks of a
 compiled module run around the compiled call instead, and the modules inside of it lose theirs: inside their block's forward they have
 nothing to do. A part that the script calls by itself is then unsharded when it reads a parameter (``GuardedParameters``).
+
+[Note: generation and torch.compile] A layer that keeps keys and values looks for its own number in their cache, so each layer would be
+another graph, once for the prompt and once for a token. torch stops at 8 graphs of one function and runs all later kinds of calls
+uncompiled, those of training too. Therefore ``generate`` runs the modules as they are written (``as_written``).
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from hf_zero.core.schedule.torch_internals import compiled_call, outside_compile, set_compiled_call
+from hf_zero.core.schedule.torch_internals import compiled_call, is_compiled_wrapper, outside_compile, set_compiled_call
 from hf_zero.core.units.guards import refuse_sharded
 
 RAISED = object()  # takes the place of the output of a forward that raised
@@ -41,7 +46,7 @@ class ForwardHooks:
         self._before = before
         self._after = after
         self._compiled: Callable[..., Any] | None = None  # torch's own, while ``_around`` stands in its place
-        self._around: Callable[..., Any] | None = None
+        self._around: AroundCompiled | None = None
         self._handles = self._register()
 
     def _register(self) -> list[RemovableHandle]:
@@ -79,7 +84,7 @@ class ForwardHooks:
             self._handles = self._register()
             return
         self.drop_parts()
-        self._compiled, self._around = compiled, _around(compiled, self._before, self._after)
+        self._compiled, self._around = compiled, AroundCompiled(self.module, compiled, self._before, self._after)
         set_compiled_call(self.module, self._around)
 
     @property
@@ -111,18 +116,50 @@ class ForwardHooks:
         self._compiled = self._around = None
 
 
-def _around(compiled: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]) -> Callable[..., Any]:
-    """Return ``compiled`` with the two calls around it, outside of any graph."""
-    enter, leave = outside_compile(before), outside_compile(after)
+class AroundCompiled:
+    """Call a compiled module with the two functions around it, outside of any graph.
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        enter()
+    Attributes:
+        as_written: Run the module's own code instead of the compiled one.
+    """
+
+    def __init__(self, module: nn.Module, compiled: Callable[..., Any], before: Callable[[], None], after: Callable[[Any], None]) -> None:
+        self.as_written = False
+        self._module = module
+        self._compiled = compiled
+        self._enter, self._leave = outside_compile(before), outside_compile(after)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module; its output."""
+        self._enter()
         try:
-            output = compiled(*args, **kwargs)
+            output = (self._module._call_impl if self.as_written else self._compiled)(*args, **kwargs)
         except BaseException:
-            leave(RAISED)
+            self._leave(RAISED)
             raise
-        leave(output)
+        self._leave(output)
         return output
 
-    return call
+
+@contextmanager
+def as_written(module: nn.Module) -> Iterator[None]:
+    """Run the modules inside ``module`` that torch.compile has compiled as they are written, [Note: generation and torch.compile]."""
+    compiled = [(inner, call) for inner in module.modules() if (call := compiled_call(inner)) is not None]
+    around = [call for _, call in compiled if isinstance(call, AroundCompiled) and not call.as_written]
+    plain = [(inner, call) for inner, call in compiled if not isinstance(call, AroundCompiled)]
+    wrappers = [(wrapper, wrapper.__dict__["forward"]) for wrapper in module.modules() if is_compiled_wrapper(wrapper)]
+    for call in around:
+        call.as_written = True
+    for inner, _ in plain:
+        set_compiled_call(inner, None)
+    for wrapper, _ in wrappers:
+        wrapper.__dict__["forward"] = wrapper._orig_mod.__call__
+    try:
+        yield
+    finally:
+        for call in around:
+            call.as_written = False
+        for inner, plain_call in plain:
+            set_compiled_call(inner, plain_call)
+        for wrapper, forward in wrappers:
+            wrapper.__dict__["forward"] = forward

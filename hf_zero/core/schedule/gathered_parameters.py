@@ -1,4 +1,4 @@
-"""``GatheredParameters``: whole parameters inside a ``with``, and what happens to changes made there."""
+"""Define ``GatheredParameters``: unsharded parameters inside a ``with`` block, and rules for changes made there."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ from hf_zero.core.units.values import adopt_writes, broadcast_from, show_as_buil
 from hf_zero.errors import StateError
 from hf_zero.native.crc32 import crc32_chunks
 
-_CHUNK_BYTES = 1 << 22  # of a checksum
+_CHUNK_BYTES = 1 << 22  # bytes of one chunk of a checksum
 _PIECE = 1 << 22  # elements that a checksum widens to 64 bits at a time
 _ODD = 0x1F58476D1CE4E5B9  # any odd number with as many ones as zeros
 
 
 class GatheredParameters:
-    """Gather the given parameters for the ``with`` block, in which they are whole; collective on entry and exit.
+    """A context that unshards the given parameters; collective on entry and exit.
 
-    Lenient about its argument, because callers pass anything: one tensor or any iterable, with duplicates, None, ordinary or
-    detached tensors and buffers among them (they are left alone), or nothing at all. Nests: what an outer context or a running
-    forward has unsharded stays unsharded.
+    It accepts any argument that callers pass: one tensor or any iterable, with duplicates, None, ordinary or detached tensors and buffers
+    among them (which it ignores), or None. Nests: units that an outer context or a running forward has unsharded stay unsharded.
 
-    [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and become the
-    values of shards and masters on all ranks; of parameters in no unit (frozen ones at stages 0 to 2) too. Without it changes count
-    that all ranks have made alike, as they would in plain PyTorch: the ranks compare a checksum of the parameters at exit, and where it
-    differs all raise, and the changes are dropped. What was whole without this context (small parameters, stages 0 to 2) is not sent
-    here: its changes are carried over, and the ranks compare which parameters were written, at the next step. When an outer
-    context holds the same unit, all is left to that one: loaders enter inner contexts on rank 0 only.
+    [Note: changes inside GatheredParameters] With ``modifier_rank`` the values of that rank are broadcast at exit and written to shards and
+    masters on all ranks; this includes parameters in no unit (frozen ones at stages 0 to 2). Without it, only changes that all ranks have
+    made alike are kept, as they would be in plain PyTorch: the ranks compare a checksum of the parameters at exit, and where it differs all
+    ranks raise, and the changes are dropped. Parameters that were unsharded before this context (small parameters, stages 0 to 2) are not
+    compared here: at the next step their changes are adopted, and the ranks compare which parameters were written. If an outer context
+    holds the same unit, only the outer one does this: loaders enter inner contexts on rank 0 only.
 
     Args:
         params: Parameters.
-        modifier_rank: Rank whose changes are kept; None keeps those that all ranks make alike.
-        fwd_module: Module whose forward will read them: registers them as external to it.
-        enabled: False makes it do nothing.
+        modifier_rank: Rank whose changes are kept; None keeps changes that all ranks make alike.
+        fwd_module: Module whose forward will read the parameters; they are registered as external to it.
+        enabled: False makes the context do nothing.
     """
 
     def __init__(
@@ -54,8 +53,8 @@ class GatheredParameters:
     ) -> None:
         self._wanted = positions_of(params) if enabled else {}
         self._loose = _loose_of(params) if enabled else []
-        self._loose_sums: list[int] = []  # checksums of these at entry, if no rank's values will be broadcast
-        self._loose_records: list[int | None] = []  # else the records of writes before the context
+        self._loose_sums: list[int] = []  # checksums at entry of `_loose`, if no rank's values will be broadcast
+        self._loose_records: list[int | None] = []  # otherwise the records of writes before the context
         self._modifier_rank = modifier_rank
         self._entered: list[tuple[Unit, bool]] = []
         self._alone: list[Unit] = []
@@ -117,10 +116,10 @@ class GatheredParameters:
 
     @torch.no_grad()
     def _settle(self, failed: bool) -> StateError | None:
-        """Carry over changes that all ranks have made alike; collective for units that this context has unsharded.
+        """Adopt changes that all ranks have made alike; collective for units that this context has unsharded.
 
         Returns:
-            The error to raise on every rank without an exception, if changes differ or a rank has left the block with an exception.
+            The error that ranks without an exception of their own raise, if changes differ or a rank has left the block with an exception.
         """
         for (loose, _), before in zip(self._loose, self._loose_sums, strict=True):
             noted, name = noted_loose(loose)
@@ -146,7 +145,7 @@ class GatheredParameters:
 
 
 def _keep(unit: Unit, indices: Iterable[int]) -> None:
-    """Carry writes to these parameters into shard and master; local."""
+    """Copy writes to the parameters at ``indices`` into shard and master; local."""
     if unit.state is UnitState.UNSHARDED:
         adopt_writes(unit)
         return
@@ -158,7 +157,7 @@ def _keep(unit: Unit, indices: Iterable[int]) -> None:
 
 
 def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: bool) -> StateError | None:
-    """Compare parameters over the ranks that hold the same ones; collective. Return the error for values that differ."""
+    """Compare parameters over the ranks that hold the same ones; collective. Return the error for values that differ, or None."""
     network = units[0].collectives.data
     if network.world == 1:
         return None
@@ -171,7 +170,7 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
     total = zlib.crc32(repr(sums).encode()) & 0xFFFFFF  # votes have 24 bits
     largest, smallest, somewhere = network.largest_of([total, -total, failed], "gathered parameters")
     if somewhere:
-        return StateError("another rank has left the block of GatheredParameters with an exception; its own message says why")
+        return StateError("another rank has left the block of GatheredParameters with an exception; see that rank's message")
     if largest == -smallest:
         return None
     by_rank: list[dict[str, int]] = network.gather_objects(sums, "gathered parameters")
@@ -183,30 +182,30 @@ def _compare(units: Sequence[Unit], held: Mapping[Unit, Sequence[int]], failed: 
 
 
 def _checksum(tensor: torch.Tensor) -> int:
-    """Return a checksum: tensors with other bits, or with the same elements in another order, very probably have another one.
+    """Return a checksum: tensors with other bits, or with the same elements in another order, very probably have another checksum.
 
-    On a device it is ``sum(mixed(bits[i] * (2 * i + 1)))`` modulo 2^64: each element enters with its place, and a mix of the high bits into
-    the low ones, as in the finalizer of SplitMix64, keeps changes of two elements from cancelling.
+    On a device it is ``sum(mixed(bits[i] * (2 * i + 1)))`` modulo 2^64: the factor depends on the position of each element, and mixing the
+    high bits into the low ones, as in the finalizer of SplitMix64, makes it unlikely that changes of two elements cancel.
     """
     values = tensor.detach().contiguous().view(-1)
     if not values.numel():
         return 0
     if values.device.type == "cpu":
-        # Not through ``numpy()``: afterwards torch could never resize the buffer's storage.
+        # Not through ``numpy()``: after it, torch could never resize the buffer's storage.
         rows = (ctypes.c_char * values.nbytes).from_address(values.data_ptr())
         return zlib.crc32(crc32_chunks(memoryview(rows), _CHUNK_BYTES).tobytes())
     return _sum_of_places(values)
 
 
 def _sum_of_places(values: torch.Tensor) -> int:
-    """Return ``_checksum`` on a device; ``values`` is flat, and is widened to 64 bits piece by piece."""
+    """Return ``_checksum`` of ``values``, 1D on a device; elements are widened to 64 bits piece by piece."""
     whole = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}[values.element_size()]
     bits = values.view(whole)
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for start in range(0, len(bits), _PIECE):
         piece = bits[start : start + _PIECE].to(torch.int64)
         places = torch.arange(start, start + len(piece), dtype=torch.int64, device=values.device)
-        # Without the odd constant elements that are 0 would count the same at every position.
+        # Without the odd constant, elements that are 0 would contribute 0 at every position.
         piece = (piece + _ODD) * (2 * places + 1)
         piece = (piece ^ (piece >> 30)) * _ODD
         total += (piece ^ (piece >> 27)).sum(dtype=torch.int64)
@@ -226,12 +225,12 @@ def _loose_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> li
 
 
 def units_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> list[Unit]:
-    """Return the units that hold any of ``params``, each once, in order of first appearance."""
+    """Return the units that contain any of ``params``, each once, in order of first appearance."""
     return list(positions_of(params))
 
 
 def positions_of(params: Iterable[torch.Tensor | None] | torch.Tensor | None) -> dict[Unit, list[int]]:
-    """Return the units that hold any of ``params``, in order of first appearance, with the positions of these parameters, each once."""
+    """Return the units that contain any of ``params``, in order of first appearance, with the positions of these parameters, each once."""
     found: dict[Unit, dict[int, None]] = {}
     for param in [params] if isinstance(params, torch.Tensor) else () if params is None else params:
         owner = find_unit(param) if isinstance(param, torch.Tensor) else None

@@ -1,7 +1,7 @@
 """Define exchanges of gradients with other hops than one sum over all ranks.
 
-Sum inside each node before anything crosses to other nodes; sum codes of 8 or 4 bits (ZeRO++); sum inside a shard group, and once per
-optimizer step over its replicas.
+``NodeExchange`` sums inside each node before data is sent to other nodes. ``QuantizedExchange`` sums codes of 8 or 4 bits (ZeRO++).
+``ReplicatedSum`` sums inside a shard group, and once per optimizer step over its replicas.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hf_zero.native.quantize import can_quantize
 
 @dataclass(frozen=True)
 class ErrorFeedback:
-    """Settings of the errors that codes leave and later messages correct (Xie et al., "LoCo", arXiv:2407.04480).
+    """Settings of the quantization errors that later messages correct (Xie et al., "LoCo", arXiv:2407.04480).
 
     Attributes:
         keep: Weight of the old error when a new one is mixed in, from 0 to 1.
@@ -43,17 +43,17 @@ _SECOND_HOP = " (second hop)"
 
 
 class QuantizedExchange(GradientExchange):
-    """Reduces codes of 4 bits to the owner of each shard, in one hop, or inside nodes and then, encoded anew, over nodes.
+    """An exchange that reduces 4-bit codes to the owner of each shard: in one hop, or inside nodes and then, encoded again, over nodes.
 
-    [Note: errors of gradients] An error is the difference between a rank's gradients of one unit and its own codes of them, in the loss
+    [Note: errors of gradients] An error is the difference between a rank's gradients of one unit and the values of its codes, in the loss
     scale of that time; the codes of the second hop have errors of their own. When the loss scale changes, the errors are scaled too. A
     skipped step drops all errors, because the gradients that they belong to are dropped.
 
     Args:
         collectives: Network of the reductions.
-        policy: Element types and factors.
+        policy: Dtypes and factors.
         feedback: Settings of kept errors; None keeps no errors.
-        nodes: Networks of the two hops over the ranks of ``collectives``; None is one hop.
+        nodes: Networks of the two hops over the ranks of ``collectives``; None means one hop.
     """
 
     def __init__(
@@ -84,9 +84,7 @@ class QuantizedExchange(GradientExchange):
         return reduce_scatter_codes(nodes.across, of_node, self.policy.accumulation_dtype, unit, error)
 
     def _error(self, message: torch.Tensor, name: str, parts: int) -> KeptError | None:
-        """Return the error that the codes of one hop have left for a unit, for a message in this number of parts; None if errors are not
-        kept.
-        """
+        """Return the kept error of one hop of a unit (``name``), for a message in ``parts`` parts; None if errors are not kept."""
         if self.feedback is None:
             return None
         if name not in self._errors:
@@ -112,8 +110,8 @@ class QuantizedExchange(GradientExchange):
     # -- checkpoints ------------------------------------------------------------------------------------------------------
 
     def rank_states(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Return this rank's errors as codes, (parts * message_bytes,) uint8 per unit and hop, the number of parts, and the optimizer
-        steps so far.
+        """Return this rank's errors as codes, (parts * message_bytes,) uint8 per unit and hop, the number of parts, and the number of
+        optimizer steps so far.
         """
         if self.feedback is None:
             return {}
@@ -125,7 +123,7 @@ class QuantizedExchange(GradientExchange):
         return torch.tensor([self.collectives.world, self.nodes.across.world if self.nodes is not None else 1])
 
     def load_rank_states(self, states: dict[str, dict[str, torch.Tensor]]) -> None:
-        """Restore what ``rank_states`` returned for this rank; errors that are missing or have another number of parts start from zero."""
+        """Restore the result of ``rank_states`` of this rank; errors that are missing or have another number of parts start from zero."""
         saved = dict(states.get(GRADIENT_ERROR, {}))
         steps, parts = saved.pop(_STEPS, None), saved.pop(_PARTS, None)
         self._steps = int(steps) if steps is not None else 0
@@ -134,14 +132,14 @@ class QuantizedExchange(GradientExchange):
 
 
 class NodeExchange(GradientExchange):
-    """Reduces to the owner of each shard in two hops; one sum per element leaves a node, in the dtype of the message.
+    """An exchange that reduces to the owner of each shard in two hops; one sum per element leaves a node, in the dtype of the message.
 
-    So in 16 bit the sum of a node is rounded once before it crosses, as that of a shard group is.
+    So in 16 bit the sum over a node is rounded once before it is sent to other nodes, like the sum over a shard group.
 
     Args:
         collectives: Network of all ranks of the axis.
-        policy: Element types and factors.
-        nodes: The same ranks as nodes.
+        policy: Dtypes and factors.
+        nodes: Networks of the two hops over the ranks of ``collectives``.
     """
 
     def __init__(self, collectives: Collectives, policy: GradientPolicy, nodes: TwoHops) -> None:
@@ -159,20 +157,20 @@ class NodeExchange(GradientExchange):
 
 
 class ReplicatedSum(GradientSum):
-    """Sum of one unit's reduced gradients, whose shard other groups hold too.
+    """Sum of one unit's reduced gradients, where other shard groups hold the same shard.
 
     [Note: two sums] A reduction sums over the ranks of the shard group, and micro-steps are added up there (``_partial``). The backward
     that completes an optimizer step sends each unit's sum to the replicas as soon as its reduction has ended, as a further hop of it
-    ([Note: hops of a reduction]). What is late comes through all hops once more. One
-    micro-step's sum travels in the type that its reduction had, that of several in the accumulation type. ``post_scale`` comes last:
-    until then fp16 has the headroom that ``pre_scale`` gave it.
+    ([Note: hops of a reduction]). Late gradients pass through all hops once more. The sum of one micro-step is sent in the dtype of its
+    reduction, a sum of several in the accumulation dtype. ``post_scale`` is applied last: until then fp16 has the headroom that
+    ``pre_scale`` gave it.
 
     Attributes:
-        replicas: The network of the ranks that hold this shard.
+        replicas: Network of the ranks that hold this shard.
 
     Args:
         unit: The unit.
-        policy: Element types and factors.
+        policy: Dtypes and factors.
         place: Where the sum is kept.
         replicas: See the attribute.
     """
@@ -180,7 +178,7 @@ class ReplicatedSum(GradientSum):
     def __init__(self, unit: Unit, policy: GradientPolicy, place: GradientPlace | None, replicas: Collectives) -> None:
         super().__init__(unit, policy, place)
         self.replicas = replicas
-        self._partial = False  # ``shard`` is a sum over the shard group alone, without ``post_scale``
+        self._partial = False  # whether ``shard`` is a sum over the shard group only, without ``post_scale``
 
     def hops(self, completes: bool) -> tuple[Hop, ...]:
         return (self._over_replicas,) if completes else ()
@@ -200,14 +198,14 @@ class ReplicatedSum(GradientSum):
         self._partial = True
 
     def _fetch_partial(self) -> torch.Tensor:
-        """Return the sum over the shard group so far, in the accumulation type, and drop it from this object."""
+        """Return the sum over the shard group so far, in the accumulation dtype, and remove it from this object."""
         if self.shard is None:
             raise StateError(f"unit {self.unit.name}: no sum to send to the replicas")
         total, self.shard, self._partial = self.place.fetch(self.unit, self.shard, self.policy.accumulation_dtype), None, False
         return total
 
     def _make_partial(self) -> None:
-        """Turn a sum over all ranks into one to which micro-steps can be added: one replica keeps it, the others start from none."""
+        """Turn a sum over all ranks into one to which micro-steps can be added: one replica keeps it, the others start without a sum."""
         if self.shard is None or self._partial:
             return
         if self.replicas.rank > 0:

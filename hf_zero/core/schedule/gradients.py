@@ -16,7 +16,7 @@ from hf_zero.memory import host_memory
 
 
 class BufferPool:
-    """Flat buffers of one backward, handed from unit to unit: fresh memory costs a page fault per 4 KiB on a host."""
+    """Flat buffers of one backward, reused by one unit after the other: new memory costs a page fault per 4 KiB on a host."""
 
     def __init__(self) -> None:
         self._free: dict[tuple[int, torch.dtype], list[torch.Tensor]] = {}
@@ -39,32 +39,31 @@ class BufferPool:
         return [buffer for free in self._free.values() for buffer in free]
 
 
-# Gradients that are kept until they are copied together take at most this number of bytes per unit. A host copies them while they are in
-# its cache.
+# Gradients that are kept until they are copied together take at most this number of bytes per unit. On a host they are still in its
+# cache when they are copied.
 _KEPT_ON_HOST = 1 << 18
 _KEPT_ON_DEVICE = 1 << 25
 
 
 class Collector:
-    """Gradients of one unit on this rank, on their way from autograd into one flat buffer.
+    """Gradients of one unit on this rank, which it copies from autograd into one flat buffer.
 
-    [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy.
-    Copying it into the flat buffer and scaling it on the way is the only pass; handing autograd views of the flat buffer instead
-    costs a zeroing pass and an addition that reads both.
+    [Note: stolen gradients] autograd's first accumulation into an empty ``param.grad`` moves the incoming tensor without a copy. Copying it
+    into the flat buffer and scaling it on the way is the only pass; giving autograd views of the flat buffer instead costs a zeroing pass
+    and an addition that reads both.
 
-    [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small ones
-    are kept as they arrive and copied together, when the last of the unit is there or when they would take more than a few
-    bytes; a large one is copied at once. Each is still rounded as often as if it came alone.
+    [Note: kept gradients] Slicing the flat buffer and launching a copy takes the host some 10 us, however small the gradient. So small
+    gradients are kept as they arrive and copied together, when the unit's last one has arrived or when they would take too many bytes; a
+    large one is copied at once. Each gradient is rounded as often as if it were copied alone.
 
     Attributes:
         flat: The buffer, (padded_numel,), with gradients of any micro-step that were not reduced; None if there are none.
         pool: Pool of flat buffers.
         places: Shape, strides and first element of each parameter inside the unit.
-        used: By parameter: whether a gradient came since the last step.
-        piecemeal: In this backward gradients arrive in several pieces for each parameter: the unit is reduced when backward is over. Set
+        used: For each parameter, whether a gradient arrived since the last step.
+        piecemeal: Whether parameters get several gradients in this backward, which delays the unit's reduction to the end of backward. Set
             by the block and by the reducer.
-        in_place: Positions of parameters to whose gradients autograd itself adds the later ones of this backward; the set never changes
-            its identity.
+        in_place: Positions of parameters to whose gradients autograd itself adds later gradients of this backward; always the same set.
     """
 
     def __init__(self, unit: Unit, policy: GradientPolicy, pool: BufferPool) -> None:
@@ -77,7 +76,7 @@ class Collector:
         self._unit = unit
         self._policy = policy
         self._arrived: set[int] = set()  # positions of the parameters that had a gradient in this backward
-        self._written = [False] * len(unit.layout.slots)  # by parameter: whether `flat` has a gradient of it
+        self._written = [False] * len(unit.layout.slots)  # for each parameter, whether `flat` has a gradient of it
         self._kept: dict[int, torch.Tensor] = {}  # gradients by position, on their way into `flat`
         self._kept_bytes = 0
         self._most_kept = _KEPT_ON_HOST if unit.collectives.topology.device.type == "cpu" else _KEPT_ON_DEVICE
@@ -86,7 +85,7 @@ class Collector:
 
     @property
     def complete(self) -> bool:
-        """Return whether every parameter of the unit has handed in a gradient in this backward."""
+        """Return whether every parameter of the unit has received a gradient in this backward."""
         return len(self._arrived) >= len(self._written)
 
     @property
@@ -101,16 +100,16 @@ class Collector:
         return [slot.name for slot, used in wanted if not used]
 
     def add(self, index: int, grad: torch.Tensor, scale: float, wide: bool) -> None:
-        """Take a gradient.
+        """Take a gradient, and copy it into the flat buffer now or together with others.
 
         Args:
             index: Position of its parameter in the unit.
             grad: The gradient, of the parameter's full shape.
             scale: Factor of the gradient; the same throughout a backward.
-            wide: Sum in the accumulation type, because the reduction comes in a later micro-step or after several gradients.
+            wide: Sum in the accumulation dtype, because the reduction follows in a later micro-step or after several gradients.
 
         Raises:
-            StateError: It is the gradient of an empty tensor: a function read the parameter while it was sharded.
+            StateError: The gradient is of an empty tensor: a function read the parameter while it was sharded.
         """
         if not grad.numel():
             _refuse_empty(self._unit.layout.slots[index])
@@ -123,7 +122,7 @@ class Collector:
         self.used[index] = True
         self._arrived.add(index)
         nbytes = grad.nbytes
-        if nbytes >= self._most_kept or index in self.in_place:  # autograd adds later gradients to it at once
+        if nbytes >= self._most_kept or index in self.in_place:  # autograd adds later gradients directly to the buffer
             self._write({index: grad})
             return
         self._kept[index] = grad
@@ -136,7 +135,7 @@ class Collector:
             layout, policy = self._unit.layout, self._policy
             keep_wide = wide or not policy.sharded
             dtype = policy.accumulation_dtype if keep_wide else (policy.message_dtype or layout.dtype)
-            # Empty, not zeroed: gaps and missing parameters are zeroed in `whole`, all other elements are overwritten.
+            # Empty, not zeroed: `whole` zeroes gaps and missing parameters; all other elements are overwritten.
             self.flat = self.pool.take(layout.padded_numel, dtype, self._unit.collectives.topology.device)
         return self.flat
 
@@ -176,7 +175,7 @@ class Collector:
         """Return all gradients of this rank that were not reduced, (padded_numel,), with zeros where it has none.
 
         Args:
-            wide: As for ``add``, if there are none at all.
+            wide: As for ``add``, if no gradient has arrived.
         """
         flat = self._allocate(wide)
         self._write_kept()
@@ -190,7 +189,7 @@ class Collector:
         return flat
 
     def own(self) -> torch.Tensor:
-        """Return all gradients of this rank that were not reduced, late ones included, (padded_numel,); nothing is allocated to be sent."""
+        """Return all gradients of this rank that were not reduced, (padded_numel,), including late ones; allocates no message buffer."""
         if self.flat is not None:
             flat = self.whole()
         else:
@@ -199,8 +198,8 @@ class Collector:
         return flat if self._aside is None else flat + self._aside
 
     def replace(self, index: int) -> None:
-        """Discard the gradients of one parameter that were not reduced: a gradient that the script writes replaces them."""
-        self.used[index] = True  # of a parameter that is frozen too
+        """Discard the gradients of one parameter that were not reduced, because a gradient written by the script replaces them."""
+        self.used[index] = True  # also if the parameter is frozen
         self._write_kept()
         where = self._unit.layout.slots[index].range
         for waiting in (self.flat, self._aside):
@@ -208,7 +207,7 @@ class Collector:
                 waiting[where.start : where.stop].zero_()
 
     def take(self, wide: bool = False) -> torch.Tensor:
-        """Return ``whole()``; this object then has no gradients."""
+        """Return ``whole()``, and remove these gradients from this object."""
         flat = self.whole(wide)
         if self.in_place:
             self._end_in_place()
@@ -223,14 +222,14 @@ class Collector:
             self._aside = late if self._aside is None else self._aside.add_(late)
 
     def take_late(self) -> torch.Tensor:
-        """Return the gradients that were set aside, (padded_numel,), in the accumulation type; zeros where this rank has none."""
+        """Return the gradients that were set aside, (padded_numel,), in the accumulation dtype; zeros where this rank has none."""
         self.flat, self._aside = self._aside, None
         if self.flat is not None:
             self._written = [True] * len(self._written)
         return self.take(wide=True)
 
     def _end_in_place(self) -> None:
-        """Stop autograd's additions to gradients in place."""
+        """Stop autograd's in-place additions to gradients."""
 
     def begin_backward(self) -> None:
         """Begin a new backward: no gradient has arrived yet."""
@@ -245,7 +244,7 @@ class Collector:
         Args:
             total: The sum of reduced gradients, (shard_numel,), which is discarded too.
         """
-        if self.flat is not None:  # the next step's gradients take its memory
+        if self.flat is not None:  # the next step's gradients reuse its memory
             self.pool.give(self.flat)
         self.flat = self._aside = None
         self._kept, self._kept_bytes = {}, 0
@@ -266,7 +265,7 @@ Listener = Callable[[Unit, torch.Tensor, Callable[[Unit], None]], None]
 
 
 class GradientPlace:
-    """Sum of reduced gradients over micro-steps, kept on the device where they arrive. Offload has a subclass that sums on the host.
+    """The place of sums of reduced gradients over micro-steps: the device where they arrive. Offload has a subclass that sums on the host.
 
     Args:
         listener: Called with each new sum.
@@ -282,7 +281,7 @@ class GradientPlace:
         return received.to(dtype) if total is None else total.add_(received)
 
     def zeros(self, unit: Unit, dtype: torch.dtype) -> torch.Tensor:
-        """Return the gradient of a unit that no backward has reached."""
+        """Return a zero gradient, (shard_numel,), for a unit that no backward has reached."""
         return torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.collectives.topology.device)
 
     def fetch(self, unit: Unit, total: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -298,7 +297,7 @@ class GradientSum:
 
     Attributes:
         unit: The unit.
-        policy: Element types and factors.
+        policy: Dtypes and factors.
         place: Where the sum is kept.
         shard: The sum, (shard_numel,); None before the first reduction.
     """
@@ -310,7 +309,7 @@ class GradientSum:
         self.shard: torch.Tensor | None = None
 
     def hops(self, completes: bool) -> tuple[Hop, ...]:
-        """Return the hops that follow those of the exchange before ``add``.
+        """Return the hops between those of the exchange and ``add``.
 
         Args:
             completes: The micro-step completes an optimizer step.
@@ -348,13 +347,13 @@ class GradientSum:
 
 @dataclass
 class Reduction:
-    """The gradients of a unit on their way over the ranks.
+    """The gradients of a unit during their reduction over ranks.
 
     Attributes:
-        message: Tensor that the hop in flight reads; between two hops the result of the first one, which waits for its turn.
-        sent: Dtype of the message that was sent first.
+        message: Tensor that the hop in flight reads; between two hops, the result of the first one.
+        sent: Dtype of the message of the first hop.
         hops: Hops that have not started.
-        completes: The gradients complete an optimizer step.
+        completes: Whether the gradients complete an optimizer step.
         under_way: The hop in flight; None between two hops.
     """
 
@@ -368,17 +367,17 @@ class Reduction:
 class UnitGradients:
     """The gradients of one trainable unit.
 
-    Life of a gradient: the reducer takes ``param.grad`` from autograd and gives it to ``collected``, which scales it into a flat buffer;
-    ``start_reduce`` sends the buffer off, by one hop after the other (``start_hop``, ``finish_hop``); the last one's result is added to
+    The reducer takes ``param.grad`` from autograd and gives it to ``collected``, which copies it, scaled, into a flat buffer;
+    ``start_reduce`` sends the buffer, by one hop after the other (``start_hop``, ``finish_hop``); the result of the last hop is added to
     ``total``.
 
     Attributes:
         unit: The unit.
-        exchange: Gives the hops of a reduction.
+        exchange: Returns the hops of a reduction.
         collected: Gradients of this rank that were not reduced.
-        total: Sum of those that were.
+        total: Sum of the reduced gradients.
         passed: Whether this backward has passed the unit's block; set by the reducer.
-        was_late: Whether gradients once came after the unit had been sent; set by the reducer.
+        was_late: Whether gradients once arrived after the unit had been sent; set by the reducer.
     """
 
     def __init__(self, unit: Unit, exchange: GradientExchange, collected: Collector, total: GradientSum) -> None:
@@ -393,18 +392,18 @@ class UnitGradients:
     @property
     def done(self) -> bool:
         """Return whether no more gradients are expected in this backward, so that the unit may be sent when its turn comes."""
-        # A unit that was late once got gradients after backward had passed its block, or after all parameters had one: it waits for the
-        # end.
+        # A unit that was late once got gradients after backward had passed its block, or after all its parameters had one: it is sent at
+        # the end.
         return not (self.collected.piecemeal or self.was_late) and (self.passed or self.collected.complete)
 
     @property
     def has_local(self) -> bool:
-        """Return whether gradients of this rank wait to be reduced."""
+        """Return whether this rank has gradients that were not reduced."""
         return self.collected.flat is not None
 
     @property
     def shard(self) -> torch.Tensor | None:
-        """Return the sum over ranks and micro-steps, (shard_numel,), perhaps still on its way to its place; None before the first."""
+        """Return the sum over ranks and micro-steps, (shard_numel,), which may not yet have reached its place; None before the first."""
         return self.total.shard
 
     def begin_backward(self) -> None:
@@ -417,7 +416,7 @@ class UnitGradients:
 
         Args:
             completes: The gradients complete an optimizer step.
-            late: Reduce those that were set aside.
+            late: Reduce the gradients that were set aside.
         """
         if self._reduction is not None:
             raise StateError(f"unit {self.unit.name}: a reduction is in flight already")

@@ -1,4 +1,4 @@
-"""Define how gradients become one sum over ranks: a list of hops for each unit, which the exchange of the engine gives."""
+"""Define how gradients are summed over ranks: by a list of hops for each unit, which the engine's exchange returns."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hf_zero.comm.collectives import Collectives, Pending
 # Starts one hop of a reduction; collective. Arguments: the result of the hop before it (for the first hop the message), the dtype of the
 # message, and the name of the unit for labels. The result of the returned object is the sum over the ranks of the hop.
 #
-# [Note: hops of a reduction] A sum over a node goes on to the other nodes, one over a shard group to its replicas. Each hop starts when the
-# reducer takes the unit from the queue of the hop before: a place in the order of reductions ([Note: one order]) that depends on nothing
-# else. So every hop has one order, on a group of its own, and overlaps with backward.
+# [Note: hops of a reduction] A sum over a node is then summed over the nodes, and a sum over a shard group over its replicas. Each hop
+# starts when the reducer takes the unit from the queue of the hop before: a position in the order of reductions ([Note: one order]) that
+# depends on nothing else. So every hop has one order, on a group of its own, and overlaps with backward.
 Hop = Callable[[torch.Tensor, torch.dtype, str], Pending]
 
 
@@ -23,12 +23,12 @@ class GradientPolicy:
     """Dtypes, factors and sharding of gradients on the network and in sums.
 
     Attributes:
-        message_dtype: Dtype on the network; None is the dtype of the message: the parameters' for one micro-step's gradients,
-            the accumulation type for sums of several and at stage 0.
-        accumulation_dtype: Type of the sums over ranks and micro-steps.
+        message_dtype: Dtype on the network. None means the dtype of the flat buffer: the parameters' dtype for the gradients of one
+            micro-step, the accumulation dtype for sums of several and at stage 0.
+        accumulation_dtype: Dtype of the sums over ranks and micro-steps.
         pre_scale: Factor applied as gradients are copied into the flat buffer, before the reduction.
         post_scale: Factor applied to the reduced sum.
-        sharded: Reduce-scatter to the owner (stages 1 to 3), else all-reduce (stage 0).
+        sharded: Whether gradients are reduce-scattered to the owner (stages 1 to 3); else they are all-reduced (stage 0).
     """
 
     message_dtype: torch.dtype | None
@@ -43,8 +43,8 @@ class GradientExchange:
 
     Attributes:
         collectives: Network of the reductions.
-        policy: Element types and factors.
-        reduces: Whether gradients are reduced. If not, each rank keeps its own ones, unsharded, for the optimizer. Changes only between
+        policy: Dtypes and factors.
+        reduces: Whether gradients are reduced. If not, each rank keeps its own unsharded gradients for the optimizer. Changes only between
             optimizer steps.
         scale: Factor by which gradients are multiplied as they are copied into the flat buffer.
     """
@@ -56,8 +56,8 @@ class GradientExchange:
         self.scale = policy.pre_scale
 
     def hops(self, dtype: torch.dtype) -> tuple[Hop, ...]:
-        """Return the hops of a message of ``dtype``, (padded_numel,). The result of the last one is the sum, (shard_numel,) if
-        gradients are sharded.
+        """Return the hops of a message of ``dtype``, (padded_numel,). The result of the last hop is the sum, (shard_numel,) if gradients
+        are sharded.
         """
         return (self.sum_over_ranks,)
 
@@ -68,7 +68,7 @@ class GradientExchange:
         return self.collectives.all_reduce(message, unit).then(lambda _: message)
 
     def stepped(self, skipped: bool, growth: float) -> None:
-        """Note that an optimizer step is over, alike on all ranks; for exchanges that keep state from one step to the next.
+        """Note that an optimizer step is over; called on all ranks with the same arguments. For exchanges that keep state between steps.
 
         Args:
             skipped: The step was skipped and its gradients were dropped.

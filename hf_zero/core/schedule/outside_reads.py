@@ -1,4 +1,6 @@
-"""Unshard parameters that are read outside of their block's forward: by modules called alone, by modules not owning them, by a loss."""
+"""Unshard parameters that are read outside of their block's forward: by submodules called alone, by modules that do not own them, by a
+loss.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +30,7 @@ from hf_zero.observe import note
 
 
 class GuardedParameters(dict[str, Any]):
-    """A module's own parameters by name; it calls back when a sharded parameter is read, and asks which tensor to show for a
-    tensor-parallel shard.
+    """The parameters of one module by name; each read of a sharded parameter calls back, and a tensor-parallel shard may be replaced.
 
     ``module.weight`` looks the name up here; iteration (``named_parameters``, ``state_dict``) does not.
     """
@@ -46,7 +47,7 @@ class GuardedParameters(dict[str, Any]):
 
     def __getitem__(self, name: str) -> Any:
         param = super().__getitem__(name)
-        # Same as `is_sharded`, but with one lookup: every read of a parameter in a forward passes here.
+        # Same as `is_sharded`, but with one lookup: every read of a parameter in a forward calls this method.
         owner = None if param is None else getattr(param, OWNER, None)
         if owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone:
             self._on_sharded(param)
@@ -68,8 +69,8 @@ class OutsideReads:
         module: The user's module.
         root: Block of the modules that belong to no other block.
         blocks: The other blocks.
-        forward: Unshards what a forward reads.
-        backward: Unshards what a recomputation reads.
+        forward: Unshards blocks for reads in a forward.
+        backward: Unshards blocks for reads in a recomputation.
     """
 
     def __init__(self, module: nn.Module, root: Block, blocks: list[Block], forward: ForwardPhase, backward: BackwardPhase) -> None:
@@ -87,7 +88,7 @@ class OutsideReads:
 
         Args:
             enter: Called when a part of a block is called by itself, outside the block's forward.
-            leave: Called when this part's forward ends, with its output, or ``RAISED``.
+            leave: Called with the block and the output, or ``RAISED``, when the forward of such a part ends.
         """
         hooked = {id(block.module) for block in (self._root, *self._blocks.values())}
         guarded = [module for module in self._module.modules() if module._parameters]
@@ -97,7 +98,7 @@ class OutsideReads:
                 continue
             owners = [find_unit(param) for param in module._parameters.values() if param is not None]
             if all(owner is not None and owner[0].pinned for owner in owners):
-                continue  # always unsharded: one rank may call it alone, as is done to save a prompt's embedding
+                continue  # always unsharded: one rank may call it alone, as PEFT does to save a prompt's embedding
             blocks = [self._block_of_unit[id(owner[0])] for owner in owners if owner and id(owner[0]) in self._block_of_unit]
             for block in {id(block): block for block in blocks}.values():
                 self._hook(module, block, enter, leave)
@@ -106,7 +107,7 @@ class OutsideReads:
         self._resolve_declared()
 
     def guard_parts(self) -> None:
-        """Guard tensor-parallel shards where nothing is sharded by ZeRO: reads outside of their module's forward get
+        """Guard tensor-parallel shards where no parameter is sharded by ZeRO: code that reads them outside of their module's forward gets
         the complete tensor.
         """
         for module in self._module.modules():
@@ -161,7 +162,9 @@ class OutsideReads:
             self._read(block)
 
     def _bring(self, param: nn.Parameter) -> None:
-        """Unshard ``param`` for code outside of its forward, or in a later forward or backward, that computes with it; collective."""
+        """Unshard ``param`` for code that computes with it outside of its block's forward, perhaps in a later forward or backward;
+        collective.
+        """
         block = self._block_of(param)
         if block is None:
             return
@@ -177,14 +180,14 @@ class OutsideReads:
         return not (self._forward.stack or self._backward.begun)
 
     def _wants_values(self) -> bool:
-        """Return whether the reader of a parameter computes with it now: in a forward, in its loss after it, or in backward."""
+        """Return whether the reader of a parameter will compute with it: in a forward, in the loss after it, or in backward."""
         if self._forward.stack or (self._backward.begun and in_backward()):
             return True
         return not self._backward.begun and self._backward.awaited and torch.is_grad_enabled()
 
     def _shown(self, reader: WholeReader, name: str, param: nn.Parameter) -> torch.Tensor:
-        """Return the tensor-parallel shard ``param``, or the complete tensor if code outside of its module computes with it; then
-        collective.
+        """Return the tensor-parallel shard ``param``, or the complete tensor if code outside of its module computes with it (then
+        collective).
         """
         if is_sharded(param) or not self._wants_values():
             return param
@@ -241,10 +244,11 @@ _VALUES = frozenset(("T", "mT", "H", "mH", "data", "real", "imag"))  # attribute
 class LateParameter(ShardedParameter):
     """A parameter that shows a placeholder until some code computes with it.
 
-    [Note: late values] ``model.head.weight`` in a loss behind the forward wants values, and ``model.head.weight.dtype`` in a log wants
-    none; a gather for a log on one rank would collide with the next gather of the other ranks. The lookup is the same, so the parameter
-    is given its shape and this class there, both without communication, and torch tells of the first operation on it. Whatever points
-    the parameter elsewhere, a gather or a reshard, takes the class away.
+    [Note: late values] ``model.head.weight`` in a loss after the forward needs values, and ``model.head.weight.dtype`` in a log does not; a
+    gather on one rank, for its log, would be matched with the next gather of the other ranks. Both begin with the same attribute lookup, so
+    the lookup only points the parameter at a tensor of its shape and gives it this class, both without communication, and
+    ``__torch_function__`` reports the first operation on it. A gather or a reshard, which points the parameter elsewhere, restores its
+    class.
     """
 
     @classmethod
@@ -263,7 +267,7 @@ def lend(param: nn.Parameter, bring: Callable[[nn.Parameter], None]) -> None:
 
     Args:
         param: The parameter.
-        bring: Called with a parameter of the unit when code computes with it; unshards the parameter.
+        bring: Function that unshards a parameter of the unit; called with it when code computes with it.
     """
     owner = find_unit(param)
     if owner is None:

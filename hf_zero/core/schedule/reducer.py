@@ -1,4 +1,4 @@
-"""Reduce gradients in an order that the units fix, and data never changes."""
+"""Reduce gradients in an order that follows from the units and never from data."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class HomeStream:
     """The stream that was current when a backward began; none if training runs in host memory.
 
     [Note: one stream for gradients] autograd runs the backward of an operation on the stream of its forward, so a block that computes on
-    several streams hands in gradients on several. They share one flat buffer, small ones are copied into it later than they
-    arrive, and buffers go from unit to unit. So all of that happens on one stream, which waits for the stream of each gradient that came on
-    another; the memory of that gradient is not reused before (``record_stream`` is expensive, but this case is rare).
+    several streams produces gradients on several streams. They share one flat buffer, small gradients are copied into it some time after
+    they arrive, and buffers are reused by other units. So all of this runs on one stream, which waits for the stream of each gradient that
+    was computed on another one; the memory of that gradient is not reused earlier (``record_stream`` is expensive, but this case is rare).
 
     Args:
-        device: Where gradients are computed.
+        device: Device where gradients are computed.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -41,13 +41,15 @@ class HomeStream:
             self._stream = self._module.current_stream(self._device)
 
     def end(self) -> None:
-        """End the backward: work that follows on the current stream waits for the work on this one."""
+        """End the backward: later work on the current stream waits for the work on this stream."""
         stream, self._stream = self._stream, None
         if stream is not None and (current := self._module.current_stream(self._device)) != stream:
             current.wait_stream(stream)
 
     def entered(self, grad: torch.Tensor | None = None) -> AbstractContextManager[None]:
-        """Return a context in which this stream is the current one. It waits for ``grad``, if that was computed on another stream."""
+        """Return a context in which this stream is the current one. The stream waits for ``grad``, if that was computed on another
+        stream.
+        """
         if self._stream is None or (current := self._module.current_stream(self._device)) == self._stream:
             return _STAYS
         if grad is not None:
@@ -68,22 +70,22 @@ AT_THE_END = sys.maxsize  # position of units that are sent when backward is ove
 class BackwardOrder:
     """The order of reductions and unshards in a backward.
 
-    [Note: one order] Ranks that skip blocks would issue unshards and reductions in orders of their own if each went when it could: the rank
-    that computes a block reduces it between two unshards, the rank that skipped it at the end. On nccl the two wait for each other, because
-    waiting puts all that is issued later behind what is waited for; several communicators want one order of all their operations. So
-    both kinds have their positions in one order. An unshard may be issued from the moment the block is in use from which prefetching
-    reaches it; the reductions of all blocks that backward has passed by then go before it, complete or not, and no other does. In the
-    ordinary case this holds nothing up: when a block begins, those before it are complete. Every rank then issues the same sequence, and
-    each collective depends only on those before it (what a rank waits for it has issued earlier), so none can wait in a circle.
-    What arrives behind its position is late, [Note: late gradients].
+    [Note: one order] If each unshard and reduction were issued as soon as possible, ranks that skip blocks would issue them in other
+    orders: the rank that computes a block reduces it between two unshards, the rank that skipped it at the end. On nccl these two wait for
+    each other: an operation also delays all operations that are issued after it, so all operations on several communicators need one order.
+    Therefore both kinds have their positions in one order. The unshard of a block may be issued once the block is in use from which
+    prefetching reaches it. The reductions of all blocks that backward has passed by then are issued before it, complete or not, and no
+    other reduction is. Normally this delays nothing: when a block begins, the blocks before it are complete. Every rank then issues the
+    same sequence, and each collective depends only on earlier ones (a rank waits only for collectives that it has issued before), so no
+    circular wait is possible. Gradients that arrive after their position are late, [Note: late gradients].
 
     Attributes:
-        issued: How many positions of the order have been issued; written by the reducer.
+        issued: Number of positions of the order that have been issued; written by the reducer.
 
     Args:
         sizes: Elements that the unshard at each position of the order allocates; 0 where nothing is unsharded.
-        positions: For each reduction, in the order in which they are sent, the position whose backward completes it, rising;
-            ``len(sizes)`` for reductions at the end.
+        positions: For each reduction, in the order in which they are sent, the position whose backward completes it, rising; ``len(sizes)``
+            for reductions at the end.
         reach: Elements that may be unsharded ahead of use; at least one block unless 0.
     """
 
@@ -107,39 +109,40 @@ class BackwardOrder:
             self._opens[reduction] = unshards[passed - 1] + 1 if passed else 0
 
     def before(self, position: int) -> int:
-        """Return how many reductions go before the unshard at ``position``."""
+        """Return the number of reductions that are issued before the unshard at ``position``."""
         return self._before[position]
 
     def allows(self, reduction: int) -> bool:
-        """Return whether all unshards that go before ``reduction`` are issued."""
+        """Return whether all unshards that precede ``reduction`` in the order are issued."""
         return self.issued >= self._opens[reduction]
 
 
 class Reducer:
-    """Reduces each unit once per backward, in the same order on every rank: last unit first, until a backward has another.
+    """Reducer of each unit once per backward, in the same order on every rank: last unit first, or the order of backward's unshards.
 
-    [Note: order of reductions] A unit is sent off when all its gradients have arrived, or backward has passed its block (``close``),
-    and all units before it in the queue are gone. What is incomplete when backward ends (a branch this rank skipped) goes off then,
-    zeros filling the holes. So every rank sends the same sequence whatever its data. Where backward unshards too, the two have one order
-    ([Note: one order]): it may hold a unit back, and may send it off before it is complete.
+    [Note: order of reductions] A unit is sent when all its gradients have arrived, or backward has passed its block (``close``), and all
+    units before it in the queue have been sent. Units that are incomplete when backward ends (a branch that this rank skipped) are sent
+    then, with zeros for missing gradients. So every rank sends the same sequence whatever its data. Where backward unshards too, unshards
+    and reductions have one order ([Note: one order]): it may delay a unit, and may send it before it is complete.
 
-    At most ``_IN_FLIGHT`` reductions are in flight in each hop ([Note: hops of a reduction]); beyond that the oldest is waited for.
+    At most ``_IN_FLIGHT`` reductions are in flight in each hop ([Note: hops of a reduction]); if there are more, the reducer waits for the
+    oldest.
 
     Attributes:
         gradients: One entry per trainable unit, in the order of the model.
-        exchange: Gives the hops of a reduction, but for units with an exchange of their own.
+        exchange: Returns the hops of a reduction, except for units with an exchange of their own.
         shown: Gradients that scripts see in ``param.grad``.
         layouts: Number of times that the set of units has changed.
-        piecemeal: Each parameter gets several gradients in the running backward: they are summed up, and units are sent when it ends.
+        piecemeal: Whether each parameter gets several gradients in the running backward: they are summed, and units are sent when it ends.
         added_to: Names of parameters whose written gradients a backward has added to, see [Note: a gradient written between micro-steps].
 
     Args:
         gradients: See the attribute.
         exchange: See the attribute.
-        overlap: Reductions run while backward goes on.
+        overlap: Whether reductions run while backward continues.
         agree: Collective function; returns for each flag whether it is True on any rank.
-        tell: Collective function; returns the texts of all ranks.
-        device: Where gradients are computed.
+        gather_texts: Collective function; returns the texts of all ranks.
+        device: Device where gradients are computed.
     """
 
     def __init__(
@@ -148,7 +151,7 @@ class Reducer:
         exchange: GradientExchange,
         overlap: bool,
         agree: Callable[[list[bool]], list[bool]],
-        tell: Callable[[str], list[str]],
+        gather_texts: Callable[[str], list[str]],
         device: torch.device = _HOST,
     ) -> None:
         self.gradients = list(gradients)
@@ -163,12 +166,12 @@ class Reducer:
         self._home = HomeStream(device)
         self._overlap = overlap
         self._agree = agree
-        self._tell = tell
+        self._gather_texts = gather_texts
         self._queue: list[UnitGradients] = []
         self._positions: Mapping[int, int] = {}  # by id of the entry
         self._order: BackwardOrder | None = None  # order of this backward's reductions and unshards; None if it unshards nothing
         self._sent = 0  # entries of the queue that were sent in this backward
-        self._flying: list[deque[UnitGradients]] = [deque()]  # units by the hop that is in flight, of those that there have been
+        self._flying: list[deque[UnitGradients]] = [deque()]  # for each hop, the units whose hop is in flight
         self._sort()
 
     def _sort(self) -> None:
@@ -181,7 +184,7 @@ class Reducer:
     # -- one backward -------------------------------------------------------------------------------------------------
 
     def begin(self, reduces: bool, factor: float = 1.0, completes: bool = True) -> None:
-        """Begin a backward, or note that the running one turns out to be a micro-step.
+        """Begin a backward, or record that the running backward is a micro-step.
 
         Args:
             reduces: The backward reduces its gradients; otherwise each rank sums them up until a backward that reduces.
@@ -192,11 +195,11 @@ class Reducer:
         self._reduces, self._factor, self._completes = reduces and self.exchange.reduces, factor, completes
 
     def order_with_unshards(self, positions: Mapping[int, int], sizes: Sequence[int], reach: int) -> None:
-        """Give the unshards and reductions of a backward that unshards one order, the same on every rank.
+        """Compute one order for the unshards and reductions of a backward that unshards, the same on every rank.
 
         Args:
-            positions: By id of each entry of ``gradients`` the position of backward's order whose block completes it; entries without one
-                are sent at the end.
+            positions: For each entry of ``gradients``, by id, the position in backward's order whose block completes it; entries that are
+                missing are sent at the end.
             sizes: Number of elements unsharded at each position of backward's order; may be 0.
             reach: Number of elements that may be unsharded ahead of use.
         """
@@ -213,7 +216,7 @@ class Reducer:
             return
         grad, param.grad = param.grad, None
         collected.piecemeal |= self.piecemeal
-        # The gradient of a unit that has rested until now stays on this rank until the step.
+        # The gradient of a unit that was frozen until now stays on this rank until the step.
         wide = not self._reduces or self.piecemeal or entry.unit.rests
         with self._home.entered(grad):
             collected.add(index, grad, entry.exchange.scale * self._factor, wide)
@@ -222,20 +225,20 @@ class Reducer:
             self.proceed()
 
     def close(self, passed: Sequence[UnitGradients]) -> None:
-        """Note that backward has passed these units: no more gradients come for them in this backward, so they may be sent."""
+        """Note that backward has passed these units: they get no more gradients in this backward, and may be sent."""
         for entry in passed:
             entry.passed = True
         self.proceed()
 
     def proceed(self) -> None:
-        """Send the units that are done and whose turn has come."""
+        """Send the units that are complete or passed, as far as the order allows."""
         while self._reduces and self._sent < len(self._queue) and self._queue[self._sent].done:
             if self._order is not None and not self._order.allows(self._sent):
                 return
             self._send_up_to(self._sent + 1)
 
     def send_before_unshard(self, position: int) -> None:
-        """Send the units that go before the unshard at ``position``, complete or not, because this unshard is issued now."""
+        """Send the units that precede the unshard at ``position`` in the order, complete or not, because this unshard is issued now."""
         if self._order is not None:
             self._send_up_to(self._order.before(position))
 
@@ -251,7 +254,7 @@ class Reducer:
             self._order.issued = max(self._order.issued, count)
 
     def send_all(self) -> None:
-        """Send all units that are left; gradients that arrive later are late."""
+        """Send all units that were not sent; gradients that arrive later are late."""
         self._send_up_to(len(self._queue))
 
     def _send_up_to(self, count: int) -> None:
@@ -269,7 +272,7 @@ class Reducer:
         self._finish(_IN_FLIGHT if self._overlap else 0)
 
     def _finish(self, leave: int = 0) -> None:
-        """Wait for all reductions in flight but the ``leave`` newest ones of each hop, and start their next hops."""
+        """Wait for all reductions in flight except the ``leave`` newest ones of each hop, and start their next hops."""
         for hop, flying in enumerate(self._flying):
             while len(flying) > leave:
                 entry = flying.popleft()
@@ -280,13 +283,13 @@ class Reducer:
                     self._flying[hop + 1].append(entry)
 
     def flush(self, error: str = "") -> str:
-        """End a backward: send the units that are left, in order; collective if it reduces.
+        """End a backward: send the remaining units, in order; collective if it reduces.
 
         Args:
-            error: The error with which the backward failed on this rank.
+            error: The error with which the backward failed on this rank, or "".
 
         Returns:
-            Errors of other ranks, if the ranks have voted.
+            Errors of other ranks, if the ranks have voted; otherwise "".
         """
         self.send_all()
         with self._home.entered():
@@ -302,10 +305,10 @@ class Reducer:
         return errors
 
     def complete(self, defers: bool) -> None:
-        """Reduce gradients that earlier backwards have left on this rank, if no backward completes the optimizer step; collective.
+        """Reduce gradients that earlier backwards have kept on this rank, if no backward completes the optimizer step; collective.
 
         Args:
-            defers: Backwards may have reduced nothing; otherwise only late gradients are left.
+            defers: Backwards may have deferred all reductions; otherwise only late gradients remain.
         """
         if not defers:
             self.reduce_late()
@@ -316,7 +319,7 @@ class Reducer:
     # -- what is trained, see [Note: what is trained] ------------------------------------------------------------------------
 
     def train(self, gradients: Sequence[UnitGradients]) -> None:
-        """Reduce the units of ``gradients``, in the model's order, from now on, except for units that rest; local."""
+        """Reduce the units of ``gradients``, in the model's order, from now on, except for units that are frozen at present; local."""
         self.gradients[:] = gradients
         self.layouts += 1
         self._positions = {}
@@ -326,7 +329,7 @@ class Reducer:
         """Reduce this rank's gradients of units that the backwards of this step have not reduced; collective.
 
         Args:
-            entries: The gradients of these units, in the model's order.
+            entries: Gradients of these units, in the model's order.
             waiting: Gradients of this rank that are still unsharded, by id of the parameter.
         """
         for entry in entries:
@@ -337,12 +340,33 @@ class Reducer:
             self._send(entry, completes=True)
         self._finish()
 
+    def mean_of_waiting(self, name: str, grad: torch.Tensor | None, shape: torch.Size) -> torch.Tensor | None:
+        """Return the mean over ranks of a gradient that no backward of this step reduces, with the loss scale; collective.
+
+        Args:
+            name: Name of the parameter.
+            grad: The gradient on this rank; None if there is none.
+            shape: Its shape.
+
+        Returns:
+            A new tensor of that shape, in the type of sums over micro-steps; None if no rank has a gradient.
+        """
+        network, policy = self.exchange.collectives.data, self.exchange.policy
+        if not network.any_rank(grad is not None, f"{name}: gradient"):
+            return None
+        mean = torch.zeros(shape, dtype=policy.accumulation_dtype, device=network.topology.device)
+        if grad is not None:
+            mean.add_(grad.detach().to_dense() if grad.is_sparse else grad.detach()).mul_(self.exchange.scale * self._factor)
+        network.all_reduce(mean, f"{name}: gradient").wait()
+        return mean.mul_(policy.post_scale)
+
     def _send_late(self, error: str) -> str:
         """Reduce late gradients of any rank once more, after their position in the order.
 
-        [Note: late gradients] Which they are depends on a rank's data (a layer that is recomputed in pieces, as many as there are), so the
-        ranks vote: at the end of each backward that unshards, which is long, else with the one that completes an optimizer step. Until
-        then they wait in the type of sums over micro-steps. A unit that was late once is sent when backward is over from then on.
+        [Note: late gradients] Which gradients are late depends on a rank's data (a layer that is recomputed in pieces, whose number
+        varies). So the ranks vote: at the end of each backward that unshards, whose duration hides the cost; otherwise at the end of the
+        backward that completes an optimizer step. Until then late gradients are kept in the accumulation dtype. A unit that was late once
+        is sent when backward is over from then on.
 
         Returns:
             The errors with which the backward failed on other ranks.
@@ -355,7 +379,7 @@ class Reducer:
         """Reduce gradients that were set aside on any rank; collective. The argument and the result are those of ``flush``."""
         broken, *answers = self._agree([bool(error), *(entry.collected.late for entry in self._queue)])
         if broken:
-            return "; ".join(text for text in self._tell(error) if text)
+            return "; ".join(text for text in self._gather_texts(error) if text)
         late = [entry for entry, anywhere in zip(self._queue, answers, strict=True) if anywhere]
         if not late:
             return ""
@@ -368,7 +392,7 @@ class Reducer:
         return ""
 
     def clear(self) -> None:
-        """Discard all gradients, those that scripts have set included."""
+        """Discard all gradients, including gradients that scripts have set."""
         self._home.end()
         self.added_to.clear()
         self.shown.end()

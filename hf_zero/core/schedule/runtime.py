@@ -17,7 +17,7 @@ from hf_zero.core.schedule.outside_reads import OutsideReads
 from hf_zero.core.schedule.reducer import Reducer
 from hf_zero.core.schedule.saved_tensors import SavedTensors
 from hf_zero.core.schedule.schedule import ForwardPhase, UnshardSchedule
-from hf_zero.core.schedule.torch_internals import before_zero_grad, compiled_call, in_backward
+from hf_zero.core.schedule.torch_internals import before_zero_grad, compiled_call, in_backward, is_compiled_wrapper
 from hf_zero.core.units.guards import unguard_unprepared
 from hf_zero.core.units.unit import Unit, find_unit
 from hf_zero.errors import StateError
@@ -265,4 +265,6 @@ def _clear(params: Sequence[nn.Parameter]) -> set[int]:
 def _below_compiled(module: nn.Module) -> set[int]:
     """Return the ids of the modules whose forwards a graph of an enclosing module contains."""
     compiled = [outer for outer in module.modules() if compiled_call(outer) is not None]
-    return {id(inner) for outer in compiled for inner in outer.modules() if inner is not outer}
+    # torch calls the hooks of a module that it has wrapped outside of the graph.
+    wrapped = [outer._orig_mod for outer in module.modules() if is_compiled_wrapper(outer)]
+    return {id(inner) for outer in (*compiled, *wrapped) for inner in outer.modules() if inner is not outer}

@@ -1,10 +1,10 @@
-"""Serve hooks of saved tensors that move them to the host, while forwards of an engine's module run inside them.
+"""Replace hooks of saved tensors that move them to the host by an engine's own pair, while forwards of the engine's module run inside them.
 
-[Note: hooks that move] torch applies the innermost pair of hooks only, and shows which one that is. So a forward that runs inside
-``torch.autograd.graph.save_on_cpu``, or hooks like it, enters a pair of its own, ``HostActivations``: the same values on the
-host, without the weights, and copied beside the computation. Where the pair inside is another, such as that of
-``torch.utils.checkpoint``, nothing is entered: it decides what is saved. Hooks that may change values get all that they get without an
-engine, weights included.
+[Note: hooks that move] torch applies only the innermost pair of hooks, and shows which one that is. So a forward that runs inside
+``torch.autograd.graph.save_on_cpu``, or similar hooks, enters a pair of its own, ``HostActivations``: it moves the same values to the host,
+except for the weights, and the copies overlap with the computation. Where the innermost pair is another one, such as that of
+``torch.utils.checkpoint``, no pair is entered: that pair decides what is saved. Hooks that may change values get everything that they get
+without an engine, weights included.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ class _Entered:
 
 
 class SavedTensors:
-    """Enters and leaves hooks around forwards of one engine's blocks.
+    """Manager of the hooks around forwards of one engine's blocks.
 
     Attributes:
         host: The hooks.
 
     Args:
-        module: The module; what is no unit's of its parameters and buffers stays on the device as well.
-        blocks: Number of blocks whose forwards are seen.
+        module: The module; its parameters and buffers that are in no unit stay on the device as well.
+        blocks: Number of blocks whose forwards call ``enter``.
         copies_always: See ``HostActivations``.
     """
 
@@ -60,7 +60,7 @@ class SavedTensors:
 
         Args:
             block: The block.
-            first: No other forward of the engine's module runs: what an interrupt has left is forgotten.
+            first: No other forward of the engine's module runs, so entries that an interrupt has left are discarded.
         """
         if not self._serves:
             return
@@ -78,7 +78,7 @@ class SavedTensors:
 
     @contextmanager
     def backward(self) -> Iterator[None]:
-        """Serve hooks around a backward: reentrant checkpointing computes forwards again inside, without hooks of modules."""
+        """Enter the hooks around a backward: reentrant checkpointing computes forwards again inside it, without hooks of modules."""
         hooked = self._serves and self._hook()
         try:
             yield

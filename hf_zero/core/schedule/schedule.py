@@ -1,4 +1,4 @@
-"""Unshard and reshard blocks in forward and backward: unshard passes have one fixed order, the same on every rank whatever its data."""
+"""Unshard and reshard blocks in forward and backward. Unshard passes have one fixed order, the same on every rank whatever its data."""
 
 from __future__ import annotations
 
@@ -16,24 +16,25 @@ from hf_zero.core.schedule.watched_outputs import Foretold
 from hf_zero.errors import StateError
 from hf_zero.observe import span
 
-_INSIDE = 2  # position of a flag in the vote at the end of a pass: the rank's forward has not raised
+_INSIDE = 2  # position of a flag in the vote at the end of a pass: this rank's forward has not raised
 
 
 class UnshardSchedule:
     """Unshard passes over the blocks: in the model's order in forward, in the reverse order in backward.
 
-    [Note: unshard passes] A pass has a position in the order. Asking for block j unshards all blocks from the position to j that are
-    sharded, those that this rank skipped included, and moves the position behind j; the end of the phase joins the rest. Each block's
-    unshard is therefore issued once per pass and in order, and whether it is issued depends only on what was whole when the pass began,
-    which is the same on every rank. Asking for a block behind the position that was resharded (a module that runs twice, another order)
-    ends the pass and begins another. At the end of each pass of a forward the ranks vote whether anyone needs another; those that do not
-    join its unshards and vote again. Where every block stays unsharded until backward nobody can need one, and nobody votes.
+    [Note: unshard passes] A pass has a position in the order. A request for block j unshards all sharded blocks from the position to j,
+    including blocks that this rank skips, and moves the position behind j; the end of the phase unshards the remaining ones. Each block's
+    unshard is therefore issued once per pass and in order, and whether it is issued depends only on which blocks were unsharded when the
+    pass began, which is the same on every rank. A request for a block before the position that was resharded (a module that runs twice,
+    another order) ends the pass and begins another. At the end of each pass of a forward the ranks vote whether any rank needs another one;
+    ranks that do not need it take part in its unshards and vote again. Where every block stays unsharded until backward, no rank can need
+    another pass, and there is no vote.
 
     Args:
         root: Block of the modules that belong to no other block; unsharded throughout.
         blocks: The other blocks, in the model's order.
         limits: Limits on unsharded elements.
-        collectives: The ranks that must agree.
+        collectives: Network of the ranks that must agree.
     """
 
     def __init__(self, root: Block, blocks: Sequence[Block], limits: UnshardLimits, collectives: Collectives) -> None:
@@ -45,7 +46,7 @@ class UnshardSchedule:
         self._learned = False  # whether `order` was observed in a forward; until then skipped blocks are not resharded
         self._observed: dict[str, None] = {}  # names of blocks in the order in which they first ran
         self._positions: dict[int, int] | None = None  # see `_place_reductions`; None until it is known
-        self._placed = 0  # the value of the reducer's `layouts` for which they were computed
+        self._placed = 0  # the value of the reducer's `layouts` for which `_positions` was computed
         self._votes = False  # whether passes of this phase end with a vote
         self._updating = False  # updates of the last step may still be running
         self._pass = UnshardPass((), 0, limits)
@@ -53,18 +54,18 @@ class UnshardSchedule:
         self._foretold: dict[int, Foretold] = {}  # by id of the block
         self._training = False  # the running forward began with gradients on
         self._broke = False  # the last forward of the complete module raised, and other ranks may still be in it
-        self._repeats = False  # the error came after its pass was over
-        self._reads = False  # a forward with gradients that left blocks sharded is over, [Note: reads behind the forward]
+        self._repeats = False  # the error was raised after the pass was over
+        self._reads = False  # a forward with gradients that resharded blocks is over, [Note: reads behind the forward]
 
     # -- forward ------------------------------------------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
         """Start the pass of a forward of the complete model and unshard the root; collective.
 
-        [Note: a forward that is run again] If a forward raised on one rank and the script caught the error, its unshard pass is
-        incomplete. The other ranks wait in this pass, or in the vote at its end. The next forward of the rank is another pass of the same
-        forward. If the error came after the pass (in another hook on the model), the other ranks vote when they begin their backward, and
-        join one more pass.
+        [Note: a forward that is run again] If a forward raised on one rank and the script caught the error, its unshard pass is incomplete.
+        The other ranks wait in this pass, or in the vote at its end. The next forward of the rank is another pass of the same forward. If
+        the error was raised after the pass (in another hook on the model), the other ranks vote when they begin their backward, and take
+        part in one more pass.
         """
         for block in self.order:
             block.broken_off()
@@ -88,7 +89,7 @@ class UnshardSchedule:
     def forward(self, block: Block) -> None:
         """Unshard ``block`` and the parameters of other blocks that it reads, which a forward runs now; collective."""
         for wanted in (block, *block.externals):
-            if not self.root.open:  # a part of the model called by itself: there is no pass, the caller decides which modules run
+            if not self.root.open:  # a part of the model is called by itself: there is no pass, the caller decides which modules run
                 wanted.unshard()
                 continue
             if not self._learned:
@@ -109,7 +110,7 @@ class UnshardSchedule:
             self._pass.prefetch()
 
     def end_forward(self) -> None:
-        """Join the unshards of the blocks that this rank skipped, and reshard blocks that are not kept; collective."""
+        """Unshard the remaining blocks, which this rank skipped, and reshard blocks that are not kept; collective."""
         self._pass.finish()
         while self._votes and self._vote(again=False):
             self._reshard_between_passes()
@@ -123,7 +124,7 @@ class UnshardSchedule:
                 block.reshard(until_backward=self.root.kept)
         if not self.root.kept:
             self.root.reshard()
-        self._updating = False  # every unit was unsharded since then
+        self._updating = False  # every unit was unsharded since the step, so its update is over
         if not self._learned:
             self._learn(self._collectives.broadcast_object(list(self._observed), 0, "order of blocks"))
 
@@ -133,15 +134,16 @@ class UnshardSchedule:
         self._repeats |= not inside
 
     def settle(self) -> None:
-        """End a forward that raised as if this rank had skipped the rest of it; collective then."""
+        """End a forward that raised as if this rank had skipped its remaining blocks; collective if a forward raised."""
         if self._broke:
             self._broke = False
             self.end_forward()
 
     def give_up(self) -> bool:
-        """Return whether the last forward raised here and was not run again, while other ranks are in it; collective where it raised.
+        """Return whether the last forward raised on this rank and was not run again, while other ranks still run it; collective if it
+        raised.
 
-        In this case no rank returns from its forward.
+        In this case the forward returns on no rank.
         """
         if not self._broke:
             return False
@@ -150,15 +152,16 @@ class UnshardSchedule:
         return self._votes and self._collectives.any_of([False, True, False], "another round")[_INSIDE]
 
     def begin_update(self) -> None:
-        """Reshard before a step changes the shards, because unsharded values become stale; local."""
+        """Reshard all blocks before a step changes the shards, because unsharded values become stale; local."""
         for block in self._all:
             block.updated()
         self.reshard_all()
         self._updating = self.limits.updates_overlap
 
     def _choose_kept(self, training: bool) -> None:
-        """[Note: reuse distance] Number of elements used between a block's forward and its backward: twice the elements of all later
-        blocks.
+        """Choose the blocks that stay unsharded from this forward to its backward.
+
+        [Note: reuse distance] Number of elements used between a block's forward and its backward: twice the elements of all later blocks.
         """
         self.root.kept = training
         behind, live = 0, self.root.numel
@@ -169,7 +172,7 @@ class UnshardSchedule:
             behind += block.numel
 
     def _learn(self, names: Sequence[str]) -> None:
-        """Adopt the order in which rank 0 saw the blocks run; blocks that did not run keep their place after their predecessor."""
+        """Adopt the order in which rank 0 ran the blocks (``names``); blocks that did not run stay after their predecessor."""
         rank = {name: index for index, name in enumerate(names)}
         place, last = {}, -1
         for block in self.order:
@@ -184,13 +187,13 @@ class UnshardSchedule:
         """Start the pass of a backward and unshard the root; collective.
 
         [Note: parameters that a function saved] A tensor that autograd saved from a parameter shares the memory of the whole buffer. A
-        function that saved the parameter itself reads whatever the parameter shows when backward runs the function. If such a function
-        reads a head outside of the head's forward, no hook runs before it. So a head that was read there is unsharded first: it is the
-        first block of the pass, which issues its all-gather in any case. A later block, or a table that backward does not read, shows the
-        values that the root's forward has left: to unshard it here would unshard all blocks before it.
+        function that saved the parameter itself reads the values that the parameter shows when backward runs the function. If such a
+        function reads a head outside of the head's forward, no hook runs before it. So a head that was read in this way is unsharded first:
+        it is the first block of the pass, which issues its all-gather in any case. A later block, or a table that backward does not read,
+        shows the values that the root's forward has left: unsharding it here would unshard all blocks before it.
 
         Args:
-            reducer: Sends gradients off in the order that this pass gives, see [Note: one order].
+            reducer: Sends gradients in the order that this pass determines, see [Note: one order].
         """
         self.settle()  # the loss does not depend on the forward that raised
         self._serve_reads()
@@ -227,7 +230,7 @@ class UnshardSchedule:
         self._request_silent(0)
 
     def _request_silent(self, start: int) -> None:
-        """Unshard blocks from position ``start`` on, up to the first whose output gradients announce its backward in time."""
+        """Unshard blocks from position ``start`` on, up to the first block whose output gradients announce its backward in time."""
         for block in self._pass.order[start:] if self._foretold else ():
             entry = self._foretold.pop(id(block), None)
             if entry is not None:
@@ -238,7 +241,9 @@ class UnshardSchedule:
                 return
 
     def backward(self, block: Block) -> list[Block]:
-        """Unshard ``block`` and what it reads elsewhere inside backward, reshard blocks that are done, and return these; collective."""
+        """Unshard ``block`` and the blocks that it reads in backward; reshard blocks whose backward is over, and return these;
+        collective.
+        """
         for wanted in (block, *block.externals):
             self.request(wanted)
         index = self._pass.index_of(block)
@@ -254,11 +259,11 @@ class UnshardSchedule:
         return done
 
     def finish_pass(self) -> None:
-        """Join the remaining unshards of this pass, and reshard blocks that no pending execution needs; collective."""
+        """Issue the remaining unshards of this pass, and reshard blocks that no pending execution needs; collective."""
         self._pass.finish()
 
     def end_backward(self) -> None:
-        """Join the remaining unshards and reshard everything; collective."""
+        """Issue the remaining unshards of the backward's pass, and reshard all blocks; collective."""
         self._pass.finish()
         self.reshard_all()
 
@@ -279,11 +284,12 @@ class UnshardSchedule:
 
     @staticmethod
     def _border(order: Sequence[Block]) -> int | None:
-        """[Note: below what trains] The first position of a backward behind all blocks that train at which something is sharded, if any.
+        """Return the border of a backward's pass, see [Note: below what trains]; None if there is no border.
 
-        A backbone that is frozen has no backward, unless a gradient comes through it to what lies below it: parameters of the root (a
-        prompt), an input. Which it is, a rank knows from its own graph alone. So the unshards behind the border are issued if any rank
-        asks for one of them: a vote has its place in the order there, and ranks that do not come so far vote when their backward is over.
+        [Note: below what trains] The border is the first position behind all blocks that train at which a block is sharded. A frozen
+        backbone has no backward, unless a gradient passes through it to a tensor below: parameters of the root (a prompt), an input. A rank
+        knows only from its own graph whether this is so. So the unshards behind the border are issued if any rank requests one of them: the
+        vote has a fixed place in the order there, and ranks whose backward does not reach it vote when their backward is over.
         """
         trains = max((index for index, block in enumerate(order) if block.gradients), default=-1)
         return next((index for index in range(trains + 1, len(order)) if order[index].sharded), None)
@@ -291,7 +297,7 @@ class UnshardSchedule:
     def request(self, block: Block) -> None:
         """Unshard ``block``, which runs now, and all blocks before it in the order of the pass, and prefetch; collective."""
         index = self._pass.index_of(block)
-        if index is None:  # the root, or an embedding in backward: a recomputation reads it after all
+        if index is None:  # the root, or an embedding in backward, which a recomputation reads
             self._pass.unshard(block)
             return
         if block.sharded and self._pass.has_passed(index):
@@ -315,7 +321,7 @@ class UnshardSchedule:
             self._pass.unshard(block)
 
     def _reshard_between_passes(self) -> None:
-        """Bring every rank to the same state before another pass."""
+        """Reshard all blocks that are not kept, so that every rank is in the same state before another pass."""
         for block in self.order:
             if not block.kept:
                 block.reshard()
@@ -324,12 +330,12 @@ class UnshardSchedule:
         """Return whether any rank needs another pass; ``again`` is whether this rank does. Collective.
 
         Raises:
-            StateError: A rank has given its forward up.
+            StateError: The forward raised on a rank that did not run it again.
         """
         anyone, given_up, _ = self._collectives.any_of([again, False, True], "another round")
         if given_up:
             raise StateError(
-                "the forward raised an error on another rank, and that rank went on without it; see the error in that rank's "
+                "the forward raised an error on another rank, and that rank did not run it again; see the error in that rank's "
                 "log. Let the error end the run, or catch it and run the forward again, with the same batch"
             )
         return anyone
@@ -337,11 +343,12 @@ class UnshardSchedule:
     # -- reads behind the forward -------------------------------------------------------------------------------------
 
     def read_behind(self, block: Block) -> None:
-        """Unshard ``block`` for code between forward and backward; collective.
+        """Unshard ``block`` for code that runs between forward and backward; collective.
 
-        [Note: reads behind the forward] A loss may read parameters, on all ranks or on one (a log). So the ranks vote until nobody wants
-        any: whoever reads one votes for its block, and who begins a backward, or another forward, for none. All unshard what was voted for.
-        Where every block stays unsharded until backward nobody can want one, and nobody votes.
+        [Note: reads behind the forward] A loss may read parameters, on all ranks or on one (to log them). So the ranks vote until no rank
+        requests a block: a rank that reads a parameter votes for its block, and a rank that begins a backward, or another forward, for
+        none. All ranks unshard the block with the largest vote. Where every block stays unsharded until backward, no rank can need this,
+        and there is no vote.
         """
         if not self._reads:
             block.unshard()
@@ -349,7 +356,10 @@ class UnshardSchedule:
             self._serve(self._wanted(self._all.index(block) + 1))
 
     def _serve_reads(self, own: int = 0) -> None:
-        """Vote until no rank wants another read, before this rank continues (with another forward or without); collective."""
+        """Vote, and unshard the blocks that other ranks request, until no rank requests one; collective.
+
+        ``own`` is this rank's request: 0 to continue, or the number that stands for one more forward.
+        """
         while self._reads:
             wanted = self._wanted(own)
             if wanted == own:
@@ -358,7 +368,9 @@ class UnshardSchedule:
             self._serve(wanted)
 
     def _wanted(self, number: int) -> int:
-        """Return the largest request of all ranks: none (0), the block at a position, or one more forward; collective."""
+        """Return the largest request of all ranks: 0 (none), 1 + the index of a block, or a larger number for one more forward;
+        collective.
+        """
         return int(self._collectives.largest_of([number], "behind the forward")[0])
 
     def _serve(self, number: int) -> None:
@@ -376,8 +388,8 @@ class ForwardPhase:
     """Actions of the forward hooks outside backward.
 
     Attributes:
-        count: Forwards begun so far: of the complete module, or of a block by itself.
-        failed: Training forwards of the complete module that raised, without those that were run again.
+        count: Number of forwards begun so far: of the complete module, or of a block by itself.
+        failed: Number of training forwards of the complete module that raised and were not run again.
         stack: Blocks whose forward runs now, outermost first.
 
     Args:
@@ -391,7 +403,7 @@ class ForwardPhase:
         self.stack: list[Block] = []
         self._root = root
         self._schedule = schedule
-        self._raised = False  # the last forward of the complete module, recorded by its own hook
+        self._raised = False  # whether the last forward of the complete module raised, as this module's own hook recorded
         self._training = False  # whether the forward of the complete module began with gradients on
 
     def enter(self, block: Block) -> None:
@@ -443,7 +455,8 @@ class ForwardPhase:
             self._schedule.break_off(inside)
 
     def raised(self, trains: bool) -> None:
-        """Record that a call of the complete module raised, perhaps after its forward was over: in a later hook than this one; local.
+        """Record that a call of the complete module raised, perhaps after its forward was over, in a hook that runs later than the
+        engine's; local.
 
         Args:
             trains: The call was for training.
@@ -458,7 +471,7 @@ class ForwardPhase:
             self._schedule.settle()
 
     def join(self) -> None:
-        """Take part in a forward that other ranks run and this one does not: its unshards, without computation; collective."""
+        """Take part in a forward that other ranks run and this one does not: issue its unshards, without computation; collective."""
         self.settle()
         if self._schedule is not None:
             self._schedule.begin_forward(training=False)

@@ -10,22 +10,22 @@ from torch import nn
 from hf_zero.core.schedule.gradients import UnitGradients
 from hf_zero.errors import StateError
 
-_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may be of another type than its parameter
+_HAS_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")  # torch 2.10: a gradient may have another dtype than its parameter
 
 
 class ShownGradients:
     """``param.grad`` as a view of the unit's reduced gradient, where every rank has all of it (stage 0).
 
-    [Note: shown gradients] They are the gradients that the step uses, the mean over ranks, with the loss scale. A script's write to them
-    in place has an effect, on this rank, and a gradient set to None is treated as zero. Autograd must never add to them, so they are
-    hidden before the next backward, of which the forward before it gives notice in time. They are not shown if they are on another device,
-    nor if a step has begun on a copy.
+    [Note: shown gradients] The shown gradients are the ones that the step uses: the mean over ranks, multiplied by the loss scale. If a
+    script writes to them in place, this rank's step uses the result, and a gradient set to None is treated as zero. Autograd must never add
+    to them, so they are hidden before the next backward, which the forward before it announces in time. They are not shown if they are on
+    another device than the parameter, nor if a step has begun on a copy.
 
     Attributes:
-        replaced: A script has set a gradient of the coming step (``safe_set_full_grad``) since the last call of ``step``.
+        replaced: Whether a script has set a gradient of the coming step (``safe_set_full_grad``) since the last call of ``step``.
 
     Args:
-        gradients: Of all trainable units.
+        gradients: Gradients of all trainable units.
     """
 
     def __init__(self, gradients: Sequence[UnitGradients]) -> None:
@@ -78,19 +78,17 @@ class ShownGradients:
             )
 
     def drop_removed(self, params: Iterable[torch.Tensor] | None = None) -> None:
-        """Zero the reduced gradients of parameters whose shown gradient a script has set to None; of ``params``, or of all. Local."""
+        """Zero the reduced gradients of parameters whose shown gradient a script has set to None; ``params`` limits the check. Local."""
         shown = self._views.values() if params is None else [self._views[id(param)] for param in params if id(param) in self._views]
         for param, view in shown:
             if param.grad is None:
                 view.zero_()
 
     def is_written(self, param: torch.Tensor) -> bool:
-        """Return whether a script has given ``param`` a gradient of its own, which the coming step uses instead of the
-        reduced one; local.
-        """
+        """Return whether a script has assigned a gradient to ``param``, which the coming step uses instead of the reduced one; local."""
         return param.grad is not None and not self.has(param)
 
     def replace_written(self, param: torch.Tensor) -> None:
-        """Note that a script has set the gradient of the coming step, in place of what it has assigned to ``param.grad``; local."""
+        """Note that a script has set the gradient of the coming step, and discard a gradient that it assigned to ``param.grad``; local."""
         self.replaced = True
         param.grad = self._views[id(param)][1] if id(param) in self._views else None

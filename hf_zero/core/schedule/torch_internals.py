@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Callable, Container, Iterable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from hf_zero.core.units.guards import HOOKED_MODULE
 from hf_zero.core.units.memory_uses import ordinary_tensors
@@ -110,12 +112,50 @@ def outside_compile(function: Callable[..., Any], module: nn.Module | None = Non
 def compiled_call(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function that ``module.compile()`` has put in the place of forward and hooks; None without."""
     call: Callable[..., Any] | None = module._compiled_call_impl
-    return call
+    return None if getattr(call, "_hf_zero_left_out", False) else call
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
     """Set the function that calls of ``module`` run instead of forward and hooks."""
     module._compiled_call_impl = call
+
+
+def leave_out_of_graphs(module: nn.Module) -> None:
+    """Let the graph of a module around ``module`` break there once: the forward and the hooks of ``module`` run as they are written."""
+    call = outside_compile(module._call_impl)
+    call._hf_zero_left_out = True  # type: ignore[attr-defined]
+    module._compiled_call_impl = call
+
+
+def give_number(handle: RemovableHandle, number: int) -> None:
+    """Register a hook under ``number`` in the place of torch's running number, which a graph compares: equal layers then share a graph.
+
+    Args:
+        handle: The newest hook of its kind of a module.
+        number: Negative, one for each user of this function; torch's numbers are not.
+    """
+    for reference in (handle.hooks_dict_ref, *handle.extra_dict_ref):
+        hooks = reference()
+        if hooks is not None and handle.id in hooks:
+            hooks[number] = hooks.pop(handle.id)
+    handle.id = number
+
+
+def recompile_limit(functions: int) -> dict[str, int]:
+    """Return the option of ``torch.compile`` with which ``functions`` modules of one class are all compiled; empty if torch has none.
+
+    torch compiles one forward 8 times at most and then runs it uncompiled, with a line in its log. Blocks that differ in a number (layers
+    that keep keys and values do) need a graph each for training, for evaluation and for another size of batches.
+    """
+    if "recompile_limit" not in inspect.signature(torch.compile).parameters:
+        return {}
+    return {"recompile_limit": max(8, 3 * functions)}
+
+
+def is_compiled_wrapper(module: nn.Module) -> bool:
+    """Return whether ``module`` is the wrapper that ``torch.compile(module)`` returns."""
+    machinery = sys.modules.get("torch._dynamo.eval_frame")
+    return machinery is not None and isinstance(module, machinery.OptimizedModule)
 
 
 # -- modules ------------------------------------------------------------------------------------------------------------

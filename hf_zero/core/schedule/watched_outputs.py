@@ -1,4 +1,4 @@
-"""Watch the tensors that blocks return: their gradients announce the backward of a block."""
+"""Watch the tensors that blocks return, because their gradients announce the backward of a block."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from hf_zero.core.schedule.torch_internals import next_node, number_of, outside_
 
 @dataclasses.dataclass
 class _Forward:
-    """One forward of a block whose outputs are watched; hooks hold this object, so it holds no block ([Note: hooks of autograd hold
-    nothing]).
+    """One forward of a block whose outputs are watched. Hooks refer to this object, so it has no strong reference to the block ([Note:
+    hooks of autograd hold nothing]).
     """
 
     block: ref[Block]
     node: Any  # autograd node of the output that was made last
-    is_last: bool  # whether no node of the forward was made after it
+    is_last: bool  # whether this node is the last that the forward made
 
 
 @dataclasses.dataclass(frozen=True)
 class Foretold:
-    """Prediction of how a backward announces one block that it reaches.
+    """A block that a backward reaches and does not announce in time.
 
     Attributes:
         block: The block.
-        comes: Whether a gradient of one of its outputs will be known, though functions inside the block may run earlier.
+        comes: Whether a gradient of one of its outputs will be known later, after functions inside the block may have run.
     """
 
     block: Block
@@ -43,8 +43,8 @@ class WatchedForward:
 
     Attributes:
         block: Block of the forward; None when the model no longer exists, [Note: hooks of autograd hold nothing].
-        below: The forward watched before; its node lies below, so nothing keeps itself alive.
-        is_last: No node of the forward was made after those of the outputs.
+        below: The forward watched before; its node is lower in the graph, so there is no reference cycle.
+        is_last: Whether the forward made no node after those of the outputs.
         backward: Number of the last backward that it announced (with retain_graph there are several); set by the caller.
     """
 
@@ -69,21 +69,22 @@ class WatchedForward:
 class WatchedOutputs:
     """Hooks on the outputs of blocks, and the prediction which of the hooks the running backward will call.
 
-    [Note: what tells of a backward] Nothing in autograd says that a block's backward begins, so hooks on the tensors that its forward
-    returned do: backward runs the nodes of a graph in the reverse of the order in which they were made, so the first gradient of an
-    output comes before all nodes of the forward, if the output was the last thing that the forward made and is used. Not all are:
+    [Note: what tells of a backward] autograd has no event for the beginning of a block's backward, so hooks on the tensors that its forward
+    returned announce it. Backward runs the nodes of a graph in the reverse of the order in which they were made. So the first gradient of
+    an output is known before any node of the forward runs, provided that the output was the last thing that the forward made and is used.
+    There are three exceptions:
 
     - The caller changes an output in place that is a view: autograd gives it another node, and the hook stays with the old one, which no
-      backward comes to. When the next block begins or ends, the hook is put on the new node too.
-    - The loss is made of what a hook or an attribute has taken out of the block, and the output is not used, or was not the last thing
-      made. Outputs of modules with parameters inside a block tell that a backward has begun, where no output of a block does
-      (``BackwardPhase.watch_part``). When it begins (``foretell``), the nodes of the outputs are asked whether it will come to them. A
-      block of which nothing tells in time is unsharded together with the one before it in backward's order: as early as prefetching asks
-      for it, at most.
-    - The forward has recorded something and returned no tensor that can be found (an object with slots of its own, a closure). When
-      its backward comes is unknown, so the block is *silent*: what autograd saved keeps its memory until backward is over.
+      backward reaches. When the next block begins or ends, the hook is registered on the new node too.
+    - The loss is computed from tensors that a hook or an attribute has taken out of the block, and the output is not used, or was not made
+      last. If no output of a block shows that a backward has begun, outputs of modules with parameters inside a block do
+      (``BackwardPhase.watch_part``). When backward begins, ``foretell`` asks the nodes of the outputs whether backward will reach them. A
+      block that no hook announces in time is unsharded together with the one before it in backward's order, which is at most as early as a
+      prefetch.
+    - The forward has recorded operations and returned no tensor that can be found (an object with slots of its own, a closure). The time of
+      its backward is unknown, so the block is *silent*: tensors that autograd saved keep their memory until backward is over.
 
-    References to a node are only in hooks above it, so a graph is freed with its outputs.
+    Only hooks above a node refer to it, so a graph is freed together with its outputs.
 
     Args:
         root: Block of the modules that belong to no other block.
@@ -113,8 +114,8 @@ class WatchedOutputs:
 
         Args:
             block: The block.
-            output: Anything.
-            fired: Called each time when a gradient of one of the outputs is known.
+            output: The return value of the forward, of any type.
+            fired: Called each time a gradient of one of the outputs is known.
         """
         self.follow()
         below = self._last
@@ -127,12 +128,12 @@ class WatchedOutputs:
             return
         newest = max(tensors, key=lambda tensor: number_of(tensor.grad_fn))
         is_last = number_of(newest.grad_fn) == next_node() - 1
-        told = WatchedForward(block, below, is_last, fired)
-        hook = outside_compile(told)
+        watched = WatchedForward(block, below, is_last, fired)
+        hook = outside_compile(watched)
         for tensor in tensors:
             tensor.register_hook(hook)
         block.watched()
-        self._hooks.add(told)
+        self._hooks.add(watched)
         if block is not self._root and self._root.open:
             self._last, self._last_output, self._last_hook = _Forward(ref(block), newest.grad_fn, is_last), ref(newest), hook
 
@@ -144,10 +145,9 @@ class WatchedOutputs:
             last.node = output.grad_fn
 
     def foretell(self, blocks: Iterable[Block]) -> list[Foretold]:
-        """Return the ``blocks`` that the running backward does not announce, or not before a function inside them may run; called inside
-        it.
+        """Return the ``blocks`` that the running backward reaches without announcing them before functions inside them may run.
 
-        Blocks that it does not reach are notified.
+        Must be called inside the backward. Blocks that it does not reach are notified (``Block.never_comes``).
         """
         alive: dict[int, list[WatchedForward]] = {}
         nodes: dict[int, list[_Forward]] = {}
@@ -176,9 +176,9 @@ def _is_reached(block: Block) -> bool:
 
 
 def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
-    """Yields the tensors in nested tuples, lists, mappings, dataclasses (``ModelOutput`` is one) and attributes of other objects.
+    """Yield the tensors in nested tuples, lists, mappings, dataclasses (``ModelOutput`` is one) and attributes of other objects.
 
-    torch's pytree does not open dataclasses and objects that nobody has registered, which is where scripts keep outputs as well.
+    torch's pytree does not look into dataclasses and objects that are not registered with it, where scripts keep outputs as well.
     """
     if isinstance(value, torch.Tensor):
         yield value
@@ -196,7 +196,7 @@ def tensors_in(value: Any, _depth: int = 0) -> Iterator[torch.Tensor]:
             yield from tensors_in(item, _depth + 1)
 
 
-_DEEPEST = 3  # objects inside each other that are searched
+_DEEPEST = 3  # number of nesting levels of objects that are searched
 
 
 def _attributes(value: Any) -> Iterator[Any]:

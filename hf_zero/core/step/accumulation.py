@@ -1,4 +1,4 @@
-"""Decide which backward is the last of its optimizer step: the engine counts, or the caller declares it."""
+"""Decide which backward is the last of its optimizer step, by counting calls or by the caller's declaration."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from hf_zero.observe import warn_once
 
 
 class Accumulation:
-    """Decides which calls of ``step`` update, for every calling convention in use.
+    """Counter of micro-steps, which decides which calls of ``step`` update, for every calling convention in use.
 
-    [Note: accumulation protocols] Some callers say before each backward whether it is the boundary, and step there only; others call
-    ``step`` after every micro-step and rely on the count, or step the optimizer itself. The count is that of the calls of ``step``:
-    with ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards
-    (losses of several forwards) come before each. So which call of ``step`` comes next is known before each backward.
+    [Note: accumulation protocols] Some callers declare before each backward whether it is the boundary, and call ``step`` only there;
+    others call ``step`` after every micro-step and rely on the count, or step the optimizer itself. Calls of ``step`` are counted: with
+    ``steps`` 2, every second call updates, with all gradients since the last update, however many backwards (losses of several forwards)
+    come before each call. So it is known before each backward whether the next call of ``step`` updates.
 
     [Note: a backward that broke off] The gradients of a backward that failed are in the same sums as those of the backwards before it, so
     all of them are discarded. The rest of the optimizer step would average over too few micro-steps, and a ``step`` would update with
@@ -20,11 +20,11 @@ class Accumulation:
     run it again.
 
     Attributes:
-        steps: Micro-steps per optimizer step.
-        managed: The engine counts; otherwise every step is a boundary.
+        steps: Number of micro-steps per optimizer step.
+        managed: Whether the engine counts; otherwise every call of ``step`` is a boundary.
         boundary: Whether the micro-step begun last is a boundary.
-        micro_steps: Micro-steps so far.
-        held_back: The last backward was inside a ``no_sync`` that allows no step, and is over: its gradients are this rank's own.
+        micro_steps: Number of micro-steps so far.
+        held_back: Whether the last backward was inside a ``no_sync`` that allows no step and is closed now; its gradients were not reduced.
     """
 
     def __init__(self, steps: int, managed: bool) -> None:
@@ -34,18 +34,18 @@ class Accumulation:
         self.micro_steps = 0
         self._said: bool | None = None
         self._in_cycle = 0  # micro-steps since the last optimizer step
-        self._steps_called = 0  # calls of ``step`` since then
+        self._steps_called = 0  # calls of ``step`` since the last optimizer step
         self._seen_forwards = -1
         self._no_sync_depth = 0
         self._refuses_step = False
         self.held_back = False
         self._awaits_step = False  # between a backward and the step call that follows it
-        self._backwards = 0  # since the last optimizer step
-        self._lost = 0  # number of these whose gradients were lost to a later backward that failed
-        self._broke = False  # the last backward failed
+        self._backwards = 0  # backwards since the last optimizer step
+        self._lost = 0  # number of backwards whose gradients were lost to a later backward that failed
+        self._broke = False  # whether the last backward failed
 
     def say(self, is_boundary: bool) -> None:
-        """Let the caller decide from now on; ``is_boundary`` is for the next micro-step.
+        """Let the caller decide from now on whether a micro-step is a boundary; ``is_boundary`` is for the next one.
 
         Raises:
             StateError: ``managed_gradient_accumulation`` is false.
@@ -58,9 +58,9 @@ class Accumulation:
         self._said = bool(is_boundary)
 
     def begin(self, forwards: int | None) -> bool:
-        """Begin a backward after ``forwards`` forwards in all; return whether its gradients complete an optimizer step.
+        """Begin a backward after ``forwards`` forwards so far; return whether its gradients complete an optimizer step.
 
-        ``forwards`` is None if gradients that the caller has written take the place of a backward.
+        ``forwards`` is None if gradients that the caller has written replace a backward.
 
         Raises:
             StateError: A backward failed, and gradients before it are lost.
@@ -80,7 +80,7 @@ class Accumulation:
         return self.boundary
 
     def begin_all(self) -> None:
-        """Begin all micro-steps of an optimizer step as one."""
+        """Begin all micro-steps of an optimizer step as one backward."""
         self._backwards += 1
         self.micro_steps += self.steps
         self._in_cycle = self.steps
@@ -109,8 +109,8 @@ class Accumulation:
         """Count a call of ``step``; return whether it updates.
 
         Raises:
-            StateError: The ``no_sync`` that is open allows no step, this step is to update and the last backward was inside a ``no_sync``,
-                or the last backward failed.
+            StateError: The open ``no_sync`` allows no step; or this step would update and the last backward was inside a ``no_sync``; or
+                the last backward failed.
         """
         self.require_window()
         if self._broke:
@@ -128,11 +128,11 @@ class Accumulation:
         self._awaits_step = False
         self._steps_called += not self.boundary
         if self._steps_called >= self.steps and not self._backwards:
-            self._steps_called = 0  # the step that was to update had no gradients
+            self._steps_called = 0  # the step that would update had no gradients
         return self.boundary
 
     def next_is_boundary(self) -> bool:
-        """Return whether the next call of ``step`` updates, and so the backwards before it complete an optimizer step."""
+        """Return whether the next call of ``step`` updates, so that the backwards before it complete an optimizer step."""
         if self._no_sync_depth:
             return False
         if not self.managed:
@@ -150,7 +150,9 @@ class Accumulation:
         )
 
     def repeats(self) -> bool:
-        """Return whether the count says that a ``step`` without a backward since the last ``step`` completes a begun optimizer step."""
+        """Return whether a ``step`` without a backward since the last ``step`` completes an optimizer step, by the count; mark it as a
+        boundary.
+        """
         counts = self.managed and self._said is None and not self.broken and not self.held_back
         if not (counts and self._backwards and not self._awaits_step and self.next_is_boundary()):
             return False
@@ -168,11 +170,11 @@ class Accumulation:
         self.boundary = self._awaits_step = self.held_back = self._broke = False
 
     def refused(self) -> None:
-        """Note that the ``step`` that was to update has raised: it can be called again, or ``zero_grad`` discards the gradients."""
+        """Note that a ``step`` that would have updated has raised: it can be called again, or ``zero_grad`` discards the gradients."""
         self._awaits_step = self.boundary
 
     def discarded(self) -> None:
-        """Note that the gradients since the last optimizer step were discarded: their micro-steps do not count, another backward may
+        """Note that the gradients since the last optimizer step were discarded: their micro-steps do not count, and another backward may
         follow.
         """
         self.micro_steps -= self._in_cycle
@@ -194,7 +196,7 @@ class Accumulation:
         """Raise if the present optimizer step has lost gradients.
 
         Raises:
-            StateError: It has lost gradients.
+            StateError: A backward failed and its optimizer step had earlier gradients.
         """
         if self._lost:
             raise StateError(
@@ -203,12 +205,12 @@ class Accumulation:
             )
 
     def enter_no_sync(self, steps: bool) -> None:
-        """Allow no boundary until ``leave_no_sync``; ``steps``: a call of ``step`` until then does nothing, otherwise it is an error."""
+        """Allow no boundary until ``leave_no_sync``. With ``steps``, calls of ``step`` until then do nothing; otherwise they raise."""
         self._no_sync_depth += 1
         self._refuses_step = not steps
 
     def leave_no_sync(self) -> None:
-        """End one ``enter_no_sync``."""
+        """Undo one ``enter_no_sync``."""
         self._no_sync_depth -= 1
         self.held_back, self._refuses_step = self._refuses_step and self._awaits_step, False
 

@@ -1,4 +1,6 @@
-"""Compare facts over ranks: models and optimizers at initialize, values of parameters, and at each boundary what must be alike."""
+"""Compare facts over ranks: models and optimizers at ``initialize``, values of parameters, and at each boundary all facts that must be
+equal.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from hf_zero.errors import StateError
 from hf_zero.memory.host_memory import mapped_files
 from hf_zero.observe import warn_once
 
-# Form in which digests are compared: numbers of hexadecimal digits, 24 bits each.
+# Digests are compared as ``_PIECES`` numbers of ``_DIGITS`` hexadecimal digits, 24 bits each.
 _PIECES, _DIGITS = 10, 6
 _MOST_KINDS = 4  # number of kinds of ranks that a message distinguishes
 
@@ -32,7 +34,7 @@ class Kind:
 
     Attributes:
         ranks: Positions of the ranks on the axis.
-        lines: Their facts.
+        lines: Facts of these ranks.
     """
 
     ranks: list[int]
@@ -40,12 +42,12 @@ class Kind:
 
     @property
     def named(self) -> str:
-        """Return the ranks in words."""
+        """Return the ranks in words, see ``name_ranks``."""
         return name_ranks(self.ranks)
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """Return "rank 1", or "ranks 0, 2": at most the first eight."""
+    """Return "rank 1" or "ranks 0, 2"; of more than eight ranks, the first eight and the number of the others."""
     shown = ", ".join(map(str, ranks[:8])) + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
@@ -53,7 +55,8 @@ def name_ranks(ranks: Sequence[int]) -> str:
 def ranks_by_facts(lines: Sequence[str], collectives: Collectives, what: str) -> list[Kind]:
     """Group the ranks by their ``lines``, rank 0's kind first; one kind if all ranks have the same lines. Collective.
 
-    One vote is enough if all have the same lines; otherwise they are exchanged. If there are many kinds, the first few are returned.
+    The ranks compare digests in one vote, and exchange their lines only if these differ. If there are many kinds, the first few are
+    returned.
 
     Args:
         lines: This rank's facts, in an order that all ranks use.
@@ -88,7 +91,7 @@ def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key
 
     Args:
         kinds: Ranks grouped by their facts.
-        default: The value of a key that a kind does not name.
+        default: Returns the value of a key that a kind does not have.
         most: The largest number of clauses.
     """
     tables = [dict(line.split("\t", 1) for line in kind.lines if is_fact(line)) for kind in kinds]
@@ -103,18 +106,18 @@ def differing(kinds: Sequence[Kind], default: Callable[[str], str] = lambda _key
 
 
 def require_same_model(module: nn.Module, members: Sequence[NamedParam], collectives: Collectives, notes: Sequence[str] = ()) -> None:
-    """Return when all ranks have parameters and buffers of the same names, shapes, dtypes and groups, and the same notes; collective.
+    """Raise unless all ranks have parameters and buffers of the same names, shapes, dtypes and groups, and the same notes; collective.
 
-    Units would otherwise differ in size, and the first exchange of one would end in an error of the network, or in none.
+    Otherwise units would differ in size, and their first exchange would end with an error of the network, or with wrong values.
 
     Args:
         module: The user's module.
-        members: Its parameters.
-        collectives: The data-parallel axis.
+        members: The module's parameters.
+        collectives: Network of the data-parallel axis.
         notes: Further lines that must be the same: the optimizer, the hyper-parameters of its groups.
 
     Raises:
-        StateError: They differ; on every rank, with the first difference, or all of those of the optimizer.
+        StateError: The ranks differ; raised on every rank, with the first difference, or with all differences of the optimizer.
     """
     if collectives.world == 1:
         return
@@ -123,19 +126,19 @@ def require_same_model(module: nn.Module, members: Sequence[NamedParam], collect
         different = next(pair for pair in zip_longest(*(kind.lines for kind in kinds)) if len(set(pair)) > 1)
         if any(is_fact(line) for line in different):
             raise _other_optimizer(kinds)
-        told = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
+        text = ", ".join(f"{kind.named} has {line or 'nothing more'}" for kind, line in zip(kinds, different, strict=True))
         counts = " and ".join(str(len(kind.lines)) for kind in kinds)
         raise StateError(
-            f"the model is not the same on all data-parallel ranks: {told} ({counts} entries in all). Build it from the same "
+            f"the model is not the same on all data-parallel ranks: {text} ({counts} entries in all). Build it from the same "
             "configuration and vocabulary, freeze the same parameters and make the same optimizer and param groups on every rank"
         )
 
 
 def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> None:
-    """Return when all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
+    """Raise unless all ranks have the same ``notes``, for ranks that hold different parts of one model; collective.
 
     Raises:
-        StateError: They differ; on every rank, with all of the differences.
+        StateError: The ranks differ; raised on every rank, with all differences.
     """
     if collectives.world > 1:
         kinds = ranks_by_facts(notes, collectives, "optimizer")
@@ -144,9 +147,9 @@ def require_same_optimizer(notes: Sequence[str], collectives: Collectives) -> No
 
 
 def _other_optimizer(kinds: Sequence[Kind]) -> StateError:
-    told = "; ".join(differing(kinds))
+    text = "; ".join(differing(kinds))
     return StateError(
-        f"the optimizer is not the same on all ranks: {told}. Each rank updates its part of the parameters by its own rule: make the same "
+        f"the optimizer is not the same on all ranks: {text}. Each rank updates its part of the parameters by its own rule: make the same "
         "optimizer with the same hyper-parameters on every rank"
     )
 
@@ -158,20 +161,20 @@ def _line(member: NamedParam) -> str:
 
 
 def _buffer_lines(module: nn.Module) -> list[str]:
-    """Return a line for each buffer that rank 0 gives to all ranks."""
+    """Return a line for each buffer that rank 0 broadcasts to all ranks."""
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if buffer.numel() and not buffer.is_meta)
     return [f"buffer {name} {tuple(buffer.shape)} {buffer.dtype}" for name, buffer in buffers]
 
 
-_WINDOWS, _WINDOW = 4, 256  # number of elements that are read of a weight that is still in its file
+_WINDOWS, _WINDOW = 4, 256  # number and size (elements) of the windows that are read of a weight that is mapped from a file
 
 
 def equal_values(tensors: Mapping[str, torch.Tensor], collectives: Collectives, group: str) -> None:
     """Copy rank 0's values of tensors that differ between the ranks of a group to all of them; collective.
 
     Args:
-        tensors: The same names, shapes and types on every rank; those without values are passed over.
-        collectives: The group.
+        tensors: Tensors by name, with the same names, shapes and dtypes on every rank; tensors without values are skipped.
+        collectives: Network of the group.
         group: Name of the group, for the warning.
     """
     if not tensors or collectives.world == 1 or collectives.pretended:
@@ -199,8 +202,8 @@ def equal_values(tensors: Mapping[str, torch.Tensor], collectives: Collectives, 
 def _mark(tensor: torch.Tensor, in_file: bool) -> float:
     """Return a sum that very probably differs if values differ.
 
-    ``from_pretrained`` returns weights that are mapped from their files, and a page is read when something touches it: of these weights
-    only a few windows are read, so that a rank reads its own shards and little more.
+    ``from_pretrained`` returns weights that are mapped from their files, and reading an element loads its page. Only a few windows of such
+    weights are read, so that a rank loads little more than its own shards.
     """
     if tensor.numel() == 0 or tensor.is_meta or has_no_values(tensor):
         return 0.0
@@ -218,7 +221,7 @@ def has_no_values(tensor: torch.Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Alike:
-    """Fact that must be the same on all ranks.
+    """A fact that must be the same on all ranks.
 
     Attributes:
         numbers: This rank's values: a few floats or integers.
@@ -233,9 +236,9 @@ class Agreed(NamedTuple):
     """Result of a boundary's vote, the same on all ranks.
 
     Attributes:
-        written: A script has written gradients of its own, on any rank.
+        written: Whether a script has written gradients on any rank.
         signal: Number of a signal that asks a rank to end (the highest of several); 0 if no rank has received one.
-        waits: A parameter that the last step has not trained has a gradient, on any rank.
+        waits: Whether a parameter that the last step has not trained has a gradient on any rank.
     """
 
     written: bool
@@ -246,16 +249,16 @@ class Agreed(NamedTuple):
 def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[int] = ()) -> list[int]:
     """Compare the facts of all ranks in one message; collective, on the host.
 
-    The message has 24 bits for all facts that must be the same: a digest. The number of micro-steps is in it, so the digest changes
-    at each boundary, and two digests that are equal by chance differ at the next.
+    The message has a digest of 24 bits for all facts that must be the same. The number of micro-steps is one of the facts, so the digest
+    changes at each boundary: if two digests are equal by chance, they very probably differ at the next boundary.
 
     Args:
-        collectives: The ranks.
-        alike: Facts that must be the same on all ranks; the first that differs is refused.
+        collectives: Network of the ranks.
+        alike: Facts that must be the same on all ranks; for the first that differs, ``refuse`` is called.
         anywhere: Numbers of this rank; the result is the maximum over ranks.
 
     Returns:
-        The largest of each of ``anywhere``.
+        The largest of each of ``anywhere`` over all ranks.
     """
     brought = [array("d", one.numbers).tobytes() for one in alike]
     digest = int.from_bytes(hashlib.blake2b(b"".join(brought), digest_size=3).digest(), "big")
@@ -267,10 +270,10 @@ def agree(collectives: Collectives, alike: Sequence[Alike], anywhere: Sequence[i
 
 
 def same_pace(micro_steps: int) -> Alike:
-    """Return the number of micro-steps for a vote, which detects ranks that make fewer or more of them than others.
+    """Return the number of micro-steps as a fact for a vote, which detects ranks that make fewer or more of them than others.
 
     Args:
-        micro_steps: Backwards that this rank has begun so far, and forwards for training that raised.
+        micro_steps: Number of backwards that this rank has begun so far, and of training forwards that raised.
 
     The error is a StateError that names the ranks and their numbers.
     """
@@ -279,9 +282,9 @@ def same_pace(micro_steps: int) -> Alike:
         by_count: dict[int, list[int]] = {}
         for rank, count in enumerate(collectives.gather_objects(micro_steps, "micro-steps")):
             by_count.setdefault(count, []).append(rank)
-        told = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
+        text = "; ".join(f"{count} on rank(s) {', '.join(map(str, ranks))}" for count, ranks in sorted(by_count.items()))
         raise StateError(
-            f"the ranks have begun different numbers of micro-steps: {told}, so they would train on different batches. Either "
+            f"the ranks have begun different numbers of micro-steps: {text}, so they would train on different batches. Either "
             "a rank skipped a batch because its loader is shorter (even_batches=False, a sampler that does not divide "
             "evenly), or the script caught an exception in a forward or backward and went on. Give all ranks the same number "
             "of batches, and let an exception end the run"
@@ -290,14 +293,14 @@ def same_pace(micro_steps: int) -> Alike:
     return Alike([micro_steps], refuse)
 
 
-_NOTHING = 1e30  # takes the place of values that are not numbers
+_NOTHING = 1e30  # stands for values that are not numbers
 _NUMBERS = frozenset((float, bool, int))
 
 
 def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
     """Return the class of ``optimizer``, and each hyper-parameter of each of its groups, one line each.
 
-    Numbers are rounded to single precision, so that a rate is the same as a number and as a tensor.
+    Numbers are rounded to single precision, so that a learning rate is the same as a number and as a tensor.
     """
     kind = type(optimizer)
     lines = [fact("optimizer", f"{kind.__module__}.{kind.__qualname__}"), fact("number of param groups", len(optimizer.param_groups))]
@@ -307,18 +310,18 @@ def facts_of(optimizer: torch.optim.Optimizer) -> list[str]:
 
 
 def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
-    """Return the hyper-parameters that are numbers, for the vote of a boundary.
+    """Return the numeric hyper-parameters of ``optimizer`` as a fact for the vote of a boundary.
 
-    A scheduler that differs on a rank, or a callback that edits one rank's rate, would have each rank update its part of the parameters
-    by its own rule. Rates on a device are not read: that would wait for it. The error is a StateError that names group, key, values and
-    ranks.
+    If a scheduler differs on a rank, or a callback changes one rank's learning rate, each rank would update its part of the parameters by a
+    rule of its own. Learning rates on a device are not read, because the host would have to wait. The error is a StateError that names
+    group, key, values and ranks.
     """
 
     def refuse(collectives: Collectives) -> NoReturn:
         kinds = ranks_by_facts(facts_of(optimizer), collectives, "param groups")
         raise StateError(
             f"hyper-parameters are not the same on all ranks: {'; '.join(differing(kinds))}. A scheduler, a callback or the script has "
-            "changed them on some ranks only, and each rank updates its part of the parameters by its own: change them on every rank alike"
+            "changed them on some ranks only, and each rank updates its part of the parameters by its own: change them on all ranks alike"
         )
 
     numbers = array("f")
@@ -334,7 +337,9 @@ def same_groups(optimizer: torch.optim.Optimizer) -> Alike:
 
 
 def same_clipping(max_norm: float) -> Alike:
-    """Return the norm that gradients are clipped to, for the vote of a boundary. The error is a StateError that names all values."""
+    """Return the norm that gradients are clipped to as a fact for the vote of a boundary. The error is a StateError that names all
+    values.
+    """
 
     def refuse(collectives: Collectives) -> NoReturn:
         kinds = ranks_by_facts([fact("the norm that gradients are clipped to", max_norm)], collectives, "clipping")
@@ -344,7 +349,7 @@ def same_clipping(max_norm: float) -> Alike:
 
 
 def _numbers(value: Any) -> list[float]:
-    """Return the numbers of a hyper-parameter: one, those of a list, or a placeholder for other values."""
+    """Return the numbers of a hyper-parameter: one, the items of a list, or ``_NOTHING`` for other values."""
     if isinstance(value, (tuple, list)):
         return [number for item in value for number in _numbers(item)]
     if isinstance(value, (bool, int, float)) or (isinstance(value, torch.Tensor) and value.numel() == 1 and value.device.type == "cpu"):

@@ -19,19 +19,20 @@ from hf_zero.native.library import ELEMENT_TYPES, library
 # torch.nn.utils.clip_grad_norm_ adds the same constant, so that a clipped step equals PyTorch's exactly.
 _EPSILON = 1e-6
 
-# torch's CPU norm adds up in fp32: over a flat unit of 6 million elements it is off by 1.7e-4, in pieces of this size by 2e-7.
+# torch's CPU norm sums in fp32: over a flat unit of 6 million elements its error is 1.7e-4, in pieces of this size 2e-7.
 _CHUNK_NUMEL = 1 << 16
 _COPIED = 1 << 24  # elements that are copied to fp32 at a time, unless one shard has more
 
 
 @dataclass(frozen=True)
 class ModelAxis:
-    """Facts for a norm if several ranks hold one model together (tensor parallelism).
+    """Data for a norm if several ranks together hold one model (tensor parallelism).
 
     Attributes:
         collectives: Network of the model axis.
-        copies: Per unit, the ranges of this rank's shard that several ranks of the axis hold alike, and how many: they count once.
-        alike: Per unit, the number of ranks of the axis that hold the same remaining elements.
+        copies: For each unit, the ranges of this rank's shard that several ranks of the axis hold alike, each with the number of these
+            ranks; they count once.
+        alike: For each unit, the number of ranks of the axis that hold the same remaining elements.
     """
 
     collectives: Collectives
@@ -44,8 +45,8 @@ def model_axis(units: Sequence[Unit], collectives: Collectives, tensor: int | No
 
     Args:
         units: Units, in the model's order.
-        collectives: The model axis; or the ranks that hold all experts between them, several model axes side by side.
-        tensor: Ranks of one model axis among these; None is all.
+        collectives: Network of the model axis, or of the ranks that together hold all experts, which may be several model axes.
+        tensor: Number of ranks of one model axis among these; None means all.
     """
     ranks = tensor or collectives.world
     alike = tuple(1 if unit.collectives.topology.of_experts else collectives.world // ranks for unit in units)
@@ -80,9 +81,9 @@ def global_norm(
     Args:
         shards: This rank's gradients, one 1D tensor per unit.
         collectives: The axis of ranks that share the units.
-        sharded: Each rank holds another part; otherwise all ranks hold the same.
-        model: The ranks that hold one model together, if several do.
-        threads: The most threads over host memory; None is torch's number. The result does not depend on it.
+        sharded: Whether each rank holds another part; otherwise all ranks hold the same gradients.
+        model: The ranks that together hold one model, if there are several.
+        threads: Largest number of threads over host memory; None is torch's number. The result does not depend on it.
 
     Returns:
         0-dim fp32 tensor, the same on every rank.
@@ -93,7 +94,7 @@ def global_norm(
     if model is None:
         square = _sum_of_squares(shards, device, threads)
     else:
-        by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a stage of a pipeline may train nothing
+        by_count: dict[int, list[torch.Tensor]] = defaultdict(list, {1: []})  # a pipeline stage may have no trained parameters
         for shard, copies, alike in zip(shards, model.copies, model.alike, strict=True):
             for part, count in copies:
                 by_count[count * alike].append(shard[part.start : part.stop])
@@ -132,8 +133,8 @@ def _pieces(shard: torch.Tensor) -> tuple[torch.Tensor, ...]:
 
 
 def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the fp32 norm of each piece. Pieces of other dtypes are copied to fp32, about ``_COPIED`` elements at a time, never all at
-    once.
+    """Return the fp32 norm of each piece. Pieces of other dtypes are copied to fp32, about ``_COPIED`` elements at a time, never all
+    together.
     """
     if all(piece.dtype == torch.float32 for piece in pieces):
         return list(torch._foreach_norm(list(pieces)))
@@ -150,9 +151,9 @@ def _norms(pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def clip_factor(norm: torch.Tensor, max_norm: float) -> torch.Tensor:
-    """Return the factor that brings ``norm`` down to ``max_norm``; 1 if the norm is below, or, on the host, if ``max_norm`` is 0."""
+    """Return the factor that reduces ``norm`` to ``max_norm``; 1 if the norm is below, or, on the host, if ``max_norm`` is 0."""
     if max_norm <= 0:
-        return torch.ones((), dtype=norm.dtype)  # can be read without waiting for a device
+        return torch.ones((), dtype=norm.dtype)  # on the host, so that it can be read without waiting for a device
     return torch.clamp(max_norm / (norm + _EPSILON), max=1.0)
 
 
@@ -166,7 +167,7 @@ def first_non_finite(
         shards: This rank's gradients, one 1D tensor per unit.
         collectives: The axis of ranks that share the units.
         model: As in ``global_norm``.
-        whole: The gradients are those of complete units, not of shards.
+        whole: Whether the gradients are those of complete units, not of shards.
     """
     found: tuple[int, str] | None = None
     position = 0

@@ -1,4 +1,4 @@
-"""Loss scale of fp16 training: static, or dynamic with growth, backoff and hysteresis."""
+"""Compute the loss scale of fp16 training: static, or dynamic with growth, backoff and hysteresis."""
 
 from __future__ import annotations
 
@@ -14,32 +14,31 @@ FACTOR = 2.0
 class LossScaler:
     """The factor by which the loss is multiplied before backward, so that small fp16 gradients stay representable.
 
-    A dynamic scale starts at ``2 ** initial_scale_power``. On a step whose gradients overflow (the engine skips that
-    step) the first ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below
-    ``min_loss_scale``. A step without overflow opens a window; after every further ``loss_scale_window`` steps without
-    one the scale doubles. The tolerance is refilled when the scale doubles, or with ``consecutive_hysteresis`` after every
-    step without overflow.
+    A dynamic scale starts at ``2 ** initial_scale_power``. On a step whose gradients overflow (the engine skips that step) the first
+    ``hysteresis - 1`` overflows are only counted; the next ones halve the scale, never below ``min_loss_scale``. A step without overflow
+    opens a window; after every further ``loss_scale_window`` steps without overflow the scale doubles. The count of tolerated overflows is
+    reset when the scale doubles, or with ``consecutive_hysteresis`` after every step without overflow.
 
-    A step that overflows at the minimum, with no tolerance left, ends the run with an error, for skipping for ever looks like training; or
-    is skipped like any other, with one warning, where ``raises_at_minimum`` says so.
-    fp32 and bf16 training has the static scale 1.
+    A step that overflows at the minimum, with no tolerance left, ends the run with an error, because a run that skips every step looks like
+    training. If ``raises_at_minimum`` is False, the step is skipped like any other, with one warning. fp32 and bf16 training has the static
+    scale 1.
 
     Args:
-        loss_scale: a fixed scale; 0 selects the dynamic one.
-        initial_scale_power: power of two of the first dynamic scale.
-        loss_scale_window: steps without overflow before the dynamic scale doubles.
-        hysteresis: overflows until the dynamic scale is halved; 1 halves at once.
-        consecutive_hysteresis: refill the tolerance after every step without overflow.
-        min_loss_scale: lowest dynamic scale.
-        raises_at_minimum: an overflow at the minimum is an error.
+        loss_scale: A fixed scale; 0 selects the dynamic one.
+        initial_scale_power: Power of two of the first dynamic scale.
+        loss_scale_window: Number of steps without overflow before the dynamic scale doubles.
+        hysteresis: Number of overflows until the dynamic scale is halved; 1 halves at once.
+        consecutive_hysteresis: Whether every step without overflow resets the tolerance.
+        min_loss_scale: Lowest dynamic scale.
+        raises_at_minimum: Whether an overflow at the minimum is an error.
 
     Attributes:
-        scale: the present factor, a float above 0.
-        dynamic: whether ``update`` can change it.
-        cur_iter: boundaries so far, in this process.
+        scale: The present factor, a float above 0.
+        dynamic: Whether ``update`` can change it.
+        cur_iter: Number of boundaries so far, in this process.
 
     Raises:
-        ConfigError: for a value out of its range, by its key of the ``fp16`` section.
+        ConfigError: A value is out of its range; the message names its key of the ``fp16`` section.
     """
 
     def __init__(
@@ -81,7 +80,7 @@ class LossScaler:
         """Update the scale after one boundary; call it once per step, with the same ``overflow`` on every rank.
 
         Raises:
-            StateError: an overflow at ``min_loss_scale`` with no tolerance left, unless that is no error.
+            StateError: The gradients overflow at ``min_loss_scale`` with no tolerance left, and ``raises_at_minimum`` was set.
         """
         self.cur_iter += 1
         if not self.dynamic:
@@ -127,10 +126,10 @@ class LossScaler:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state. A static scale keeps the config's value; so does a scale whose kind (static, dynamic) has changed.
 
-        The saved tolerance never exceeds the ``hysteresis`` of the present config.
+        The saved tolerance is limited to the ``hysteresis`` of the present config.
 
         Raises:
-            CheckpointError: when a value is missing or out of its range.
+            CheckpointError: A value is missing or out of its range.
         """
         missing = sorted({"scale", "dynamic", "good_steps", "tolerance"} - set(state))
         if missing:

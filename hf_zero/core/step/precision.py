@@ -18,17 +18,17 @@ KeptTypes = Mapping[int, torch.dtype]
 
 @dataclass(frozen=True)
 class PrecisionPolicy:
-    """Element types of one engine.
+    """Dtypes of one engine.
 
     Attributes:
-        param_dtype: Type that floating-point parameters are cast to; None leaves each as it is.
-        master_dtype: Type of masters and moments; None is the parameters' own type (fp32 training).
-        accumulation_dtype: Type in which gradients are summed over ranks and micro-steps.
-        message_dtype: Type of gradients on the network; None is the parameters' type.
-        buffer_dtype: Type that floating-point buffers are cast to; None leaves each as it is.
-        autocast_dtype: Type of ``torch.autocast`` around forward; None is off.
-        casts_inputs: Floating-point inputs of forward are cast to ``param_dtype``.
-        skips_overflow: A step with a gradient that is not finite is skipped.
+        param_dtype: Dtype that floating-point parameters are cast to; None keeps each parameter's dtype.
+        master_dtype: Dtype of masters and moments; None is the parameters' own dtype (fp32 training).
+        accumulation_dtype: Dtype in which gradients are summed over ranks and micro-steps.
+        message_dtype: Dtype of gradients on the network; None is the parameters' dtype.
+        buffer_dtype: Dtype that floating-point buffers are cast to; None keeps each buffer's dtype.
+        autocast_dtype: Dtype of ``torch.autocast`` around forward; None is off.
+        casts_inputs: Whether floating-point inputs of forward are cast to ``param_dtype``.
+        skips_overflow: Whether a step with a gradient that is not finite is skipped.
     """
 
     param_dtype: torch.dtype | None = None
@@ -49,8 +49,8 @@ class PrecisionPolicy:
     def buffer_type(self, buffer: torch.Tensor, kept: KeptTypes) -> torch.dtype:
         """Return the dtype of ``buffer`` while the engine trains.
 
-        A buffer stays as it was loaded: a rotary table that holds angles times positions, and statistics that are summed over thousands
-        of steps, lose in 16 bit whatever they are called.
+        By default a buffer keeps the dtype that it was loaded with, whatever its name: a rotary table of angles times positions, or
+        statistics that are summed over thousands of steps, would lose precision in 16 bit.
         """
         if not buffer.is_floating_point() or is_narrow(buffer):
             return buffer.dtype
@@ -63,7 +63,7 @@ class PrecisionPolicy:
 
 
 def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
-    """Move the tensors that no unit will hold to ``device``: buffers, cast as the policy says, and parameters that are not floating point.
+    """Move the tensors that will be in no unit to ``device``: buffers, cast by the policy, and parameters that are not floating point.
 
     ``kept`` is the argument of ``PrecisionPolicy.buffer_type``.
     """
@@ -77,14 +77,14 @@ def cast_and_move(module: nn.Module, policy: PrecisionPolicy, device: torch.devi
 
 
 def cast_param(param: nn.Parameter, policy: PrecisionPolicy, device: torch.device, kept: KeptTypes) -> None:
-    """Cast and move one parameter that stays outside of units."""
+    """Cast one parameter that stays outside of units, and move it to ``device``."""
     param.data = param.data.to(device=device, dtype=policy.unit_dtype(param, kept))
 
 
 def cast_parameters(module: nn.Module, dtype: torch.dtype, kept: KeptTypes) -> nn.Module:
-    """Cast the floating-point parameters of ``module`` that no unit holds to ``dtype`` in place, except ``kept``; return the module.
+    """Cast the floating-point parameters of ``module`` that are in no unit to ``dtype`` in place, except ``kept``; return the module.
 
-    Buffers stay as they are, unlike with ``module.to(dtype)``.
+    Buffers keep their dtype, unlike with ``module.to(dtype)``.
     """
     policy = PrecisionPolicy(param_dtype=dtype)
     for param in module.parameters():

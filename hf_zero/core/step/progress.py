@@ -22,13 +22,13 @@ class Progress:
     """Counters of one engine.
 
     Attributes:
-        global_steps: Optimizer steps taken, skipped ones included.
-        skipped_steps: Steps skipped for a gradient that is not finite.
-        global_samples: Samples of all ranks seen at the boundaries.
-        last_step_applied: Whether the last call of ``step`` updated the weights: not off the boundary, not on overflow.
+        global_steps: Number of optimizer steps, including skipped ones.
+        skipped_steps: Number of steps that were skipped for a gradient that is not finite.
+        global_samples: Number of samples of all ranks, counted at the boundaries.
+        last_step_applied: Whether the last call of ``step`` updated the weights; False off the boundary and on overflow.
         last_norm: Gradient norm of the last boundary, before clipping, inf if it was skipped; 0-dim tensor, or None before the first.
         last_loss: Loss given to the last backward, detached; on the device.
-        loads: How often the weights were replaced by loaded ones.
+        loads: Number of times that the weights were replaced by loaded ones.
         saved_at: ``global_steps`` at the last complete checkpoint that this engine has saved; -1 before the first.
     """
 
@@ -58,14 +58,14 @@ class Progress:
 
 @dataclass
 class Reports:
-    """Reports optimizer steps: a line in the log every few steps, and a record to each monitor after every step.
+    """Reporter of optimizer steps: prints a line to the log every few steps, and writes a record to each monitor after every step.
 
     Attributes:
         clock: Times the phases of a step.
-        every: Optimizer steps between two lines; 0 or None prints none.
+        every: Number of optimizer steps between two lines; 0 or None prints none.
         sinks: Monitors, on rank 0.
         measures: Functions called on every rank with the number of the step; their results are recorded too. They may be collective.
-        measured: Their last results that no caller has taken yet, for other loggers.
+        measured: Last results of ``measures`` that no caller has taken yet, for other loggers.
     """
 
     clock: Clock
@@ -78,9 +78,9 @@ class Reports:
         """Print and record the progress of the run after a step.
 
         Args:
-            progress: The counters; the step is counted already.
+            progress: The counters, which include the step.
             groups: The optimizer's param groups.
-            loss_scale: The factor of the coming backward.
+            loss_scale: Loss scale of the next backward.
         """
         measured = {name: value for measure in self.measures for name, value in measure(progress.global_steps).items()}
         self.measured |= measured
@@ -88,7 +88,7 @@ class Reports:
         if not (print_line or self.sinks):
             return
         rates = learning_rates(groups)
-        # Only here does the host wait for the device.
+        # The host waits for the device only here.
         loss = float(progress.last_loss) if progress.last_loss is not None else float("nan")
         norm = float(progress.last_norm) if progress.last_norm is not None else float("nan")
         if print_line:
@@ -116,12 +116,12 @@ class Reports:
 
 
 class Clock:
-    """Sums seconds per phase between two progress lines.
+    """Timer that sums seconds per phase between two progress lines.
 
     Attributes:
-        breakdown: Print the phases of each step; phases are then timed to their end on the device.
-        memory: Print the memory with each line.
-        watchers: Contexts entered around each phase, with its name; for tools that measure a run.
+        breakdown: Whether the phases of each step are printed; phases are then timed to their end on the device.
+        memory: Whether the memory is printed with each line.
+        watchers: Functions that return a context to enter around each phase, given its name; for tools that measure a run.
     """
 
     def __init__(self, device: torch.device, breakdown: bool, memory: bool) -> None:
@@ -151,7 +151,7 @@ class Clock:
 
     @contextmanager
     def aside(self) -> Iterator[None]:
-        """Exclude the time inside, of a save or a load, from all steps."""
+        """Mark the time inside, of a save or a load, as outside of all steps."""
         with ExitStack() as watched:
             for watcher in self.watchers:
                 watched.enter_context(watcher("aside"))
@@ -167,7 +167,7 @@ class Clock:
         """Print and reset the phases of optimizer step ``step``.
 
         Args:
-            step: Its number.
+            step: Number of the step.
             samples: Number of samples of the step, on all ranks.
             offloaded: Bytes of this rank's offloaded state by tier.
         """
@@ -181,7 +181,7 @@ class Clock:
             log_rank0("step %d memory | %s%s", step, memory_line(self._device), tiers)
 
     def samples_per_second(self) -> float:
-        """Return the global samples per second since the last call."""
+        """Return the number of samples of all ranks per second since the last call."""
         now = time.perf_counter()
         rate = self._line_samples / max(now - self._line_started, 1e-9)
         self._line_started, self._line_samples = now, 0
@@ -189,7 +189,7 @@ class Clock:
 
 
 def memory_line(device: torch.device) -> str:
-    """Return a line with allocated and peak memory of ``device``; for the CPU the process' peak resident size."""
+    """Return a line with allocated and peak memory of ``device``; for the CPU with the process' peak resident size."""
     if device.type == "cpu":
         import resource
 

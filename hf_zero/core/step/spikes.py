@@ -11,23 +11,23 @@ from typing import Any
 
 from hf_zero.observe import log_rank0
 
-WINDOW = 100  # norms that a new one is compared with
-LEAST = 20  # norms that must be known before one can be a spike
-MOST_SKIPPED = 10  # consecutive skipped steps after which large norms count as usual
+WINDOW = 100  # largest number of earlier norms that a new one is compared with
+LEAST = 20  # number of earlier norms that are needed to detect a spike
+MOST_SKIPPED = 10  # number of consecutive spikes after which large norms count as usual
 
 
 @dataclass
 class NormSpikes:
     """Comparison of each gradient norm with the median of the last ones.
 
-    A spike is no part of the norms that later ones are compared with. After ``MOST_SKIPPED`` consecutive spikes the comparison starts again
-    without former norms, because then the norm has grown for good. Every rank has the same norm, so all decide alike without communication.
+    Later norms are not compared with spikes. After ``MOST_SKIPPED`` consecutive spikes the norm has grown permanently, so the comparison
+    starts again without earlier norms. Every rank has the same norm, so all ranks decide alike without communication.
 
     Attributes:
         factor: A norm above this many times the median is a spike.
         skips: Whether the update of such a step is skipped.
-        norms: The last norms that were no spikes, at most ``WINDOW``.
-        consecutive: Spikes since the last norm that was none.
+        norms: The last norms that were not spikes, at most ``WINDOW``.
+        consecutive: Number of spikes since the last norm that was not a spike.
     """
 
     factor: float
@@ -41,7 +41,7 @@ class NormSpikes:
         Args:
             norm: Gradient norm before clipping, without loss scale; finite.
             step: Number of the optimizer step, from 1 on.
-            samples: The first sample of the step and the one after its last, among all samples of the run.
+            samples: Number of the step's first sample among all samples of the run, and 1 + the number of its last.
         """
         usual = median(self.norms) if len(self.norms) >= LEAST else math.inf
         if norm <= self.factor * usual:

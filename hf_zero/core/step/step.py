@@ -1,4 +1,4 @@
-"""Take one optimizer step, as a straight list of phases."""
+"""Take one optimizer step, written as a list of phases in their order."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from hf_zero.errors import StateError
 from hf_zero.observe import log_rank0, span
 from hf_zero.system import signals
 
-# In the vote of a step, more than that gradients were written:
-_ADDED = 2  # a backward has added to one that a script had written
-_REFUSED = 3  # values were written to a parameter that it cannot take
+# Values in the vote of a step that are more than "gradients were written" (1):
+_ADDED = 2  # a backward has added to a gradient that a script had written
+_REFUSED = 3  # a script has written values to a parameter that cannot accept them
 
 
 @dataclass(frozen=True)
@@ -35,9 +35,9 @@ class StepSettings:
     """Settings of a step.
 
     Attributes:
-        max_norm: Clip the global norm to this; 0 is off.
+        max_norm: Largest global norm; larger gradients are clipped to it. 0 is off.
         stage: The ZeRO stage.
-        skips_overflow: Skip the update when a gradient is not finite.
+        skips_overflow: Whether the update is skipped when a gradient is not finite.
         wants_all: Whether every trainable parameter must have had a gradient on every rank.
     """
 
@@ -54,7 +54,7 @@ class StepResult:
     Attributes:
         norm: Gradient norm before clipping; 0-dim tensor, unscaled; inf if a gradient was not finite and the step was skipped.
         skipped: Whether the update was skipped.
-        culprit: Name of the parameter whose gradient is not finite.
+        culprit: Name of the parameter whose gradient is not finite; "" if there is none.
         signal: Number of a signal that asks some rank to end, the same on all ranks; 0 for none.
     """
 
@@ -65,7 +65,7 @@ class StepResult:
 
 
 class Stepper:
-    """Takes optimizer steps: finish reductions, norm, check, clip, update, all-gather of updated parameters."""
+    """Driver of optimizer steps: finish reductions, norm, check, clip, update, all-gather of updated parameters."""
 
     def __init__(
         self,
@@ -88,14 +88,14 @@ class Stepper:
         self.settings = settings
         self.trained = trained
         self._networks = model_collectives, expert_collectives
-        self.everyone = everyone  # the ranks that have to agree before a step
+        self.everyone = everyone  # network of the ranks that have to agree before a step
         self._look_at_units()
 
     def _look_at_units(self) -> None:
         """Record the facts that the norm needs about the trained units; local."""
         units, (model, experts) = trained_of(self.optimizer.units), self._networks
         self._model = model_axis(units, model) if model is not None else None
-        apart = experts or model  # the ranks with parts that this rank does not have
+        apart = experts or model  # network of the ranks with parts of the model that this rank does not have
         tensor = model.world if model is not None else 1
         self._parts = model_axis(units, apart, tensor) if apart is not None else None
         # Both lists are in the model's order; the reducer's own order is the model's too.
@@ -145,22 +145,22 @@ class Stepper:
         """Hold the vote before a step and return its result; collective, on the host.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps or train with other hyper-parameters.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters.
         """
         look = WrittenValues(self.runtime.units(), self.collectives.data, self.runtime.idle)
         alike = [same_pace(self.runtime.micro_steps)]
         if self.everyone is self.collectives.data:  # stages of a pipeline have units of their own
             alike.append(look.alike())
-        alike.append(self.trained.alike())  # also takes tensors that a script has put into the groups out of them
+        alike.append(self.trained.alike())  # also removes tensors that a script has added to the groups
         written = _REFUSED if look.refused else _ADDED if self.reducer.added_to else int(have_written(self.reducer))
-        told = [written, signals.heard(), int(self.trained.waits())]
+        answers = [written, signals.heard(), int(self.trained.waits())]
         if self.everyone.world > 1:
-            told = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], told)
-        if told[0] == _REFUSED:
+            answers = agree(self.everyone, [*alike, same_groups(self.optimizer.inner), same_clipping(self.settings.max_norm)], answers)
+        if answers[0] == _REFUSED:
             look.refuse(self.everyone)
-        if told[0] == _ADDED:
+        if answers[0] == _ADDED:
             refuse_added(self.reducer, self.everyone)
-        return Agreed(bool(told[0]), told[1], bool(told[2]))
+        return Agreed(bool(answers[0]), answers[1], bool(answers[2]))
 
     def signal_of_any(self) -> int:
         """Return the number of a signal that some rank has received, outside of a step; 0 for none. Collective, on the host; waits for
@@ -169,19 +169,20 @@ class Stepper:
         return int(self.everyone.largest_of([signals.heard()], "signals")[0])
 
     def measure(self) -> torch.Tensor:
-        """Return the norm of the gradients that the coming step takes, before clipping and without loss scale; 0-dim, collective.
+        """Return the norm of the gradients that the coming step uses, before clipping and without loss scale; 0-dim, collective.
 
-        Called after the backward that completes the step. What joins, and gradients that the script has written, are taken here already.
+        Called after the backward that completes the step. It already takes gradients of new parameters, and gradients that the script has
+        written.
 
         Raises:
-            StateError: As ``take``.
+            StateError: As for ``take``.
         """
         self._settle()
-        self.reducer.shown.begin()  # what was taken shows what is reduced now, as all others do
+        self.reducer.shown.begin()  # parameters whose gradients were just taken show the reduced gradient, like all others
         return self.norm_of(self._reduced()) / self.scaler.scale
 
     def _settle(self) -> Agreed:
-        """Agree on the coming step, and bring together all gradients that it takes; collective. A second call finds nothing to do."""
+        """Agree on the coming step, and collect all gradients that it uses; collective. A second call finds nothing to do."""
         self.reducer.shown.drop_removed()
         agreed = self.agree()
         if self.trained.follow(agreed.waits):
@@ -198,14 +199,14 @@ class Stepper:
         return shards
 
     def take(self, skips: Callable[[torch.Tensor], bool] | None = None) -> StepResult:
-        """Take one step over the gradients accumulated so far, and over gradients that the script has written; collective.
+        """Take one step with the gradients accumulated so far and the gradients that the script has written; collective.
 
         Args:
-            skips: Returns whether to skip the update for its gradient norm, a finite 0-dim tensor that is the same on all ranks.
+            skips: Called with the gradient norm, a finite 0-dim tensor that is the same on all ranks; returns whether to skip the update.
 
         Raises:
-            StateError: On every rank, if ranks have begun different numbers of micro-steps or have other hyper-parameters, a parameter had
-                no gradient and each must have one, or gradients were written that cannot be used; nothing has changed then.
+            StateError: On every rank, if ranks have begun different numbers of micro-steps or have different hyper-parameters, if a
+                parameter without a gradient must have one, or if gradients were written that cannot be used; nothing has changed then.
         """
         agreed = self._settle()
         if self.settings.wants_all:
@@ -253,9 +254,9 @@ class StepKind:
 
     Attributes:
         stepper: Class of the step.
-        exchange: Makes the exchange of gradients.
+        exchange: Constructs the exchange of gradients.
         max_norm: Returns the norm to clip to, from ``gradient_clipping``.
-        sends: Name of the optimizer if it sends gradients in a form of its own; "" otherwise.
+        sends: Name of the optimizer if it sends gradients in its own form; "" otherwise.
     """
 
     stepper: type[Stepper] = Stepper

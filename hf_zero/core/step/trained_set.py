@@ -1,4 +1,4 @@
-"""Follow which parameters a script trains, and bring units and segments of a step into line: parameters rest, train again and join."""
+"""Find which parameters a script trains, and update units and segments of a step: parameters are frozen, train again, or are added."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from hf_zero.observe import warn_once
 
 
 class _Registrations:
-    """Counts the parameters and modules that are registered anywhere in this process, from the first engine on."""
+    """Counter of the parameters and modules that are registered anywhere in this process, from the first engine on."""
 
     count = 0
     _hooked = False
 
     @classmethod
     def watch(cls) -> None:
-        """Begin to count; a second call changes nothing."""
+        """Begin to count; further calls do nothing."""
         if not cls._hooked:
             cls._hooked = True
             register_module_parameter_registration_hook(cls._add)
@@ -43,7 +43,7 @@ class _Registrations:
 
 @dataclass(frozen=True)
 class Joining:
-    """A parameter that is trained from this step on: its dotted name, itself, and the index of its param group."""
+    """A parameter that is trained from this step on: its dotted name, the parameter, and the index of its param group."""
 
     name: str
     param: nn.Parameter
@@ -51,21 +51,22 @@ class Joining:
 
 
 class TrainedSet:
-    """Look at the parameters of a model and at the param groups of its optimizer, once per optimizer step.
+    """The parameters of a model that its optimizer trains, found by one look per optimizer step.
 
-    [Note: what is trained] As in plain PyTorch, a parameter is trained when it requires a gradient and is in a param group; both may
-    change at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
-    ``requires_grad`` of all parameters, the number of registrations in the process and the lengths of the param groups with those of
-    the last look, and gives a digest of the set, which the ranks compare in the vote that each step takes anyway. Where it is another:
+    [Note: what is trained] As in plain PyTorch, a parameter is trained when it requires a gradient and is in a param group; both may change
+    at any time. Units are laid out for the parameters that were trained at ``initialize``. The look before each update compares
+    ``requires_grad`` of all parameters, the number of registrations in the process and the lengths of the param groups with those of the
+    last look, and computes a digest of the set, which the ranks compare in the vote that each step takes anyway. If the set has changed:
 
-    - A parameter of a unit that was frozen *rests*: its elements become segments of their own, which no update touches. Its state
-      stays, and its number of steps stands still until it has a gradient again.
-    - A parameter that has a gradient for the first time *joins*: it gets a new unit. Its gradients of this step lie in ``param.grad``,
-      whole and of this rank, and are reduced as those of any unit.
+    - A parameter of a unit that was frozen *rests*: its elements become segments of their own, which no update touches. Its optimizer state
+      is kept, and its step count does not change until it has a gradient again.
+    - A parameter that has a gradient for the first time *joins*: it gets a new unit. Its gradient of this step is in ``param.grad``,
+      unsharded and of this rank only, and is reduced like the gradients of any unit.
 
-    In both cases gradients decide: a parameter that was frozen after it had one is updated once more, and one that was unfrozen is not
-    updated before any rank has one. A script may unfreeze a parameter, run a backward and freeze it again before the step, which finds
-    the set of the last look. So each rank tells in the same vote whether a parameter that rests or is in no trained unit has a gradient.
+    In both cases the gradient decides: a parameter that was frozen after it had a gradient is updated once more, and one that was unfrozen
+    is not updated before any rank has a gradient of it. A script may unfreeze a parameter, run a backward and freeze it again before the
+    step, which then finds the set of the last look. So each rank also reports in this vote whether a parameter that rests or is in no
+    trained unit has a gradient.
 
     Attributes:
         digest: Digest of the names and groups of the trained parameters; it differs between ranks that train different parameters.
@@ -75,13 +76,13 @@ class TrainedSet:
         module: The user's module.
         optimizer: The engine's optimizer.
         groups: Param group of each parameter of the optimizer by id, frozen ones included.
-        default_group: Param group of parameters that are in none, where the optimizer trains all that require a gradient; else None.
+        default_group: Param group for parameters that are in no group, if the optimizer trains all that require a gradient; else None.
     """
 
     def __init__(self, module: nn.Module, optimizer: ShardedOptimizer, groups: dict[int, int], default_group: int | None = None) -> None:
         _Registrations.watch()
         self._module, self._optimizer, self._groups, self._default_group = module, optimizer, groups, default_group
-        self._foreign: list[str] = []  # tensors in param groups that are no parameters of the model
+        self._foreign: list[str] = []  # tensors in param groups that are not parameters of the model
         self._names: list[str] = []
         self._params: list[nn.Parameter] = []
         self._lengths: list[int] = []
@@ -91,10 +92,10 @@ class TrainedSet:
         self._flags = self._requiring()
         self.digest = self._digest()
         self.changed = False
-        self._frozen: set[int] = set()  # ids of the unit parameters that required no gradient when units and segments were laid out
+        self._frozen: set[int] = set()  # ids of the units' parameters that required no gradient when units and segments were laid out
 
     def look(self) -> int:
-        """Compare with the last look, and return the digest; local."""
+        """Compare the present set with that of the last look, and return its digest; local."""
         anew = self._registrations != _Registrations.count or self._lengths != self._group_lengths()
         if anew:
             self._read()
@@ -108,32 +109,32 @@ class TrainedSet:
         return self.digest
 
     def alike(self) -> Alike:
-        """Look again; return the digest for the vote of a step, with the error that names parameters and ranks."""
+        """Look again; return the digest as a fact for the vote of a step, with an error that names parameters and ranks."""
         return Alike([self.look()], self._refuse)
 
     def _refuse(self, collectives: Collectives) -> NoReturn:
         by_rank: list[list[str]] = collectives.gather_objects([*self._trained_names(), *self._foreign], "trained parameters")
         everywhere = set(by_rank[0]).intersection(*by_rank[1:])
         differing = list(dict.fromkeys(name for names in by_rank for name in names if name not in everywhere))
-        told = []
+        clauses = []
         for name in differing[:5]:
             ranks = ", ".join(str(rank) for rank, names in enumerate(by_rank) if name in names)
-            told.append(f"{name} on rank(s) {ranks}")
+            clauses.append(f"{name} on rank(s) {ranks}")
         more = f", and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise StateError(
-            f"the ranks train different parameters: {'; '.join(told)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
+            f"the ranks train different parameters: {'; '.join(clauses)} of {len(by_rank)}{more}. requires_grad was set, or a module or a "
             "param group was added, on some ranks only: do the same on all ranks"
         )
 
     def require_own(self) -> None:
-        """Raise for tensors in param groups that are no parameters of the model; all ranks have the same.
+        """Raise if param groups contain tensors that are not parameters of the model; all ranks have the same ones.
 
         Raises:
             StateError: There are such tensors.
         """
         if self._foreign:
             raise StateError(
-                f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is no parameter of the engine's model: "
+                f"the optimizer was given {', '.join(self._foreign[:3])} after initialize(), which is not a parameter of the model: "
                 "add the module to the model first, then its parameters to the optimizer, or train it with an optimizer of its own"
             )
 
@@ -148,10 +149,10 @@ class TrainedSet:
         return [entry for entry in self.outside() if entry.param.grad is not None]
 
     def agree_on_joining(self, everyone: Collectives) -> list[Joining]:
-        """Return the parameters that wait with a gradient on any rank, in the model's order; collective.
+        """Return the parameters of ``outside`` that have a gradient on any rank, in the model's order; collective.
 
         Raises:
-            StateError: On all ranks, if one of the parameters is in no param group on another rank, or is frozen and some ranks alone have
+            StateError: On all ranks, if one of the parameters is in no param group on another rank, or is frozen and only some ranks have
                 written a gradient of it.
         """
         self._read()  # no event reports modules that were removed
@@ -176,7 +177,7 @@ class TrainedSet:
         return found
 
     def idle(self, unit: Unit, resting: Collection[int]) -> list[int]:
-        """Return the positions in ``unit`` of the parameters that rest, or required no gradient at this look or the last; local."""
+        """Return the positions in ``unit`` of the parameters that rest, or required no gradient at this look or the last one; local."""
         slots = zip(unit.params, unit.layout.slots, strict=True)
         return [
             index
@@ -187,8 +188,8 @@ class TrainedSet:
     def laid_out(self, resting: Mapping[int, Collection[int]], units: Sequence[Unit]) -> None:
         """Record the parameters for which units and segments are laid out now.
 
-        Where a parameter does not rest and requires no gradient, or rests and requires one, the next step looks again: the one rests from
-        then on, the other waits for its first gradient.
+        If a parameter is trained but requires no gradient any more, or rests but requires one again, the next step looks again: the former
+        rests from then on, the latter rests until its first gradient.
 
         Args:
             resting: Positions of the parameters that rest, by id of their unit.
@@ -211,8 +212,8 @@ class TrainedSet:
         return [len(group["params"]) for group in self._optimizer.param_groups]
 
     def _read(self) -> None:
-        """List the model's parameters, and remove parameters of the model that a script has added to the inner
-        optimizer's groups; local.
+        """List the model's parameters, and remove parameters of the model that a script has added to the inner optimizer's groups from
+        these; local.
         """
         self._registrations = _Registrations.count
         named = dict(self._module.named_parameters())
@@ -271,18 +272,20 @@ def names_of(unit: Unit, indices: Sequence[int]) -> list[str]:
 
 
 class TrainedUnits:
-    """Let parameters rest and join between the backward and the update of a step. See [Note: what is trained].
+    """Update of units and segments between the backward and the update of a step, when the set of trained parameters changes.
+
+    See [Note: what is trained].
 
     Attributes:
         on_joined: Called with the gradients of new units.
 
     Args:
         trained: The set of parameters that the script trains.
-        reducer: Gradients on their way.
+        reducer: Collects and reduces the gradients.
         optimizer: The engine's optimizer.
-        join: Makes units of parameters that join, and returns their gradients; collective.
-        data: The data-parallel ranks.
-        everyone: The ranks that have to agree before a step.
+        join: Makes units of new parameters, and returns their gradients; collective.
+        data: Network of the data-parallel ranks.
+        everyone: Network of the ranks that have to agree before a step.
     """
 
     def __init__(
@@ -300,18 +303,32 @@ class TrainedUnits:
         self._resting: Mapping[int, frozenset[int]] = {}  # positions of parameters that rest, by id of their unit
 
     def alike(self) -> Alike:
-        """Look at the parameters that the script trains, take new ones out of the param groups, and return the digest for the vote of a
-        step.
+        """Look at the parameters that the script trains, remove new ones from the inner optimizer's groups, and return the digest as a fact
+        for the vote of a step.
         """
         return self._trained.alike()
 
     def waiting(self) -> frozenset[int]:
-        """Return the ids of the parameters whose gradients wait in ``param.grad`` for the coming step; local."""
+        """Return the ids of the parameters of no trained unit whose gradients in ``param.grad`` the coming step will use; local."""
         self._trained.look()
         return frozenset(id(entry.param) for entry in self._trained.waiting())
 
+    def gradient_of(self, param: torch.Tensor) -> torch.Tensor | None:
+        """Return the mean over ranks of the gradient with which ``param`` joins at the coming step, with the loss scale; collective.
+
+        Returns:
+            None if ``param`` does not join, or no rank has a gradient.
+        """
+        self._trained.look()
+        entry = next((entry for entry in self._trained.outside() if entry.param is param), None)
+        if entry is None:
+            return None
+        owner = find_unit(param)
+        shape = owner[0].layout.slots[owner[1]].shape if owner is not None else param.shape
+        return self._reducer.mean_of_waiting(entry.name, param.grad, torch.Size(shape))
+
     def forget_waiting(self) -> None:
-        """Discard the gradients that wait in ``param.grad`` for the coming step; local."""
+        """Discard the gradients in ``param.grad`` of parameters that are in no trained unit; local."""
         self._trained.look()
         for entry in self._trained.waiting():
             entry.param.grad = None
@@ -322,7 +339,7 @@ class TrainedUnits:
         return any(rested) or bool(self._trained.waiting())
 
     def _has_gradient(self, entry: UnitGradients, index: int) -> bool:
-        """Return whether a parameter has a gradient on this rank, of a backward or written by the script; local."""
+        """Return whether a parameter has a gradient on this rank, from a backward or written by the script; local."""
         param = entry.unit.params[index]
         return entry.collected.used[index] or (param is not None and self._reducer.shown.is_written(param))
 
@@ -357,16 +374,16 @@ class TrainedUnits:
         return True
 
     def _take_in(self, joining: Sequence[Joining], rested: Sequence[UnitGradients]) -> None:
-        """Make units of ``joining``, and reduce the gradients that wait for them and for units that have ``rested``
-        until now; collective.
+        """Make units of the parameters in ``joining``, and reduce the gradients of these parameters and of units in ``rested``, which were
+        frozen until now; collective.
         """
         waiting = {id(new.param): grad for new in joining if (grad := new.param.grad) is not None}
         for new in joining:
             new.param.grad = None
         joined = self._join(joining) if joining else []
-        told = self.on_joined() if joined and self.on_joined is not None else None
-        if told is not None:
-            told(joined)
+        notify = self.on_joined() if joined and self.on_joined is not None else None
+        if notify is not None:
+            notify(joined)
         self._reducer.train(self._reducer.gradients)
         self._reducer.take_waiting([*(entry for entry in rested if not entry.unit.rests), *joined], waiting)
 

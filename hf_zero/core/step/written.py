@@ -1,4 +1,4 @@
-"""Find what scripts have written: gradients, which take the place of those of a backward, and values of parameters."""
+"""Find gradients and parameter values that scripts have written. Written gradients replace those of a backward."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from hf_zero.errors import StateError
 
 
 def have_written(reducer: Reducer) -> bool:
-    """Return whether any parameter has a ``grad`` that a script has written, because no backward has left it there. Local."""
+    """Return whether a script has written ``grad`` of any parameter. Local."""
     return next(_written(reducer), None) is not None
 
 
 def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded: bool) -> None:
-    """Move each ``param.grad`` to the gradients of the coming step, in place of those of backward; collective.
+    """Move each written ``param.grad`` to the gradients of the coming step, where it replaces those of backward; collective.
 
     As with gradients of a backward, each rank has the gradients of its own samples, times the loss scale, and the step uses the mean over
     ranks.
 
     Args:
         reducer: Reducer of all trainable units.
-        collectives: All data-parallel ranks.
+        collectives: Network of all data-parallel ranks.
         parameters_sharded: Whether a rank has only parts of parameters.
 
     Raises:
-        StateError: On every rank; parameters are sharded, or ranks have written gradients of different parameters.
+        StateError: On every rank, if parameters are sharded, or ranks have written gradients of different parameters.
     """
     written = list(_written(reducer))
     names = [entry.unit.layout.slots[index].name for entry, index in written]
@@ -54,7 +54,9 @@ def take_written(reducer: Reducer, collectives: Collectives, parameters_sharded:
 
 
 def _mean(entry: UnitGradients, grad: torch.Tensor, collectives: Collectives | None) -> torch.Tensor:
-    """Return the mean of the ranks' ``grad``, a copy in the accumulation dtype; collective. If ``collectives`` is None: this rank's own."""
+    """Return the mean of the ranks' ``grad``, a copy in the accumulation dtype; collective. Without ``collectives``, return this rank's
+    own.
+    """
     whole = (grad.to_dense() if grad.is_sparse else grad).detach().to(entry.exchange.policy.accumulation_dtype, copy=True)
     if collectives is not None and collectives.world > 1:
         whole = whole.contiguous()
@@ -64,19 +66,19 @@ def _mean(entry: UnitGradients, grad: torch.Tensor, collectives: Collectives | N
 
 
 def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, collectives: Collectives) -> torch.Tensor | None:
-    """Return the gradient of one parameter that the coming step takes because scripts have written it; collective.
+    """Return the written gradient of one parameter that the coming step will use; collective.
 
     Args:
         entry: Gradients of its unit.
         index: Position in the unit.
-        shown: Gradients that are shown and not written.
-        collectives: All ranks whose gradients are in the mean.
+        shown: The shown gradients, which are distinguished from written ones.
+        collectives: Network of all ranks whose gradients are in the mean.
 
     Returns:
         The mean over ranks, of the parameter's shape, with the loss scale; None if no rank has written a gradient.
 
     Raises:
-        StateError: On every rank; the parameter is sharded, or only some ranks have written a gradient.
+        StateError: On every rank, if the parameter is sharded, or only some ranks have written a gradient.
     """
     param = entry.unit.params[index]
     written = param is not None and shown.is_written(param)
@@ -91,8 +93,8 @@ def written_gradient(entry: UnitGradients, index: int, shown: ShownGradients, co
 def note_added(reducer: Reducer, factor: float) -> None:
     """Record the written gradients to which the coming backward will add, if the sum would differ from PyTorch's; local.
 
-    [Note: a gradient written between micro-steps] In plain PyTorch it takes the place of those of the micro-steps before it, and the next
-    backward adds to it. Here the ones before are in the sums already, which may be divided over ranks: the step refuses.
+    [Note: a gradient written between micro-steps] In plain PyTorch a written gradient replaces those of earlier micro-steps, and the next
+    backward adds to it. Here the earlier ones are already in the sums, which may be sharded: the step raises.
 
     Args:
         reducer: Reducer of all trained units.
@@ -107,7 +109,7 @@ def refuse_added(reducer: Reducer, collectives: Collectives) -> NoReturn:
     """Raise the error of the first gradient that ``note_added`` has recorded on any of the ranks; collective.
 
     Raises:
-        StateError: On every rank.
+        StateError: Always, on every rank.
     """
     by_rank: list[list[str]] = collectives.gather_objects(list(reducer.added_to), "written gradients")
     raise StateError(
@@ -134,7 +136,7 @@ def write_gradient(gradients: UnitGradients, index: int, value: torch.Tensor) ->
 
 
 def drop_gradients(reducer: Reducer, cleared: Container[int]) -> None:
-    """Let the gradients of the parameters with the ids ``cleared`` count as zero in the coming step; every rank must call it."""
+    """Zero the gradients of the coming step for the parameters with the ids ``cleared``; every rank must call it."""
     for entry in reducer.gradients:
         collected = entry.collected
         if not (entry.has_local or collected.late or entry.shard is not None):
@@ -156,7 +158,7 @@ def _require_whole(by_rank: Sequence[Sequence[str]], parameters_sharded: bool) -
     if parameters_sharded:
         first = next((line[0] for line in by_rank if line), "a parameter that ranks with other parts of the model hold")
         raise StateError(
-            f"{first}.grad was written by hand, and at stage 3 a rank has parts of parameters only. Call "
+            f"{first}.grad was written by hand, and at stage 3 a rank has only parts of parameters. Call "
             "hf_zero.utils.safe_set_full_grad(param, gradient) between backward and step(), or use stage 0, 1 or 2"
         )
 
@@ -174,10 +176,10 @@ def _require_same(by_rank: Sequence[Sequence[str]]) -> None:
 
 
 class WrittenValues:
-    """Carries values that a script has written over to shards and masters, once before each step. See docs/parameters.md.
+    """Values of parameters that a script has written, copied to shards and masters once before each step. See docs/parameters.md.
 
-    A rank cannot raise alone, so the writes that it refuses, and the parameters that it has seen written inside forwards and contexts
-    that were not compared at their end, are in a digest that the ranks compare in the vote of the step.
+    A rank cannot raise alone. So a digest, which the ranks compare in the vote of the step, contains the writes that this rank refuses, and
+    the parameters that it has seen written inside forwards or inside contexts that did not compare them at their end.
 
     Attributes:
         refused: Error of a write that is refused; empty if there is none.
@@ -203,24 +205,24 @@ class WrittenValues:
         self.digest = zlib.crc32(repr((self.refused, self._names)).encode()) if noted else 0
 
     def alike(self) -> Alike:
-        """Return the digest for a vote, with the error that names parameter and ranks."""
+        """Return the digest as a fact for a vote, with an error that names parameter and ranks."""
         return Alike([self.digest], self.refuse)
 
     def refuse(self, collectives: Collectives) -> NoReturn:
-        """Raise the error of a write that was refused on any of the ranks, or was made on some only; collective.
+        """Raise the error of a write that was refused on any of the ranks, or was made on some ranks only; collective.
 
         Raises:
-            StateError: On all ranks.
+            StateError: Always, on all ranks.
         """
-        told: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
-        for rank, (refused, _) in enumerate(told):
+        by_rank: list[tuple[str, list[str]]] = collectives.gather_objects((self.refused, self._names), "written parameters")
+        for rank, (refused, _) in enumerate(by_rank):
             if refused:
                 raise StateError(f"{refused} (rank {rank})")
-        everywhere = set(told[0][1]).intersection(*(names for _, names in told[1:]))
-        written = next(name for _, names in told for name in names if name not in everywhere)
-        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(told) if written in names)
+        everywhere = set(by_rank[0][1]).intersection(*(names for _, names in by_rank[1:]))
+        written = next(name for _, names in by_rank for name in names if name not in everywhere)
+        ranks = ", ".join(str(rank) for rank, (_, names) in enumerate(by_rank) if written in names)
         raise StateError(
-            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(told)}, and not written, or "
+            f"parameter {written.rpartition(' ')[0]} was written on rank(s) {ranks} of {len(by_rank)}, and not written, or "
             "written with other values or at another time, on the remaining ranks: the ranks would train different models. Write the same "
             "values on all ranks, or write inside `with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
         )

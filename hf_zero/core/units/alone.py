@@ -48,7 +48,7 @@ class Divided(Protocol):
         """Return the part of parameter ``index`` in a (shard_numel,) tensor."""
 
     def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
-        """Copy values to buffers that a coming backward may read."""
+        """Copy values to buffers that a later backward may read."""
 
     def unpin(self, reshard: bool = True) -> None:
         """Undo one pin."""
@@ -56,24 +56,25 @@ class Divided(Protocol):
 
 @dataclass
 class _Held:
-    value: torch.Tensor  # values, of the parameter's shape
+    value: torch.Tensor  # complete values, of the parameter's shape
     holders: int
-    current: bool = True  # False: the shards have been written to since
+    current: bool = True  # False: the shards have been written to since the values were fetched
 
 
 class AloneParams:
-    """The parameters of one unit that are unsharded one by one, each by a holder.
+    """The parameters of one unit that holders have unsharded one by one.
 
-    [Note: a parameter alone] ``GatheredParameters([parameter])`` in a loop over a model is how scripts hand weights to inference engines,
-    parameter by parameter, often keeping many of them until a message is full. To unshard the unit each time would send a layer for
-    each of its parameters, and each that is kept would keep a layer's memory. So where less than half of a resting unit is asked
-    for, the owners broadcast the parameters' own elements. If the unit is unsharded meanwhile it stays so, pinned, until they are released,
-    and writes of the holder are in it, as if the unit had been pinned from the beginning. Shards that rest
-    elsewhere than on the device, units that travel as codes, and packed weights, which belong to their scales, come as whole units.
+    [Note: a parameter alone] Scripts hand weights to inference engines with ``GatheredParameters([parameter])`` in a loop over a model,
+    parameter by parameter, and often keep many of them until a message is full. Unsharding the unit each time would send a complete layer
+    for each of its parameters, and each parameter that is kept would keep a layer's memory. So if less than half of a sharded unit is
+    requested, the owners broadcast only the elements of these parameters. If the unit is unsharded meanwhile, it stays unsharded and pinned
+    until the holders release the parameters, and the holders' writes are in it, as if the unit had been pinned from the beginning. The
+    complete unit is unsharded instead if its shards are not kept on the device, if its all-gathers carry codes, or if it contains packed
+    weights, which need their scales.
     """
 
     def __init__(self, unit: Divided) -> None:
-        self._owner = ref(unit)  # a reference cycle would keep the unit's memory until the garbage collector runs
+        self._owner = ref(unit)  # a strong reference would form a cycle and keep the unit's memory until the garbage collector runs
         self._held: dict[int, _Held] = {}
         self._joined = False
 
@@ -81,7 +82,7 @@ class AloneParams:
     def _unit(self) -> Divided:
         unit = self._owner()
         if unit is None:
-            raise StateError("a parameter was gathered after its unit had gone")
+            raise StateError("a parameter was gathered after its unit was freed")
         return unit
 
     def __bool__(self) -> bool:
@@ -91,7 +92,7 @@ class AloneParams:
         return index in self._held
 
     def serves(self, indices: Iterable[int]) -> bool:
-        """Return whether these parameters, by position, would be unsharded alone; the same answer on every rank."""
+        """Return whether the parameters at these positions can be unsharded alone; the answer is the same on every rank."""
         unit, slots = self._unit, self._unit.layout.slots
         rests = unit.state is UnitState.SHARDED and unit.shard_storage is ON_DEVICE and not (unit.own.offloaded or unit.quantized)
         if not rests or not unit.reshards or unit.layout.world == 1 or any(slot.shown_as is not None for slot in slots):
@@ -99,7 +100,7 @@ class AloneParams:
         return 2 * sum(slots[index].numel for index in {*indices, *self._held}) < unit.layout.numel
 
     def add(self, indices: Iterable[int]) -> None:
-        """Unshard parameters for which ``serves`` has returned True; collective."""
+        """Unshard the parameters at ``indices``, for which ``serves`` has returned True; collective."""
         for index in sorted(indices):
             if index in self._held:
                 self._held[index].holders += 1
@@ -107,10 +108,10 @@ class AloneParams:
             slot = self._unit.layout.slots[index]
             self._held[index] = _Held(self._whole(index).view(slot.shape), 1)
             self._show(index)
-        self.tell()
+        self.notify()
 
     def remove(self, indices: Iterable[int]) -> None:
-        """Undo ``add``; the last call reshards the unit if it was unsharded meanwhile."""
+        """Undo ``add``. When no parameter is left, unpin the unit if it was unsharded meanwhile, which may reshard it."""
         gone = []
         for index in sorted(indices):
             self._held[index].holders -= 1
@@ -124,20 +125,20 @@ class AloneParams:
             self._unit.unpin()
 
     def take_assigned(self) -> None:
-        """Adopt the values of parameters whose ``data`` was set to other memory (``param.data = value``); local."""
+        """Copy ``data`` that was assigned to held parameters (``param.data = value``) into their own tensors; local."""
         for index, held in self._held.items():
             param = self._unit.params[index]
             if param is not None and not self._joined and param.data_ptr() != held.value.data_ptr() and param.shape == held.value.shape:
                 held.value.copy_(param.data)
 
     def adopt(self) -> None:
-        """Carry writes to the held parameters into shard and master; local."""
+        """Copy writes to the held parameters into shard and master; local."""
         self.take_assigned()
         for index, held in self._held.items() if not self._joined else ():
             self.adopt_value(index, held.value)
 
     def adopt_value(self, index: int, value: torch.Tensor) -> None:
-        """Carry this rank's part of the complete ``value`` of parameter ``index`` into shard and master, if it differs; local."""
+        """Copy this rank's part of the complete ``value`` of parameter ``index`` into shard and master, if it differs; local."""
         unit = self._unit
         slot = unit.layout.slots[index]
         unit.show_older(index, value)
@@ -150,7 +151,7 @@ class AloneParams:
             unit.own.refresh_master()
 
     def joined(self) -> bool:
-        """Carry over writes to held parameters after the unit has been unsharded; return whether the unit must be pinned for them."""
+        """Copy the held parameters' values into the unit, which was just unsharded; return whether the unit must be pinned for them now."""
         for index, held in self._held.items():
             param = self._unit.params[index]
             view = self._unit.whole.view(index)
@@ -161,7 +162,7 @@ class AloneParams:
         return first
 
     def outdate(self) -> None:
-        """Mark the values as outdated, because the shards were written to; local."""
+        """Mark the held values as outdated, because the shards were written to; local."""
         for held in self._held.values():
             held.current = False
 
@@ -173,12 +174,12 @@ class AloneParams:
             held.current = True
 
     def show(self) -> None:
-        """Point the parameters at their values again, after all parameters of the unit were pointed elsewhere; local."""
+        """Point the held parameters at their values again, after all parameters of the unit were pointed elsewhere; local."""
         for index in self._held if not self._joined else ():
             self._show(index)
 
-    def tell(self) -> None:
-        """Notify the listener that the parameters are unsharded; local."""
+    def notify(self) -> None:
+        """Notify the listener that the held parameters are unsharded; local."""
         self._unit.listener.state_changed([self._unit.params[index] for index in self._held], UnitState.UNSHARDED)
 
     def _whole(self, index: int) -> torch.Tensor:
@@ -199,7 +200,7 @@ class AloneParams:
 
 
 def whole_from_owners(unit: Divided, index: int, flat: torch.Tensor, label: str) -> torch.Tensor:
-    """Return parameter ``index`` of a tensor that is sharded like the unit; each owner broadcasts its part. Collective.
+    """Return the complete parameter ``index`` of a tensor that is sharded like the unit; each owner broadcasts its part. Collective.
 
     Args:
         unit: The unit.

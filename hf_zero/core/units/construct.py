@@ -1,4 +1,4 @@
-"""Make units from parameters, wherever their values are now."""
+"""Make units from parameters, whether these are ordinary tensors or in other units."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hf_zero.memory import host_memory
 
 @dataclass(frozen=True)
 class NamedParam:
-    """Parameter on its way into a unit: its dotted name, the parameter, and its optimizer param group (or ``FROZEN``). Scales of a packed
-    weight are a plain tensor.
+    """A parameter that will be part of a unit: its dotted name, the parameter, and its optimizer param group (or ``FROZEN``). Scales of a
+    packed weight are a plain tensor.
     """
 
     name: str
@@ -30,10 +30,10 @@ class NamedParam:
 
 
 def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spec: UnitSpec) -> Unit:
-    """Make a unit of ``members``, unsharded; collective.
+    """Make an unsharded unit of ``members``; collective.
 
-    Values come from the parameters themselves, or from the unit they belong to now (``zero.Init``, another engine), which
-    they leave. At most this one unit is held whole, in the wider of the old and the new dtype.
+    Values are copied from the parameters themselves, or from the unit that they belong to now (``zero.Init``, another engine), which they
+    leave. At most this one unit is unsharded, in the wider of the old and the new dtype.
 
     Args:
         name: Name of the unit.
@@ -68,7 +68,7 @@ def build_unit(name: str, members: Sequence[NamedParam], dtype: torch.dtype, spe
         # The master is made from values in the dtype of the parameters, so that a model that zero.Init has cast at construction gets the
         # same masters.
         own_master = master_dtype == dtype and spec.shard_storage is ON_DEVICE
-        # A master is created on the device, wherever the shard rests: only an offloaded optimizer moves it.
+        # A master is created on the device even if the shard is kept elsewhere: only an offloaded optimizer moves it.
         unit.own.master = unit.shard if own_master else host_memory.cast(unit.full[unit.owned.start : unit.owned.stop], master_dtype)
     register(unit)
     return unit

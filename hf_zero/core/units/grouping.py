@@ -1,4 +1,4 @@
-"""Find the blocks of a model, and the modules that a script has marked as leaves, which no block divides."""
+"""Find the blocks of a model, and the modules that a script has marked as leaves, which stay in one block."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class BlockSpec:
 
     Attributes:
         name: Dotted name of the module; ``root`` for the parameters outside all blocks.
-        module: The module whose forward needs them.
-        members: Its parameters; each lives in exactly one block.
+        module: The module whose forward needs the parameters.
+        members: Parameters of the block; each parameter is in exactly one block.
         read_in_backward: False when backward never reads the parameters' values (embeddings).
     """
 
@@ -35,15 +35,15 @@ class BlockSpec:
 
 
 def enclosing(name: str, among: Container[str]) -> str | None:
-    """Return the outermost module name of ``among`` that is ``name`` or contains it; takes one lookup for each part of the name."""
+    """Return the outermost module name of ``among`` that is ``name`` or contains it; costs one lookup for each part of the name."""
     paths = itertools.accumulate(name.split("."), "{}.{}".format)
     return next((path for path in paths if path in among), None)
 
 
 def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the modules, by dotted name, that a library calls on one rank alone, so that they must stay unsharded whatever their size.
+    """Return the modules, by dotted name, that a library calls on one rank only, so that they must stay unsharded whatever their size.
 
-    PEFT calls a prompt's encoder on the rank that saves the adapter (``get_prompt_embedding_to_save``).
+    PEFT calls a prompt encoder only on the rank that saves the adapter (``get_prompt_embedding_to_save``).
     """
     found = {}
     for name, module in model.named_modules():
@@ -54,11 +54,11 @@ def modules_kept_unsharded(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def find_blocks(model: nn.Module, leaves: Collection[str] = ()) -> dict[str, nn.Module]:
-    """Return the repeated blocks of ``model`` by dotted name, outermost first, none inside another.
+    """Return the repeated blocks of ``model`` by dotted name, in the model's order, none inside another.
 
-    ``_no_split_modules``, in which a model names the classes of its blocks, decides if present and matching; otherwise the children of the
-    largest ``ModuleList`` or ``Sequential`` containers, found by structure. Leaf modules, by dotted name, are added when no block holds
-    them.
+    They are the modules whose classes the model's ``_no_split_modules`` names, if there are any; otherwise the children of the largest
+    ``ModuleList`` or ``Sequential`` containers, found by structure. A leaf module (``leaves``: dotted names) becomes a block unless a block
+    contains it; it replaces blocks inside it.
     """
     wanted = {name for module in model.modules() for name in (getattr(module, "_no_split_modules", None) or ())}
     found = _outermost(model, lambda name, module: type(module).__name__ in wanted) if wanted else {}
@@ -86,7 +86,7 @@ def _has_params(module: nn.Module) -> bool:
 
 
 def _blocks_by_structure(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the children of outermost containers that hold several modules; a container must hold a tenth of the model to count."""
+    """Return the children of outermost containers that have at least two modules with parameters and a tenth of the model's elements."""
     total = _total_numel(model)
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
@@ -128,7 +128,7 @@ def build_blocks(
         block = enclosing(holder, specs)
         if block is None and holder and sizes[holder] >= large:
             module = model.get_submodule(holder)
-            if not any(module.children()):  # an embedding or a head, not a container of other modules
+            if not any(module.children()):  # an embedding or a head, not a container of modules
                 specs[holder] = BlockSpec(holder, module, read_in_backward=type(module).forward is not nn.Embedding.forward)
                 block = holder
         (specs[block] if block is not None else root).members.append(member)
@@ -160,26 +160,26 @@ _MARK = "_z3_leaf"
 
 
 def is_leaf(module: nn.Module) -> bool:
-    """Return whether ``module`` is marked."""
+    """Return whether ``module`` is marked as a leaf."""
     # Not getattr: wrappers of other libraries forward unknown names to the module inside.
     return bool(module.__dict__.get(_MARK, getattr(type(module), _MARK, False)))
 
 
 def leaf_module_names(model: nn.Module) -> tuple[str, ...]:
-    """Return the dotted names of the marked modules."""
+    """Return the dotted names of the modules that are marked as leaves."""
     return tuple(name for name, module in model.named_modules() if name and is_leaf(module))
 
 
 def mark(module: nn.Module, flag: bool) -> None:
-    """Mark one module, or remove its mark."""
+    """Mark ``module`` as a leaf, or remove its mark."""
     setattr(module, _MARK, bool(flag))
 
 
 def mark_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str], flag: bool, raise_if_not_found: bool) -> list[nn.Module]:
-    """Mark (or unmark) every module of the given classes (or class names), and return these modules.
+    """Mark (or unmark) every module of the given classes or class names as a leaf, and return these modules.
 
     Raises:
-        ConfigError: None was found and ``raise_if_not_found``.
+        ConfigError: No module has one of these classes, and ``raise_if_not_found``.
     """
     wanted = list(classes)
     found = [module for module in model.modules() if any(_is_a(module, kind) for kind in wanted)]
@@ -194,8 +194,10 @@ def mark_classes(model: nn.Module, classes: Iterable[type[nn.Module] | str], fla
 def mark_names(
     model: nn.Module, names: Iterable[str], flag: bool, raise_if_not_found: bool, suffixes: bool = False
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark (or unmark) the modules of these dotted names, or of all names that end with them; return the modules, and texts that match no
-    name.
+    """Mark (or unmark) modules as leaves: those with these dotted names, or, with ``suffixes``, those whose names end with them.
+
+    Returns:
+        The modules, and the texts that match no name.
 
     Raises:
         ConfigError: A text matches no name and ``raise_if_not_found``.
@@ -213,8 +215,8 @@ def mark_names(
 
 
 def mark_configured(model: nn.Module, classes: Iterable[str], names: Iterable[str], name_suffixes: Iterable[str]) -> None:
-    """Mark the modules that the configuration's ``leaf_module`` names; warn of names without module, but not of classes, which have
-    defaults.
+    """Mark the modules that the configuration's ``leaf_module`` section names as leaves. Warn about names without a module, but not about
+    classes, which have default values.
     """
     mark_classes(model, classes, True, raise_if_not_found=False)
     _, unknown = mark_names(model, names, True, raise_if_not_found=False)

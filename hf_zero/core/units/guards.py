@@ -1,4 +1,4 @@
-"""Refuse forwards on sharded parameters, and values of parameters that are empty, by name."""
+"""Refuse forwards on sharded parameters, and reads of the values of empty parameters, with messages that name the parameter."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, whole_shape
 from hf_zero.core.units.unit import find_unit, full_shape, is_sharded
 from hf_zero.errors import StateError
 
-# Attribute of an engine's forward hook: the module for which it was made. A deep copy of the module has the same hooks.
+# Attribute of an engine's forward hook: the module that the hook was made for. A deep copy of the module has the same hooks.
 HOOKED_MODULE = "_hf_zero_module"
 
 
 def refuse_sharded(module: nn.Module, *_: Any) -> None:
-    """Refuse the forward of a module that belongs to no engine, as its forward pre-hook.
+    """Raise if ``module`` has a sharded parameter; the forward pre-hook of modules that belong to no engine.
 
     Raises:
         StateError: A parameter of the module is an empty tensor now.
@@ -37,13 +37,15 @@ def refuse_sharded(module: nn.Module, *_: Any) -> None:
 
 
 def guard_unprepared(module: nn.Module) -> None:
-    """Put the guard on a module whose parameters have been sharded."""
+    """Register ``refuse_sharded`` as a forward pre-hook of a module whose parameters have been sharded."""
     if refuse_sharded not in module._forward_pre_hooks.values():
         module.register_forward_pre_hook(refuse_sharded, prepend=True)
 
 
 def unguard_unprepared(module: nn.Module) -> None:
-    """Remove the guards of ``module`` and all modules in it, and the hooks that a deep copy has of its original's engine."""
+    """Remove ``refuse_sharded`` from ``module`` and all modules in it, and the hooks that a deep copy took over from its original's
+    engine.
+    """
     for inner in module.modules():
         for hooks in (inner._forward_pre_hooks, inner._forward_hooks):
             for key, hook in list(hooks.items()):
@@ -59,7 +61,7 @@ Refuse = Callable[..., None]
 
 
 def guard(module: nn.Module, refuse: Refuse) -> None:
-    """Run ``refuse`` before every forward of ``module``, and let its state dicts name the missing parameters."""
+    """Run ``refuse`` before every forward of ``module``, and put placeholders for its missing parameters into its state dicts."""
     for inner in module.modules():
         guard_state_dict(inner)
     if refuse not in module._forward_pre_hooks.values():
@@ -67,7 +69,7 @@ def guard(module: nn.Module, refuse: Refuse) -> None:
 
 
 def release(module: nn.Module, refuse: Refuse) -> None:
-    """Remove ``refuse``, because the module belongs to an engine now, which guards its state dict too."""
+    """Remove ``refuse``, because the module belongs to an engine now, which also guards its state dict."""
     for key, hook in list(module._forward_pre_hooks.items()):
         if hook is refuse:
             del module._forward_pre_hooks[key]
@@ -77,12 +79,12 @@ def called_before_engine(module: nn.Module, what: str) -> StateError:
     """Return the error for a forward of ``module``, of which this rank has loaded only ``what``."""
     return StateError(
         f"{type(module).__name__} was called directly, but this rank has loaded only {what}. Call the model that "
-        "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model whole (a "
-        "teacher, say), load it before the configuration is created"
+        "accelerator.prepare(model) or initialize(model=model, ...) has prepared, on all ranks. To keep a model unsharded (a "
+        "teacher, for example), load it before the configuration is created"
     )
 
 
-# Functions that move elements and compute none: libraries undo conversions of weights with them.
+# Functions that move elements and compute nothing: libraries undo conversions of weights with them.
 _MOVES = frozenset(
     f"aten::{name}"
     for name in (
@@ -96,11 +98,11 @@ _MOVES = frozenset(
 class UnsavedTensor(StandIn):
     """Placeholder of a sharded parameter in a state dict: shape, dtype and device of the unsharded parameter, no memory and no values.
 
-    [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it
-    for shared storages and undo weight conversions. All of this needs no values and works; a placeholder that is moved or copied gives
-    another placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address, its bytes
-    or its pickle. A load accepts only the placeholder of the same parameter, which it leaves unchanged. It refuses a copy, because a real
-    copy would have kept the values of its moment.
+    [Note: no empty file] Scripts read names, shapes and dtypes from a sharded model's state dict, and load it back; libraries search it for
+    shared storages and undo weight conversions. All of this needs no values and works; moving or copying a placeholder gives another
+    placeholder. Operations that need values raise: arithmetic, and writing to a file, which reads the tensor's address, its bytes or its
+    pickle. ``load_state_dict`` accepts only the placeholder of the same parameter, and leaves the parameter unchanged. It refuses a copy of
+    the placeholder, because a real copy would contain the values at the time of copying.
     """
 
     @staticmethod
@@ -111,12 +113,12 @@ class UnsavedTensor(StandIn):
         return tensor
 
     def refused(self, attempt: str) -> StateError:
-        """Return the error for ``attempt``, which also says where the tensor comes from."""
+        """Return the error for ``attempt``; the message also says that the tensor comes from a state dict."""
         return refusal(self.parameter, f"this rank's state dict has no values of it, and {attempt}")
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Compute the shape and dtype of the result, which is a placeholder of the same parameter."""
+        """Return placeholders of the same parameter for an operation that only moves elements; raise for an operation that needs values."""
         if not (func.is_view or func._schema.name in _MOVES) or func in _SAME:
             return super().__torch_dispatch__(func, types, args, kwargs)
         first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
@@ -138,14 +140,14 @@ def _without_values(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def guard_state_dict(module: nn.Module) -> None:
-    """Let ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
+    """Make ``state_dict()`` and ``load_state_dict()`` of the module use placeholders for its own sharded parameters."""
     if _stand_in not in module._state_dict_hooks.values():
         module.register_state_dict_post_hook(_stand_in)
         module.register_load_state_dict_pre_hook(_leave_alone)
 
 
 def _is_apart(param: nn.Parameter) -> bool:
-    """Return whether this rank does not have all values of ``param`` now: it is sharded, another rank's expert, or another stage's."""
+    """Return whether this rank lacks values of ``param`` now: it is sharded, an expert, or held by other pipeline stages."""
     return is_sharded(param) or is_expert(param) or is_elsewhere(param)
 
 
@@ -160,8 +162,8 @@ def _stand_in(module: nn.Module, state: dict[str, Any], prefix: str, _metadata: 
 
 
 def _stand_in_for_scales(param: nn.Parameter, name: str, state: dict[str, Any]) -> None:
-    """Put placeholders into ``state`` for the scales that lie beside a packed weight in its unit, where the library's own entries are
-    empty.
+    """Put placeholders into ``state`` for the scales of a packed weight, where the library's own entries are empty. The scales are in the
+    weight's unit.
     """
     unit, index = find_unit(param)  # type: ignore[misc]
     beside = f"{unit.layout.slots[index].name}."
@@ -181,7 +183,7 @@ def _leave_alone(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any)
         entry = state.get(name := f"{prefix}{leaf}")
         if param is not None and isinstance(entry, torch.Tensor) and entry.numel() and is_sharded(param) and not isinstance(entry, StandIn):
             raise StateError(
-                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no whole tensor "
+                f"load_state_dict(): parameter {name} is divided over the ranks now (ZeRO stage 3), so this rank has no full tensor "
                 "to load into. Load inside `with hf_zero.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):` on "
                 "rank 0, or use engine.load_checkpoint(), or from_pretrained()"
             )

@@ -35,7 +35,7 @@ class Range:
         return Range(start, max(start, min(self.stop, other.stop)))
 
     def shift(self, by: int) -> Range:
-        """Return the same range counted from another origin."""
+        """Return the range moved by ``by`` elements, to count it from another origin."""
         return Range(self.start + by, self.stop + by)
 
 
@@ -46,10 +46,10 @@ class ParamSlot:
     Attributes:
         name: Dotted name in the model.
         shape: Full shape.
-        numel: Elements of the unit that the full parameter takes (may be 0).
+        numel: Number of the unit's elements that the full parameter takes (may be 0).
         offset: First element inside the unit.
         group: Index of the optimizer's param group, or ``FROZEN``.
-        shown_as: Its own dtype if it differs from the unit's: scales beside packed weights, whose bytes the unit holds.
+        shown_as: Dtype of the parameter if it differs from the unit's (scales of packed weights, which the unit holds as bytes); else None.
     """
 
     name: str
@@ -61,7 +61,7 @@ class ParamSlot:
 
     @cached_property
     def range(self) -> Range:
-        """Return the range of its elements inside the unit."""
+        """Return the range of the parameter's elements inside the unit."""
         return Range(self.offset, self.offset + self.numel)
 
 
@@ -79,10 +79,10 @@ class UnitLayout:
 
     Attributes:
         name: Name of the unit.
-        slots: Parameters by rising offset; those of one group lie side by side.
+        slots: Parameters by rising offset; the parameters of one group are adjacent.
         padded_numel: Number of elements of the whole buffer, a multiple of ``world * ALIGNMENT``.
-        world: Ranks that share it.
-        dtype: Type of the parameters.
+        world: Number of ranks that the buffer is divided over.
+        dtype: Dtype of the buffer.
     """
 
     name: str
@@ -113,7 +113,7 @@ class UnitLayout:
         return Range(rank * self.shard_numel, (rank + 1) * self.shard_numel)
 
     def segments(self, rank: int) -> tuple[Segment, ...]:
-        """Return the parts of ``rank``'s shard, one per param group that reaches into it; ``FROZEN`` is left out.
+        """Return the parts of ``rank``'s shard, one per param group that has elements in it; ``FROZEN`` is left out.
 
         A segment covers the alignment gaps between its parameters: they hold zeros and an element-wise optimizer keeps them zero.
         """
@@ -142,14 +142,14 @@ def build_layout(
     pieces: int = 1,
     shown_as: Sequence[torch.dtype] | None = None,
 ) -> tuple[UnitLayout, tuple[int, ...]]:
-    """Lay out parameters in a flat buffer, param group by param group, and in the given order inside each group.
+    """Compute the layout of parameters in a flat buffer, ordered by param group, and in the given order inside each group.
 
     Args:
         name: Name of the unit.
         params: (dotted name, full shape) of each parameter.
         groups: Param group of each parameter, ``FROZEN`` for none.
-        dtype: Their common dtype.
-        world: Ranks that will share the buffer.
+        dtype: Dtype of the buffer.
+        world: Number of ranks that the buffer is divided over.
         pieces: A multiple of ``world``: the buffer can also be cut into ``pieces`` equal parts.
         shown_as: Dtype of each parameter if the dtypes differ; the buffer holds their bytes.
 
@@ -172,7 +172,7 @@ def build_layout(
 
 
 class UnitState(Enum):
-    """State of a unit's parameters; the values are labels in traces. Written by ``Unit`` alone."""
+    """State of a unit's parameters; the values are labels in traces. Only ``Unit`` changes it."""
 
     SHARDED = "sharded"  # each rank holds 1/world; parameters are empty tensors
     UNSHARDING = "gathering"  # the whole buffer is allocated, the all-gather is in flight

@@ -1,4 +1,4 @@
-"""Notify a package above of changes to the parameters of units, so that it can show their state under names of its own."""
+"""Define the listener that a package above implements to be notified of changes to the parameters of units."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ class ParamListener:
     """Listener that is notified of changes to parameters; this base class ignores them.
 
     Attributes:
-        attributes: Names of the attributes that it sets on parameters. They are removed from a parameter that leaves its unit, and left
-            out when one is pickled.
+        attributes: Names of the attributes that the listener sets on parameters. They are removed from a parameter that leaves its unit,
+            and left out when a parameter is pickled.
     """
 
     attributes: tuple[str, ...] = ()
 
     def registered(self, param: nn.Parameter, shape: torch.Size, part: torch.Tensor, collectives: Collectives) -> None:
-        """Note that a parameter has a unit, or belongs to none; it is unsharded until another method says otherwise.
+        """Note that a parameter was registered: it is in a unit, or in an engine's model and in no unit. It is unsharded until
+        ``state_changed`` reports another state.
 
         Args:
             param: The parameter.
@@ -32,7 +33,7 @@ class ParamListener:
         """
 
     def state_changed(self, params: Iterable[nn.Parameter | None], state: UnitState) -> None:
-        """Note that the unit of ``params`` is in another state; None means that they have moved to another unit."""
+        """Note that the unit of ``params`` entered ``state``; None in ``params`` is a parameter that has moved to another unit."""
 
     def stays_unsharded(self, params: Iterable[nn.Parameter | None], stays: bool) -> None:
         """Note whether ``params`` are always unsharded, or resharded between uses."""

@@ -1,4 +1,4 @@
-"""Find whether autograd or a script still uses a tensor's memory."""
+"""Count the tensors of autograd or a script that still use a tensor's memory."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def _ordinary() -> Iterator[None]:
 
 
 class HeldMemory:
-    """A flat tensor's memory, which autograd or a script may keep alive; this object does not."""
+    """A weak reference to the memory of a flat tensor, which autograd or a script may keep alive."""
 
     def __init__(self, flat: torch.Tensor) -> None:
         self._like = flat[:0].new_empty(0)
@@ -30,7 +30,7 @@ class HeldMemory:
         self._storage = StorageWeakRef(flat.untyped_storage())
 
     def tensor(self) -> torch.Tensor | None:
-        """Return the tensor, (numel,); None if its memory is gone."""
+        """Return the tensor, (numel,); None if its memory was freed."""
         storage = None if self._storage.expired() else torch.UntypedStorage._new_with_weak_ptr(self._storage.cdata)
         if storage is None or storage.nbytes() < self._numel * self._like.element_size():
             return None
@@ -53,7 +53,7 @@ def _uses(tensor: torch.Tensor) -> int:
 
 @functools.cache
 def _uses_of_one() -> int:
-    """Return the use count of a tensor that shares its memory with no other: in newer versions of torch the query is one more use (2.13,
-    not 2.8).
+    """Return the use count of a tensor that shares its memory with no other tensor; in newer versions of torch (2.13, not 2.8) the query
+    itself counts as one more use.
     """
     return _uses(torch.empty(1))

@@ -10,10 +10,10 @@ Key = TypeVar("Key")
 
 
 class NotedWrites(Generic[Key]):
-    """Checksums of written parameters, by a key that all ranks give a parameter.
+    """Checksums of written parameters, by a key that is the same on all ranks.
 
-    A record depends on the values that were written and on the number of looks before: two ranks that have written the same values, the one
-    before a forward and the other after it, have not done the same.
+    A record depends on the written values and on the number of looks before the write: two ranks that have written the same values, one
+    before a forward and the other after it, have different records.
     """
 
     def __init__(self) -> None:
@@ -24,13 +24,13 @@ class NotedWrites(Generic[Key]):
         return bool(self._sums)
 
     def look(self, key: Key, checksum: int | None) -> None:
-        """Count a look at a parameter that all ranks take, and record its new values, if it has any, by their ``checksum``."""
+        """Count a look at a parameter, which all ranks take; if it has new values, add their ``checksum`` (else None) to its record."""
         self._looks[key] += 1
         if checksum is not None:
             self._sums[key] = zlib.crc32(repr((self._sums.get(key), self._looks[key], checksum)).encode())
 
     def add(self, key: Key) -> None:
-        """Record that a parameter was written where its values may follow a rank's data: in a forward."""
+        """Record that a parameter was written in a forward, where the values may depend on the rank's data."""
         self._sums.setdefault(key, 0)
 
     def record(self, key: Key) -> int | None:
@@ -38,13 +38,13 @@ class NotedWrites(Generic[Key]):
         return self._sums.get(key)
 
     def go_back(self, key: Key, record: int | None) -> None:
-        """Restore an earlier ``record`` of a parameter, because the writes since then are those of all ranks."""
+        """Restore an earlier ``record`` of a parameter, because all ranks have made the writes since then."""
         self._sums.pop(key, None)
         if record is not None:
             self._sums[key] = record
 
     def take(self) -> dict[Key, int]:
-        """Return the records, and begin anew."""
+        """Return all records, and clear them."""
         found, self._sums = self._sums, {}
         self._looks.clear()
         return found

@@ -1,4 +1,4 @@
-"""Handle packed weights: bytes of a quantized weight, under whatever dtype a library keeps them."""
+"""Handle packed weights: parameters whose elements are the bytes of a quantized weight, in whatever dtype a library stores them."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ def mark_packed(param: torch.Tensor) -> None:
 
 
 def is_packed(param: torch.Tensor) -> bool:
-    """Return whether ``param`` was marked, or has a floating-point dtype of one byte with scales beside it."""
+    """Return whether ``param`` was marked as packed, or has a floating-point dtype of one byte (its scales are separate tensors)."""
     return getattr(param, _PACKED, False) or is_narrow(param)
 
 
 def is_wrapped(param: torch.Tensor) -> bool:
-    """Return whether ``param`` is a tensor of a library's own class around other tensors (torchao): it has no flat elements to divide.
+    """Return whether ``param`` is a tensor of a library's own class around other tensors (torchao): it has no flat elements to shard.
 
-    [Note: inner tensors] The tensors inside a wrapped parameter can be sharded: codes and scales are plain tensors, which are adjacent in
-    a unit of packed weights. They are sharded and unsharded; the outer parameter keeps its shape, belongs to the unit of its first inner
-    tensor, and is unsharded when they are.
+    [Note: inner tensors] The tensors inside a wrapped parameter can be sharded: codes and scales are plain tensors, which are adjacent in a
+    unit of packed weights. They are sharded and unsharded; the outer parameter keeps its shape, belongs to the unit of its first inner
+    tensor, and counts as unsharded when they are.
     """
     if not is_traceable_wrapper_subclass(param):
         return False
-    from torch.distributed.tensor import DTensor  # half a second, which only users of such tensors pay
+    from torch.distributed.tensor import DTensor  # the import takes half a second; only users of wrapped tensors pay it
 
     return not isinstance(param, DTensor)
 
@@ -46,15 +46,15 @@ def inner_tensors(outer: Any) -> dict[str, torch.Tensor]:
 
 
 def mark_inner(outer: torch.Tensor) -> bool:
-    """Mark the inner tensors of a wrapped parameter as packed, see [Note: inner tensors]; return whether it can be sharded: all of them
-    are plain.
+    """Mark the inner tensors of a wrapped parameter as packed, see [Note: inner tensors]; return whether it can be sharded, that is,
+    whether all of them are plain tensors with values.
     """
     inner = list(inner_tensors(outer).values())
     if not inner or any(type(tensor) is not torch.Tensor or tensor.is_meta for tensor in inner):
         return False
     for tensor in inner:
         mark_packed(tensor)
-    setattr(inner[0], OUTER, ref(outer))  # weak: the outer one holds it
+    setattr(inner[0], OUTER, ref(outer))  # weak, because the outer tensor references the inner one
     return True
 
 

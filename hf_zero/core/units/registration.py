@@ -26,7 +26,7 @@ from hf_zero.memory import host_memory
 def copy_unit(unit: Unit) -> Unit:
     """Return a sharded unit with a copy of ``unit``'s shard and of each of its parameters, which no engine trains; local.
 
-    It rests in memory: where ``unit`` rests in a file, the file is another engine's.
+    The copy's shard is kept in memory even if ``unit``'s shard is in a file, because the file belongs to the engine.
     """
     empty = torch.empty(0, dtype=unit.layout.dtype, device=unit.collectives.topology.device)
     params = [None if param is None else _param_like(param, empty) for param in unit.params]
@@ -48,7 +48,7 @@ def _unit_of(unit: Unit, dtype: torch.dtype, params: Sequence[nn.Parameter | Non
 
 
 def _param_like(param: nn.Parameter, empty: torch.Tensor) -> nn.Parameter:
-    if is_packed(param):  # of a class whose constructor has further arguments
+    if is_packed(param):  # the constructor of its class has further arguments
         copied: nn.Parameter = torch.Tensor._make_subclass(type(param), empty, False)  # type: ignore[attr-defined]
         mark_packed(copied)
         return copied
@@ -79,7 +79,7 @@ def _own(unit: Unit, index: int, param: Any) -> None:
     unit.listener.registered(param, full_shape(param), unit.shard_part(index, unit.shard), unit.collectives)
 
 
-_loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models in no unit -> their network and name
+_loose: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters of engines' models outside all units -> their network and name
 _written_loose: WeakKeyDictionary[Collectives, NotedWrites[str]] = WeakKeyDictionary()
 
 
@@ -95,19 +95,21 @@ def network_of_loose(param: torch.Tensor) -> Collectives | None:
 
 
 def noted_loose(param: torch.Tensor) -> tuple[NotedWrites[str], str]:
-    """Return the records of writes that the next step or save compares, and the key of ``param``, which ``register_loose`` was given."""
+    """Return the records of writes that the next step or save compares, and the name of ``param`` in it, which ``register_loose``
+    recorded.
+    """
     network, name = _loose[param]
     return _written_loose.setdefault(network, NotedWrites()), name
 
 
 def take_written_loose(network: Collectives) -> dict[str, int]:
-    """Return and remove the records of parameters that the ranks of ``network`` hold, by name; local."""
+    """Return and clear the records of written parameters outside all units, by name, for the ranks of ``network``; local."""
     noted = _written_loose.get(network)
     return {} if noted is None else noted.take()
 
 
 def unregister(param: torch.Tensor) -> None:
-    """Turn a parameter of a unit into an ordinary one; the caller sets its values."""
+    """Turn a parameter of a unit into an ordinary parameter; the caller sets its values."""
     owner = find_unit(param)
     if owner is not None:
         unit, index = owner
@@ -122,16 +124,16 @@ def unregister(param: torch.Tensor) -> None:
 
 
 def _foreign_state(itself: ref[Any]) -> dict[str, Any] | None:
-    """Return the attributes that a pickled parameter keeps besides its values: those that neither this package nor the listener has set.
+    """Return the attributes that a pickled parameter keeps besides its values: all except those that this package and the listener set.
 
     Raises:
-        StateError: It is sharded, so that nothing would be written.
+        StateError: The parameter is sharded, so that no values would be written.
     """
     param: Any = itself()
     owner = find_unit(param)
     if owner is not None and is_sharded(param):
         raise refusal(owner[0].layout.slots[owner[1]].name)
-    theirs = getattr(type(param), "__getstate__", None)  # of a subclass that writes more than its attributes
+    theirs = getattr(type(param), "__getstate__", None)  # a subclass may write more than its attributes
     state = None if theirs in (None, getattr(object, "__getstate__", None)) else theirs(param)
     return _of_others(param, vars(param) if state is None else state) or None
 
@@ -145,10 +147,10 @@ def _of_others(param: torch.Tensor, state: dict[str, Any]) -> dict[str, Any]:
 def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
     """Return the result of ``copy.deepcopy`` for a parameter that is resharded between uses.
 
-    [Note: deep copies] People copy a model to average its weights or to compare with it. A parameter that is whole, inside a
-    ``GatheredParameters``, becomes an ordinary whole one, as in torch. A sharded one becomes a sharded one of a copy of its unit, with
-    copies of all parameters of that unit: nothing is sent, and the copy of a model can be unsharded, saved and given to its own
-    ``initialize``.
+    [Note: deep copies] Scripts copy a model to average its weights or to compare with it. The copy of a parameter that is unsharded, inside
+    ``GatheredParameters``, is an ordinary complete parameter, as in torch. The copy of a sharded parameter is sharded and belongs to a copy
+    of its unit, with copies of all parameters of that unit: nothing is sent, and the copy of a model can be unsharded, saved and passed to
+    its own ``initialize``.
     """
     param: Any = itself()
     if is_wrapped(param):
@@ -165,13 +167,15 @@ def _deep_copy(itself: ref[Any], memo: dict[int, Any]) -> Any:
         if original is not None:
             memo.setdefault(id(original), copied_param)
     for original, copied_param in zip(unit.params, copied.params, strict=True):
-        if original is not None and is_packed(original):  # attributes that say how to read its bytes
+        if original is not None and is_packed(original):  # the library's attributes say how to read its bytes
             vars(copied_param).update(deepcopy(_of_others(original, vars(original)), memo))
     return copied.params[index]
 
 
 def _copy_of_wrapped(param: Any, memo: dict[int, Any]) -> Any:
-    """Return a parameter of the same class around copies of its inner tensors, of the unit that they are in, if there is one."""
+    """Return a parameter of the same class around copies of its inner tensors, registered with the unit of these copies, if there is
+    one.
+    """
     _, context = param.__tensor_flatten__()
     inner = {name: deepcopy(tensor, memo) for name, tensor in inner_tensors(param).items()}
     copied = type(param).__tensor_unflatten__(inner, context, param.size(), param.stride())

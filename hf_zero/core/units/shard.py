@@ -1,4 +1,4 @@
-"""Keep one rank's parts of a unit: the shard with its storage, the master, which an update may still write, and a node's copy."""
+"""Manage one rank's parts of a unit: the shard and its storage, the master, and this rank's part of a node's copy."""
 
 from __future__ import annotations
 
@@ -33,9 +33,10 @@ class ShardStorage:
     """Storage on the device, where shards are used directly. Subclasses keep shards elsewhere and fetch them when a unit is unsharded.
 
     Attributes:
-        reshards: Units are resharded between uses even if one rank owns all of them.
-        passing: Shards rest here on the host until ``initialize`` brings them to where they rest, and are freed then (``zero.Init``).
-        on_disk: Shards rest in a file.
+        reshards: Whether units are resharded between uses even if one rank owns all of them.
+        passing: Whether the storage is temporary (``zero.Init``): shards are on the host until ``initialize`` moves them to their final
+            storage, and are freed then.
+        on_disk: Whether shards are kept in a file.
     """
 
     reshards = False
@@ -47,7 +48,7 @@ class ShardStorage:
         return shard
 
     def bringing(self, unit: ShardOwner, own: torch.Tensor) -> AbstractContextManager[torch.Tensor]:
-        """Return a context that gives the tensor which an all-gather sends; collectives issued inside are ordered after the copy.
+        """Return a context whose value is the tensor that an all-gather sends; collectives issued inside are ordered after the copy.
 
         Args:
             unit: The unit, about to be unsharded.
@@ -56,7 +57,7 @@ class ShardStorage:
         return nullcontext(unit.shard)
 
     def arrive(self, unit: ShardOwner) -> None:
-        """Finish an all-gather: the device's stream waits for copies that are still running."""
+        """Finish an all-gather: make the device's stream wait for copies that are still running."""
 
     def outgoing(self, unit: ShardOwner) -> torch.Tensor:
         """Return the host buffer, (shard_numel,), to which an update on the host writes the new shard; ``send`` comes next."""
@@ -92,12 +93,12 @@ class Arriving(Protocol):
 class OwnPart:
     """This rank's part of a unit: the shard, (shard_numel,) of the parameters' dtype, and the master, (shard_numel,) of the master dtype.
 
-    [Note: updates under way] An offloaded unit may still be updated when ``step`` has returned. Nobody sees half of it: an all-gather, a
-    checkpoint and everything else come to the values through ``shard`` and ``master``, which wait for this unit alone.
+    [Note: updates under way] The update of an offloaded unit may still run when ``step`` has returned. No reader sees a half-finished
+    update: all-gathers, checkpoints and all other readers use ``shard`` and ``master``, which wait for the update of this unit only.
 
     Attributes:
         offloaded: Whether some of the unit's state is on the host (``engine.offload_states``). Reading a shard or master that has no memory
-            meanwhile would end the process; the properties raise instead.
+            would crash the process; the properties raise instead.
 
     Args:
         shard: The shard in its storage.
@@ -110,7 +111,7 @@ class OwnPart:
         self.offloaded = False
 
     def expect(self, values: Arriving) -> None:
-        """Make readers of shard and master wait for ``values`` from now on."""
+        """Make readers of shard and master wait for ``values`` first."""
         self._arriving = values
 
     def settle(self) -> None:
@@ -125,7 +126,9 @@ class OwnPart:
         return [self._shard] if self._master is None else [self._shard, self._master]
 
     def resting(self) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return shard and master without waiting, perhaps half updated or without memory: for callers that only need sizes."""
+        """Return shard and master without waiting for an update; they may be half updated or without memory. For callers that read no
+        values.
+        """
         return self._shard, self._master
 
     @property
@@ -133,7 +136,7 @@ class OwnPart:
         """Return this rank's part of the parameters, in its storage.
 
         Raises:
-            StateError: It was moved to the host.
+            StateError: ``engine.offload_states`` has moved it to the host.
         """
         self.settle()
         if self.offloaded:
@@ -149,7 +152,7 @@ class OwnPart:
         """Return the tensor that the optimizer updates: the shard itself if the dtypes are the same; None if nothing is trained.
 
         Raises:
-            StateError: It was moved to the host.
+            StateError: ``engine.offload_states`` has moved it to the host.
         """
         self.settle()
         if self.offloaded and self._master is not None:
@@ -166,12 +169,12 @@ class OwnPart:
         self._master = None
 
     def refresh_master(self) -> None:
-        """Carry changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
+        """Copy changes of the shard into the master; elements whose 16-bit value is unchanged keep their fp32 bits; local."""
         if self.master is None or self.master is self.shard:
             return
         shard, master = self.shard.to(self.master.device), self.master
         as_shown = master.to(shard.dtype)
-        # On a host the comparison is cheap; on a device the host would wait for it.
+        # On a host the comparison is cheap; on a device the host would have to wait for its result.
         if shard.device.type == "cpu" and has_values(shard) and same_bits(as_shown, shard):
             return
         torch.where(as_shown == shard, master, shard, out=master)
@@ -182,9 +185,9 @@ _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Return whether two contiguous tensors of one dtype, shape and device have the same bits; a device is waited for.
+    """Return whether two contiguous tensors of one dtype, shape and device have the same bits; on a device the host waits for the result.
 
-    On a host this takes the time of reading them, a fifth of what ``torch.equal`` of their bytes takes.
+    On a host this takes as long as reading both tensors: a fifth of the time of ``torch.equal`` on their bytes.
     """
     if one.device.type != "cpu":
         return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
@@ -203,23 +206,24 @@ def require_memory(tensor: torch.Tensor, what: str) -> None:
         StateError: ``what`` was moved to the host.
     """
     if not has_memory(tensor):
-        raise StateError(f"{what} was read while it waits on the host; call engine.reload_states() first")
+        raise StateError(f"{what} was read while it is on the host; call engine.reload_states() first")
 
 
 class SecondaryCopy:
-    """The node's part of one unit that this rank keeps, in the parameters' type (hpZ; Wang et al., arXiv 2306.10209, section 3.2).
+    """The node's part of one unit that this rank keeps, in the parameters' dtype (hpZ; Wang et al., arXiv 2306.10209, section 3.2).
 
-    [Note: secondary copies] The first all-gather after an update crosses all ranks. The ranks of a node keep the gathered values in equal
+    [Note: secondary copies] The first all-gather after an update runs over all ranks. The ranks of a node keep the gathered values in equal
     parts, and further all-gathers stay inside the node until the shard changes. The copy is made when the values arrive, not when the unit
-    is resharded, so it has no writes of a script to unsharded parameters. All ranks gather a unit together and change it together, so they
-    have its copy together. If the all-gathers of a unit carry codes, the copy holds the values of the codes: the values in forward do not
-    depend on an earlier request for exact ones.
+    is resharded, so it contains no writes of a script to unsharded parameters. All ranks gather a unit together and change it together, so
+    either all ranks have their copy of it or none has. If the all-gathers of a unit carry codes, the copy holds the values of the codes:
+    the values in forward do not depend on an earlier request for exact ones.
 
-    [Note: parameters in the node] If the copy is to last, an update fills it again: each rank sends its new shard to the one rank of every
-    node that keeps it. So a node receives each element once, and no gather leaves the node until the shard is changed in another way.
+    [Note: parameters in the node] If the copy lasts, each update refills it: each rank sends its new shard to one rank of every node, the
+    one that keeps these elements. So a node receives each element once, and no gather leaves the node until the shard is changed in another
+    way.
 
     Attributes:
-        lasts: Whether updates fill the copy again.
+        lasts: Whether updates refill the copy.
 
     Args:
         node: Network of the ranks that keep the unit between them; None keeps nothing.
@@ -242,7 +246,7 @@ class SecondaryCopy:
         return self._part is not None
 
     def keep(self, full: torch.Tensor) -> None:
-        """Copy this rank's part of ``full`` (padded_numel,), which has just arrived, unless the copy exists."""
+        """Copy this rank's part of ``full`` (padded_numel,), whose values have just arrived, unless the copy exists."""
         if self._node is not None and self._part is None:
             numel = full.numel() // self._node.world
             self._part = full[self._node.rank * numel : (self._node.rank + 1) * numel].clone()
@@ -250,21 +254,21 @@ class SecondaryCopy:
     def all_gather(self, full: torch.Tensor, unit: str) -> Pending:
         """Fill ``full`` from the parts of the node; collective over the node."""
         if self._node is None or self._part is None:
-            raise StateError(f"unit {unit}: no secondary copy is here")
+            raise StateError(f"unit {unit}: this rank has no secondary copy")
         return self._node.all_gather(full, self._part, unit)
 
     def fill(self, axis: Collectives, shard: torch.Tensor, quantized: bool, unit: str) -> Pending:
-        """Fill the copy from the updated shards of all ranks; collective over ``axis``. The copy exists when the returned object has been
-        waited for.
+        """Start filling the copy from the updated shards of all ranks; collective over ``axis``. The copy exists once the returned object
+        has been waited for.
 
         Args:
-            axis: All ranks; those of a node are adjacent.
+            axis: Network of all ranks; the ranks of a node are adjacent.
             shard: This rank's shard, (shard_numel,).
-            quantized: The copy holds the values of the codes.
+            quantized: Whether the copy holds the values of the codes.
             unit: Name for labels.
         """
         if self._node is None:
-            raise StateError(f"unit {unit}: nobody keeps a secondary copy")
+            raise StateError(f"unit {unit}: secondary copies are off, so there is none to fill")
         nodes, mine = axis.world // self._node.world, message_of(shard) if quantized else shard
         first, keeper = self._node.rank * nodes, axis.rank // nodes  # first owner of the kept elements; keeper of this shard
         rows = mine.new_empty(nodes, mine.numel())

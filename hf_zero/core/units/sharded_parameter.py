@@ -1,4 +1,4 @@
-"""Give a parameter without values a class of its own, which refuses computations and names the parameter."""
+"""Define the class of a parameter without values, which refuses computations with an error that names the parameter."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CONVERSIONS = (
     "cfloat", "cdouble", "chalf",
 )  # fmt: skip
 _COMPARISONS = ("__eq__", "__ne__", "eq", "ne")
-_TO_NODE = ("view_as", "expand_as")  # attributes of the parameter itself: autograd code reaches its gradient accumulation node with them
+_TO_NODE = ("view_as", "expand_as")  # called with the parameter itself, autograd code gets the gradient accumulation node from the result
 
 
 class _Empty:
@@ -43,11 +43,11 @@ class _Empty:
 
     [Note: the class of an empty parameter] A parameter is an empty tensor between its uses at stage 3, and torch computes with empty
     tensors: a sum is 0, a copy is empty, a comparison is true. So a parameter has another class while it is empty, whose
-    ``__torch_function__`` lets questions about shape, type, device and gradient pass, and raises for the rest with the parameter's name.
-    ``data`` and ``detach()`` return tensors that raise likewise (``EmptyValues``), and so do conversions where no gradient is recorded:
-    ``nn.Module.cpu()`` and the like convert each parameter in such a region and assign the result to ``data``, which changes nothing.
-    torch compares a gradient that is assigned with the parameter, and its message names neither; so ``grad`` is a property here.
-    What the model runs with, compiles and pickles is an ``nn.Parameter`` as ever: forward and backward never meet this class.
+    ``__torch_function__`` allows questions about shape, type, device and gradient, and otherwise raises with the parameter's name. ``data``
+    and ``detach()`` return tensors that also raise (``EmptyValues``), and so do conversions while gradients are off: ``nn.Module.cpu()``
+    and similar methods convert each parameter under ``no_grad`` and assign the result to ``data``, which changes nothing. torch compares an
+    assigned gradient with the parameter, and its error message names neither; so ``grad`` is a property here. While the model runs, is
+    compiled or is pickled, its unsharded parameters are ordinary ``nn.Parameter``s: forward and backward never see this class.
     """
 
     __slots__ = ()
@@ -96,9 +96,9 @@ def point(param: nn.Parameter, value: torch.Tensor, empties: bool) -> None:
 
 
 def set_class(param: torch.Tensor, empty: bool) -> None:
-    """Give ``param`` the class of an empty parameter, or its former class; classes with their own rules do not change."""
+    """Give ``param`` the class of an empty parameter, or its former class; classes with their own ``__torch_function__`` do not change."""
     kind = type(param)
-    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters are of these two, and this runs in each forward
+    if kind is (nn.Parameter if empty else ShardedParameter):  # nearly all parameters have one of these classes; runs in each forward
         param.__class__ = ShardedParameter if empty else nn.Parameter  # type: ignore[assignment]
     elif empty and issubclass(kind, ShardedParameter):  # a parameter that shows a placeholder
         param.__class__ = ShardedParameter  # type: ignore[assignment]
@@ -117,7 +117,7 @@ def whole_class(kind: type[Any]) -> type[Any]:
 
 @cache
 def _empty_class(kind: type[Any]) -> type[Any] | None:
-    """Return the class that a parameter of a script's own class has while it is empty; None if the class has rules of its own."""
+    """Return the class that a parameter of class ``kind`` has while it is empty; None if ``kind`` has its own ``__torch_function__``."""
     plain = issubclass(kind, nn.Parameter) and getattr(kind, "__torch_function__", None) is nn.Parameter.__torch_function__
     return type(f"Sharded{kind.__name__}", (_Empty, kind), {"__slots__": (), "__module__": kind.__module__}) if plain else None
 
@@ -148,7 +148,7 @@ _DATA: Any = torch.Tensor.data
 
 
 def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Return a placeholder for an operation on an empty parameter that needs no values, or raise.
+    """Return the result of an operation on an empty parameter if it needs no values, or raise.
 
     Raises:
         StateError: The operation needs values; the message names the parameter.
@@ -165,7 +165,7 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return args[0] is param and isinstance(args[1], StandIn) and args[1].source is param
     if func in _named(_CONVERSIONS) and not torch.is_grad_enabled() and param is args[0]:
         return _converted(param, func, args, kwargs)
-    compared = func in _named(_COMPARISONS) and not isinstance(args[1], (torch.Tensor, Number))  # with None
+    compared = func in _named(_COMPARISONS) and not isinstance(args[1], (torch.Tensor, Number))  # a comparison with None
     if compared or (func in _named(_TO_NODE) and args[0] is args[1]):
         with _WITHOUT_FUNCTION():
             return func(*args, **kwargs)
@@ -175,7 +175,7 @@ def _without_values(func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def _refused(param: Any, called: str) -> StateError:
     owner = vars(param).get(OWNER)
     if owner is not None and owner[0].own.offloaded:
-        return StateError(f"{called} needs values of parameter {_name(param)}, which wait on the host; call engine.reload_states() first")
+        return StateError(f"{called} needs values of parameter {_name(param)}, which are on the host; call engine.reload_states() first")
     return refusal(_name(param), f"{called} needs its values")
 
 
@@ -191,7 +191,7 @@ def _stand_in(param: Any) -> EmptyValues:
 
 
 def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> EmptyValues:
-    """Return a placeholder of the dtype and on the device that ``func`` would give."""
+    """Return a placeholder with the dtype and device that ``func`` would give."""
     with _WITHOUT_FUNCTION():
         result = func(*args, **kwargs)
         if not isinstance(result, torch.Tensor):  # ``type()``
@@ -202,7 +202,7 @@ def _converted(param: Any, func: Callable[..., Any], args: Any, kwargs: Any) -> 
 
 
 def _assign(param: Any, value: Any) -> None:
-    """Set ``param.data``; a placeholder of the parameter itself changes nothing.
+    """Set ``param.data``; assigning the placeholder of the parameter itself changes nothing.
 
     Raises:
         StateError: ``value`` is the placeholder of another parameter, or has another dtype.
@@ -229,7 +229,7 @@ def _name(param: Any) -> str:
 
 def _refusal(param: Any, value: torch.Tensor) -> StateError:
     return StateError(
-        f"{_name(param)}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: divided over the ranks "
+        f"{_name(param)}.grad was given a gradient of shape {tuple(value.shape)}, and the parameter is empty now: sharded over the ranks "
         "(ZeRO stage 3), or offloaded. Call hf_zero.utils.safe_set_full_grad(param, gradient) on all ranks between backward and step(), "
         "or use stage 0, 1 or 2"
     )

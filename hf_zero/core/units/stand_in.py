@@ -35,8 +35,8 @@ def refusal(name: str, attempt: str = _NO_VALUES) -> StateError:
 class StandIn(torch.Tensor):
     """A tensor without memory that represents a sharded parameter by its name; operations that need values raise.
 
-    It reports the device that it was made for but is on none: torch then refuses to make it the ``data`` of an ordinary
-    tensor, which would read from no memory.
+    It reports the device that it was made for, but its real device is meta: torch then refuses to make it the ``data`` of an ordinary
+    tensor, whose reads would access no memory.
 
     Attributes:
         parameter: Name of the parameter that it represents.
@@ -76,12 +76,12 @@ class StandIn(torch.Tensor):
         return other
 
     def refused(self, attempt: str) -> StateError:
-        """Return the error for ``attempt``, a clause, which needs values."""
+        """Return the error for ``attempt``, a clause that names an operation which needs values."""
         return refusal(self.parameter, attempt)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Return the device, or a copy for ``detach``; raise for all other operations."""
+        """Return the device, or another placeholder for ``detach`` and empty padding; raise for all other operations."""
         first = next(arg for arg in torch.utils._pytree.tree_leaves((args, kwargs)) if isinstance(arg, StandIn))
         if func is torch.ops.prim.device.default:
             return first.shown_device
@@ -103,15 +103,15 @@ class StandIn(torch.Tensor):
         raise self.refused("a copy of it would have no values")
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """Return a storage that no other tensor has."""
+        """Return a storage of one byte that no other tensor shares."""
         return self._own_storage
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise self.refused("its bytes were asked for")
+        raise self.refused("its bytes were requested")
 
     def data_ptr(self) -> int:
         """Raise, because the caller needs the bytes."""
-        raise self.refused("its bytes were asked for")
+        raise self.refused("its bytes were requested")
 
     def numpy(self, *, force: bool = False) -> Any:
         """Raise, because the caller needs the values."""
@@ -122,13 +122,13 @@ class StandIn(torch.Tensor):
         raise self.refused("it was converted to a list")
 
     def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
-        raise self.refused("its memory was asked for")
+        raise self.refused("its memory was requested")
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         raise self.refused("it was converted to an array")
 
     def __bool__(self) -> bool:
-        raise self.refused("it was asked for a truth value")
+        raise self.refused("its truth value was requested")
 
 
 class EmptyValues(StandIn):

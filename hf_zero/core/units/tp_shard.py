@@ -1,5 +1,5 @@
-"""Record which part of a parameter this rank holds if several ranks hold one model (tensor parallelism, pipelines) or its experts
-together.
+"""Record which part of a parameter this rank holds if several ranks together hold one model (tensor parallelism, pipelines) or all experts
+of a layer.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from torch import nn
 from hf_zero.core.units.layout import Range
 
 _TP_SHARD = "_hf_zero_tp_shard"
-_STAGES = "_hf_zero_stages"  # attribute of a parameter that is not a part
+_STAGES = "_hf_zero_stages"  # attribute of a parameter that is complete on several stages
 _WHOLE_READER = "_hf_zero_whole_reader"  # attribute of a module
 
 Wholes = dict[tuple[int, bool], torch.Tensor]
@@ -27,10 +27,10 @@ class TpShard:
     Attributes:
         full_shape: Shape of the full parameter.
         dim: The dimension that is divided.
-        ranges: Indices along ``dim`` that this rank holds, in the order in which its tensor has them; several if the full parameter is
-            made of parts that are each divided (query, key and value in one weight).
-        copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks.
-        expert: Whether the rest is on the ranks that hold all experts together, not on those of the model axis.
+        ranges: Indices along ``dim`` that this rank holds, in the order of its tensor; several if the full parameter consists of parts that
+            are divided separately (query, key and value in one weight).
+        copies: Ranges along ``dim`` of this rank's tensor that other ranks hold too, each with the number of ranks that hold it.
+        expert: Whether the other parts are on the ranks of the expert group, not on those of the model axis.
         stages: Stages of a pipeline that hold the parameter, if there are several (tied weights); otherwise ().
         elsewhere: Whether only other stages of a pipeline hold it.
     """
@@ -55,15 +55,15 @@ def unmark_tp_shard(param: torch.Tensor) -> None:
 
 
 def tp_shard_of(param: torch.Tensor) -> TpShard | None:
-    """Return the part that ``param`` is; None for a parameter of which each rank has the same full copy."""
+    """Return the part that ``param`` was marked as; None for a parameter of which each rank has the same full copy."""
     return getattr(param, _TP_SHARD, None)
 
 
 def mark_whole_reader(module: nn.Module, reader: WholeReader) -> None:
-    """Give code that reads a parameter of ``module`` outside of its forward the result of ``reader(name, part, kept)``: the full tensor,
-    or None for the part.
+    """Register ``reader`` for code that reads a parameter of ``module`` outside of the module's forward.
 
-    ``kept`` contains the tensors that this forward of the model has read before.
+    ``reader(name, part, kept)`` returns the full tensor, or None to use the part. ``kept`` contains the tensors that this forward of the
+    model has read before.
     """
     module.__dict__[_WHOLE_READER] = reader
 
@@ -108,18 +108,18 @@ def is_elsewhere(param: torch.Tensor) -> bool:
 
 
 def is_part(param: torch.Tensor) -> bool:
-    """Return whether this rank has less than all of ``param``."""
+    """Return whether this rank has only a part of ``param``."""
     part = tp_shard_of(param)
     return part is not None and sum(run.numel for run in part.ranges) < part.full_shape[part.dim]
 
 
 def stages_of(param: torch.Tensor) -> tuple[int, ...]:
-    """Return the stages of a pipeline that hold ``param``, if there are several."""
+    """Return the stages of a pipeline that hold ``param``, if there are several; otherwise ()."""
     part = tp_shard_of(param)
     found: tuple[int, ...] = part.stages if part is not None else getattr(param, _STAGES, ())
     return found
 
 
 def mark_on_all_stages(param: torch.Tensor, stages: tuple[int, ...]) -> None:
-    """Mark ``param``, a single number, as held by all ``stages`` of a pipeline: it is not a part, and no stage can leave it empty."""
+    """Mark ``param``, a single number, as held completely by all ``stages`` of a pipeline; it is not divided."""
     setattr(param, _STAGES, stages)

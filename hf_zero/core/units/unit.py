@@ -32,15 +32,15 @@ from hf_zero.system.planning import has_values
 class Built:
     """Dtype and device that the parameters of a unit had when their module was built.
 
-    [Note: as it was built] A random number depends on the type and the device it is drawn for: a 16-bit normal distribution is no rounded
-    fp32 one, and each device has a generator of its own. So until the model is built its units have the dtype that constructors gave,
-    unsharded parameters are on the device that they were built on, and the cast to the run's dtype comes at the end. A model
-    that is sharded while it is built then has the bits of one that was built unsharded and cast.
+    [Note: as it was built] A random number depends on the type and the device that it is drawn for: a 16-bit normal sample is not a rounded
+    fp32 one, and each device has its own generator. So until the model is built its units have the dtype that constructors gave, unsharded
+    parameters are on the device that they were built on, and the cast to the run's dtype is done at the end. A model that is sharded while
+    it is built then has the same bits as one that was built unsharded and cast.
 
     Attributes:
-        dtype: The dtype.
-        device: The device.
-        shown: The model is still being built: unsharded parameters have this dtype and device.
+        dtype: Dtype that the constructors gave.
+        device: Device that the constructors gave.
+        shown: Whether the model is still being built, so that unsharded parameters have this dtype and device.
     """
 
     dtype: torch.dtype
@@ -58,7 +58,7 @@ class Pins:
         return bool(self._modifier_ranks)
 
     def add(self, modifier_rank: int | None) -> None:
-        """Add a holder; before it is removed it broadcasts the changes of ``modifier_rank``, unless that is None."""
+        """Add a holder, which before its removal broadcasts the changes of ``modifier_rank`` (None: no changes to broadcast)."""
         self._modifier_ranks.append(modifier_rank)
 
     def remove(self) -> None:
@@ -77,15 +77,15 @@ class UnitSpec:
 
     Attributes:
         collectives: Network of the data-parallel axis.
-        shards: Each rank owns a part (stages 1 to 3); else every rank owns all (stage 0).
-        reshards: Parameters are resharded between uses (stage 3).
-        master_dtype: Type of the masters of trainable units; equal to the parameters' type means the shard is its own master.
-        sync_values: Take rank 0's values at construction, as DDP does.
-        shard_storage: Where shards rest between uses.
+        shards: Whether each rank owns one part of a unit (stages 1 to 3); else every rank owns the complete unit (stage 0).
+        reshards: Whether parameters are resharded between uses (stage 3).
+        master_dtype: Dtype of the masters of trainable units; if it equals the parameters' dtype, the shard is its own master.
+        sync_values: Whether construction broadcasts rank 0's values, as DDP does.
+        shard_storage: Where shards are kept between uses.
         listener: Is notified of changes to the parameters.
-        quantized: The schedule's all-gathers carry codes of 8 bits, see [Note: exact values].
+        quantized: Whether the schedule's all-gathers carry 8-bit codes, see [Note: exact values].
         node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
-        copy_lasts: Updates fill these copies, see [Note: parameters in the node].
+        copy_lasts: Whether updates refill these copies, see [Note: parameters in the node].
     """
 
     collectives: Collectives
@@ -101,13 +101,13 @@ class UnitSpec:
 
 
 class Training(Protocol):
-    """The module whose units an engine trains or reads, and whether it still trains it.
+    """The engine of some units: its module, and whether it still trains the module.
 
     Attributes:
         module: The module whose parameters are in the units.
-        trains: Whether the engine still trains it.
+        trains: Whether the engine still trains the module.
         idle: Whether no forward or backward runs, and no backward can follow.
-        units: Returns all its units.
+        units: Returns all units of the engine.
     """
 
     module: nn.Module
@@ -127,10 +127,10 @@ class Training(Protocol):
 class Unit:
     """A flat buffer of parameters of one dtype, all trainable or all frozen.
 
-    [Note: exact values] If a unit is quantized, the whole buffer holds the values of the codes while the schedule has unsharded it:
-    forward and backward compute with these values. Shard and master never hold them. A caller that pins the unit (``GatheredParameters``,
-    saving, a generation that gathers the model) gets exact values, by a second all-gather if the unit is unsharded already; a unit that
-    stays unsharded for good is exact.
+    [Note: exact values] If a unit is quantized, the whole buffer holds the values of the codes while the schedule has unsharded it: forward
+    and backward compute with these values. Shard and master never hold them. A caller that pins the unit (``GatheredParameters``, saving, a
+    generation that gathers the model) gets exact values, by a second all-gather if the unit is unsharded already; a unit that always stays
+    unsharded holds exact values.
 
     Attributes:
         layout: Offsets and division over ranks.
@@ -142,18 +142,18 @@ class Unit:
         alone: Parameters that a holder keeps unsharded while the rest is sharded.
         rank: This rank's position among the owners (0 at stage 0).
         owned: Range of elements of the unit that this rank owns.
-        trainable: Whether an optimizer updates it.
+        trainable: Whether an optimizer updates the unit.
         reshards: Whether the whole buffer is freed between uses.
-        shard_storage: Where the shard rests between uses.
+        shard_storage: Where the shard is kept between uses.
         listener: Is notified of changes to the parameters.
         secondary: The copy of the unit that the ranks of a node keep between them.
         state: Sharded, unsharding or unsharded.
         lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
         quantized: Whether the schedule's all-gathers carry codes.
-        exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise those of their codes.
-        gathers: Number of ``GatheredParameters`` contexts that hold it now.
+        exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise the values of their codes.
+        gathers: Number of open ``GatheredParameters`` contexts that contain the unit.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
-        rests: Whether all of its parameters rest: no step reduces or updates it, see [Note: what is trained].
+        rests: Whether all of its parameters are frozen at present, so that no step reduces or updates it, see [Note: what is trained].
         belongs_to: Weak reference to the ``Training`` of its engine; None if it belongs to none.
         built: Dtype and device of the parameters before ``zero.Init`` sharded them; None for every other unit.
     """
@@ -242,7 +242,7 @@ class Unit:
         self._enter(UnitState.UNSHARDING)
 
     def start_all_gather(self, exact: bool) -> Pending:
-        """Start the all-gather of the shards into the whole buffer, which has memory; collective. For ``exact`` see ``start_unshard``."""
+        """Start the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
         self.own.settle()
         self.exact = exact or not self.quantized
         gather = self.collectives.all_gather if self.exact else partial(all_gather_codes, self.collectives)
@@ -276,10 +276,10 @@ class Unit:
         self.refuse_assigned()
 
     def refuse_assigned(self) -> None:
-        """Raise if ``data`` was assigned to parameters without values, and drop it; local.
+        """Drop ``data`` that was assigned to parameters without values, and raise if there was any; local.
 
         Raises:
-            StateError: Some was assigned to parameters of this unit; the message names all of the engine, whose data is dropped too.
+            StateError: Some was assigned in this unit; ``data`` assigned in other units of the engine is dropped and named too.
         """
         names = self.whole.drop_assigned()
         training = self.belongs_to() if names and self.belongs_to is not None else None
@@ -290,15 +290,15 @@ class Unit:
             raise StateError(
                 f"parameter{'s' * several} {', '.join(names[:5])}{f' and {len(names) - 5} more' if names[5:] else ''} "
                 f"{'were' if several else 'was'} given data while {'they were' if several else 'it was'} divided (ZeRO stage 3) or "
-                "offloaded, and the data is dropped. Set it on all ranks inside "
+                "offloaded, so the data was discarded. Set it on all ranks inside "
                 "`with hf_zero.zero.GatheredParameters([parameter], modifier_rank=0):`"
             )
 
     def show_placeholders(self) -> None:
         """Give sharded parameters their shapes, without values, until the unit is unsharded or resharded; local.
 
-        autograd compares a gradient with its parameter's shape, also where backward does not read the values. What ``reshard`` has left
-        for autograd are values, though.
+        Autograd compares a gradient's shape with its parameter's shape, even where backward does not read the values. Where ``reshard`` has
+        kept values for autograd, the parameters show these values instead.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -306,19 +306,19 @@ class Unit:
             self.alone.show()
 
     def let_go_of_left(self) -> None:
-        """Free the values that ``reshard`` has left for autograd; local."""
+        """Free the values that ``reshard`` has kept for autograd; local."""
         self.whole.forget_left()
         if self.state is not UnitState.UNSHARDED:
             self.whole.hide()
             self.alone.show()
 
     def reshard(self, leave: bool = False, for_autograd: bool = False, adopt: bool = True) -> bool:
-        """Drop the whole buffer and keep the shard; return whether it did. A pinned unit, and one that never reshards, does not change.
+        """Free the whole buffer and keep the shard; return whether it did. A pinned unit, and one that never reshards, does not change.
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: ``show_placeholders`` shows the present values, until ``whole.forget_left``.
-            adopt: Keep what was written to the parameters.
+            for_autograd: Keep the present values for ``show_placeholders``, until ``whole.forget_left``.
+            adopt: Keep values that were written to the parameters.
         """
         if self.state is not UnitState.UNSHARDED:
             self.alone.take_assigned()
@@ -337,14 +337,14 @@ class Unit:
         return True
 
     def awaited(self) -> bool:
-        """Return whether a forward or backward runs, or a backward may follow that reads the present values; local."""
+        """Return whether a forward or backward runs, or a later backward may read the present values; local."""
         training = self.belongs_to() if self.belongs_to is not None else None
         return training is not None and not training.idle
 
     def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
-        """Copy values to buffers that a coming backward may read; the arguments are those of ``WholeBuffer.show_older``. Local.
+        """Copy values to buffers that a later backward may read; the arguments are those of ``WholeBuffer.show_older``. Local.
 
-        At other times these buffers are a script's own, which keep their values: [Note: tensors taken out of a gather].
+        If no backward may follow, these buffers belong to a script and keep their values: [Note: tensors taken out of a gather].
         """
         if self.awaited():
             self.whole.show_older(index, value)
@@ -352,10 +352,10 @@ class Unit:
     def _adopt_written(self) -> None:
         """Keep this rank's part of the values that were written while the parameters were unsharded; local.
 
-        [Note: writes that torch does not count] ``param.data.mul_(2)`` leaves version and address of a parameter as they are. So what
-        the buffer has of this rank's shard is compared with the shard, which costs the host 2/N of a pass over the parameters on N ranks.
-        On a device nothing waits for a comparison: the shard is overwritten, and the next step compares it with the master. Not compared
-        are buffers with the values of codes and shards in files, and on a device units with secondary copies.
+        [Note: writes that torch does not count] ``param.data.mul_(2)`` changes neither version nor address of a parameter. So this rank's
+        part of the buffer is compared with the shard, which costs the host 2/N of a pass over the parameters on N ranks. On a device the
+        host does not wait for a comparison: the shard is overwritten, and the next step compares it with the master. Exempt are buffers
+        that hold values of codes, shards in files, and, on a device, units with secondary copies.
         """
         counted = set[int]()
         for index, value in self.whole.written_values():
@@ -371,7 +371,7 @@ class Unit:
             self._adopt_uncounted(counted)
 
     def _adopt_uncounted(self, counted: Collection[int]) -> None:
-        """Keep writes that torch has not counted, but for the parameters at ``counted``, whose values are elsewhere; local."""
+        """Keep writes that torch has not counted, except for the parameters at ``counted``, which the caller has adopted; local."""
         own, shard = self.whole.flat[self.owned.start : self.owned.stop], self.own.shard
         on_host = own.device.type == "cpu"
         if shard.device != own.device or (on_host and same_bits(own, shard)):
@@ -402,13 +402,13 @@ class Unit:
             observe.note(state.value, self.name)
             self.listener.state_changed(self.params, state)
             if self.alone:
-                self.alone.tell()
+                self.alone.notify()
 
     # -- holders ------------------------------------------------------------------------------------------------------
 
     @contextmanager
     def unsharded(self) -> Iterator[torch.Tensor]:
-        """Give the whole buffer inside the ``with``; collective. Nests; a unit that was unsharded before stays so afterwards."""
+        """Yield the whole buffer, unsharded inside the ``with``; collective. Nests; a unit that was unsharded before stays unsharded."""
         was_whole = self.pin()
         try:
             yield self.whole.flat
@@ -422,7 +422,7 @@ class Unit:
             modifier_rank: Rank whose changes the holder will broadcast before ``unpin``.
         """
         if modifier_rank is not None and self.own.offloaded:
-            for part in self.own.tensors():  # the changes will be carried over there
+            for part in self.own.tensors():  # write_back will copy the changes to them
                 require_memory(part, f"unit {self.name}")
         was_whole = self.state is not UnitState.SHARDED
         self.unshard(exact=True)
@@ -432,7 +432,7 @@ class Unit:
         return was_whole
 
     def unpin(self, reshard: bool = True, adopt: bool = True) -> None:
-        """Undo the last ``pin``; with ``reshard`` the last one also reshards the unit, for ``adopt`` see ``reshard``."""
+        """Undo the last ``pin``. With ``reshard``, removing the last pin also reshards the unit; ``adopt`` as in ``reshard``."""
         self.pins.remove()
         if not self.pins:
             _pinned.discard(self)
@@ -445,10 +445,10 @@ class Unit:
         return bool(self.pins)
 
     def set_offloaded(self, offloaded: bool) -> None:
-        """Record that state of the unit was moved to the host, or that all of it has its memory again; local.
+        """Record that some state of the unit was moved to the host, or that all of it has its memory again; local.
 
-        Meanwhile requests for values on the host raise. Reads of an unsharded parameter cannot be caught, so the parameter is
-        empty: operations find a wrong shape, not missing memory.
+        While some state is on the host, requests for its values raise. Reads of an unsharded parameter cannot be intercepted, so the
+        parameter is emptied: operations then find a wrong shape, not missing memory.
         """
         self.own.offloaded = offloaded
         if self.state is UnitState.UNSHARDED:
@@ -464,7 +464,7 @@ _pinned: WeakSet[Unit] = WeakSet()
 
 
 def shares_unsharded_memory(tensor: torch.Tensor) -> bool:
-    """Return whether ``tensor``, not a unit's parameter, is a view of a unit that is held unsharded: resharding frees its memory."""
+    """Return whether ``tensor``, not a unit's parameter, is a view of a pinned unit's buffer: resharding would free its memory."""
     return any(unit.reshards and unit.whole.holds(tensor) for unit in _pinned)
 
 
@@ -474,12 +474,12 @@ def trained_of(units: Iterable[Unit]) -> list[Unit]:
 
 
 def find_unit(param: torch.Tensor) -> tuple[Unit, int] | None:
-    """Return the unit that holds ``param`` and its index there, or None for an ordinary tensor."""
+    """Return the unit that contains ``param`` and the parameter's index in it, or None for an ordinary tensor."""
     return getattr(param, OWNER, None)
 
 
 def is_sharded(param: torch.Tensor) -> bool:
-    """Return whether ``param`` is an empty tensor now: its unit is not unsharded, and the parameter is not held alone."""
+    """Return whether ``param`` is an empty tensor now: its unit is not unsharded, and no holder keeps the parameter alone."""
     owner = find_unit(param)
     return owner is not None and owner[0].state is not UnitState.UNSHARDED and owner[1] not in owner[0].alone
 

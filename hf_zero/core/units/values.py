@@ -17,7 +17,7 @@ from hf_zero.system.planning import has_values
 
 
 def publish(units: Sequence[Unit]) -> None:
-    """Cast masters into 16-bit shards after an update, in one launch on a device; local. In fp32 both are the same memory."""
+    """Cast masters into 16-bit shards after an update, in one launch on a device; local. In fp32, shard and master are the same memory."""
     changed = [(unit.shard, unit.master) for unit in units if unit.master is not None and unit.master is not unit.shard]
     if changed:
         shards, masters = zip(*changed, strict=True)
@@ -36,7 +36,7 @@ def shard_changed(unit: Unit) -> None:
 def all_gather_updated(unit: Unit) -> Pending | None:
     """Start the all-gather of updated shards, for a unit that stays unsharded or whose node keeps a lasting copy; collective.
 
-    Parameters that are held alone are fetched before it returns.
+    Values of parameters that are held alone have been fetched again when it returns.
     """
     unit.alone.refresh()
     if unit.state is UnitState.UNSHARDED:
@@ -67,21 +67,21 @@ def write_back(unit: Unit) -> None:
 
 
 def adopt_writes(unit: Unit, idle: bool = True) -> None:
-    """Carry what a script has written to the parameters of ``unit`` into its shard and its master; local. See docs/parameters.md.
+    """Copy values that a script has written to the parameters of ``unit`` into its shard and its master; local. See docs/parameters.md.
 
-    It covers unsharded parameters: memory assigned to them (``param.data = value``), and writes in place, also to ``.data``.
-    Of masters in a wider type those elements are replaced whose value in the parameters' type is another.
+    It covers unsharded parameters: memory assigned to them (``param.data = value``), and writes in place, also to ``.data``. In a master of
+    a wider dtype, an element is replaced only if it differs from the parameter's value after a cast to the parameters' dtype.
 
     Args:
         unit: The unit.
         idle: See ``WholeBuffer.adopt``.
 
     Raises:
-        StateError: A script assigned ``data`` to a sharded parameter, or to an unsharded one ``data`` of another shape, or between a
-            forward and its backward.
+        StateError: A script assigned ``data`` to a sharded parameter, or ``data`` of another shape to an unsharded one, or ``data`` between
+            a forward and its backward.
     """
     if unit.own.offloaded:
-        return  # the holder of ``offload_states`` has carried it over before
+        return  # ``offload_states`` has adopted the writes before it moved the state
     unit.refuse_assigned()
     if unit.state is not UnitState.UNSHARDED:
         unit.alone.adopt()
@@ -98,7 +98,7 @@ def adopt_writes(unit: Unit, idle: bool = True) -> None:
 
 
 def adopt_present_writes(unit: Unit) -> None:
-    """Carry writes over as ``adopt_writes`` does, at a moment that is idle if the engine of ``unit`` is; local.
+    """Copy writes as ``adopt_writes`` does, with ``idle`` set to whether the engine of ``unit`` is idle now; local.
 
     Raises:
         StateError: See ``adopt_writes``.
@@ -137,11 +137,11 @@ def broadcast_from(unit: Unit, source: int) -> None:
 def show_as_built(unit: Unit) -> None:
     """Show unsharded parameters with the dtype and device that they were built with ([Note: as it was built]); local.
 
-    What is written to them reaches the unit as values of other memory do (``param.data = value``): with ``broadcast_from``.
+    ``broadcast_from`` copies values written to them into the unit, like values of other assigned memory (``param.data = value``).
     """
     for param, slot, view in zip(unit.params, unit.layout.slots, map(unit.whole.view, range(len(unit.params))), strict=True):
         if unit.built is None or param is None or not slot.numel:
             continue
         shown = view.to(unit.built.device, unit.built.dtype)
-        if shown is not view and param.data_ptr() == view.data_ptr():  # otherwise an outer holder shows it already
+        if shown is not view and param.data_ptr() == view.data_ptr():  # else an outer holder has pointed it at a converted tensor already
             point(param, shown, empties=False)

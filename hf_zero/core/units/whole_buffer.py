@@ -20,7 +20,7 @@ from hf_zero.memory.residents import mark_resident
 
 
 class Shown(Enum):
-    """Kind of tensors that the parameters of a unit show now. Written by ``WholeBuffer`` alone."""
+    """Kind of tensors that the parameters of a unit point at now. Only ``WholeBuffer`` changes it."""
 
     VALUES = auto()  # views of the whole buffer
     PLACEHOLDERS = auto()  # their shapes, without memory
@@ -28,7 +28,7 @@ class Shown(Enum):
 
 
 class WholeBuffer:
-    """One flat buffer, (padded_numel,), and its view for each parameter; its memory is allocated and freed, the tensors stay.
+    """One flat buffer, (padded_numel,), and its view for each parameter; its memory is allocated and freed, the tensor objects stay.
 
     Attributes:
         flat: The buffer.
@@ -40,10 +40,10 @@ class WholeBuffer:
         params: The parameters; None where one has moved to another unit. The unit's own list, which may change.
         alone: Positions of parameters that have values of their own while the other parameters have none; live.
 
-    [Note: data for a divided parameter] The result of ``param.data = value`` while the parameter has no values on this rank would be lost
-    at the next unshard. A rank cannot raise alone in the middle of collective operations. So it records the parameter whenever its memory
-    has been replaced, drops the data, and raises at a safe point: when the parameters have been unsharded, or in the vote before a step or
-    a save.
+    [Note: data for a divided parameter] The values of ``param.data = value``, assigned while the parameter has no values on this rank,
+    would be lost at the next unshard. A rank cannot raise alone in the middle of collective operations. So it records the parameter
+    whenever its memory has been replaced, drops the data, and raises at a safe point: when the parameters have been unsharded, or in the
+    vote before a step or a save.
     """
 
     def __init__(
@@ -64,7 +64,7 @@ class WholeBuffer:
         self._empty = [empty[dtype] for dtype in dtypes]
         self._views = self._make_views()
         self._left: list[torch.Tensor] = []
-        self._older: list[HeldMemory] = []  # buffers before this one that a coming backward may read
+        self._older: list[HeldMemory] = []  # earlier buffers that a later backward may read
         self._versions: list[int] = []  # version counters of the parameters when their values, or placeholders, were shown
         self._shown = Shown.VALUES
         self.show()
@@ -90,18 +90,18 @@ class WholeBuffer:
         self.note_versions()
 
     def note_versions(self) -> None:
-        """Record the present versions of the parameters, so that only later writes count as written; local."""
+        """Record the present version counters of the parameters, so that only later writes count as written; local."""
         self._versions = [0 if param is None else param._version for param in self._params]
 
     def _noted(self) -> Sequence[int | None]:
-        """Return the version of each parameter when its values were shown; None where that is unknown."""
+        """Return the version counter of each parameter when its values were shown; None where it is unknown."""
         known = self._shown is Shown.VALUES and len(self._versions) == len(self._params)
         return self._versions if known else [None] * len(self._params)
 
     def show_placeholders(self) -> None:
-        """Give each parameter its shape, without memory of its own: every element is the same NaN (0 of an integer).
+        """Point each parameter at a tensor of its shape, without memory of its own: every element is the same NaN (0 for integers).
 
-        If ``free`` has left values for autograd, it shows these.
+        If ``free`` has kept values for autograd, point the parameters at these values.
         """
         if self._shown is not Shown.PLACEHOLDERS:
             values = [self._placeholder(index) for index in range(len(self._params))]
@@ -113,12 +113,12 @@ class WholeBuffer:
         return self._left[index] if self._left else self._unknown[index].expand(self._layout.slots[index].shape)
 
     def hide(self) -> None:
-        """Empty the parameters."""
+        """Point the parameters at empty tensors."""
         if self._shown is not Shown.NOTHING:
             self._point(self._empty, Shown.NOTHING)
 
     def follow_memory(self) -> None:
-        """Empty parameters whose memory was moved to the host, and show parameters whose memory is back."""
+        """Empty the parameters if the buffer's memory was moved to the host, and show them again when it is back."""
         if not has_memory(self.flat):
             self.hide()
         elif self._shown is Shown.NOTHING:
@@ -128,7 +128,7 @@ class WholeBuffer:
         """Raise if the values of ``what`` were moved to the host.
 
         Raises:
-            StateError: They were moved.
+            StateError: The buffer has no memory.
         """
         if self._shown is not Shown.VALUES:
             require_memory(self.flat, what)
@@ -163,7 +163,11 @@ class WholeBuffer:
         return [self._layout.slots[index].name for index in dict.fromkeys(given)]
 
     def written_values(self) -> Iterator[tuple[int, torch.Tensor]]:
-        """Yield position and values of parameters that were written in place, or given other memory, since they were shown."""
+        """Yield position and values of each parameter that was written in place, or pointed at other memory, since it was shown.
+
+        Raises:
+            StateError: The other memory has another number of elements.
+        """
         if self._shown is not Shown.VALUES:
             return
         for index, (param, view, version) in enumerate(zip(self._params, self._views, self._noted(), strict=True)):
@@ -175,13 +179,14 @@ class WholeBuffer:
                 yield index, param.data
 
     def adopt(self, idle: bool = True) -> tuple[bool, bool]:
-        """Takes the values of parameters that were given other memory (``param.data = value``), and shows them their views again.
+        """Copy the values of parameters that were pointed at other memory (``param.data = value``), and point them at their views again.
 
         Args:
-            idle: No backward may follow that reads the values before: autograd has saved views of the buffer.
+            idle: No backward may follow that reads the previous values: autograd has saved views of the buffer.
 
         Returns:
-            Whether there were any; whether one was written in place since its values were shown; writes to ``.data`` are not seen.
+            Whether any parameter had other memory; whether one was written in place since its values were shown (writes to ``.data`` are
+            not detected).
 
         Raises:
             StateError: The other memory has another shape, or it is not ``idle`` and the values differ.
@@ -191,7 +196,7 @@ class WholeBuffer:
         for param, view, slot, version in zip(self._params, self._views, self._layout.slots, self._noted(), strict=True):
             if param is None:
                 continue
-            address = start + slot.offset * width if slot.numel else 0  # the view's, which would say it more slowly
+            address = start + slot.offset * width if slot.numel else 0  # equals view.data_ptr(), which is slower
             if param.data_ptr() != address or param.shape != slot.shape:
                 if param.shape != view.shape:
                     raise _other_shape(slot.name, view, param)
@@ -204,10 +209,10 @@ class WholeBuffer:
         return assigned, written
 
     def require_adoptable(self) -> None:
-        """Raise if ``adopt`` would, at a moment that is not idle, because of values that a backward needs; local.
+        """Raise if ``adopt(idle=False)`` would raise because a backward needs the previous values; local.
 
         Raises:
-            StateError: It would.
+            StateError: ``data`` with other values was assigned to a parameter.
         """
         for param, view, slot in zip(self._params, self._views, self._layout.slots, strict=True):
             elsewhere = param is not None and view.numel() and param.data_ptr() != view.data_ptr()
@@ -219,8 +224,8 @@ class WholeBuffer:
 
         Args:
             leave: Tensors that a script took from the buffer keep their values, see [Note: tensors taken out of a gather].
-            for_autograd: All values are kept, for ``show_placeholders``, until ``forget_left``.
-            awaited: Returns whether a backward may follow that reads the present values.
+            for_autograd: Keep all values, for ``show_placeholders``, until ``forget_left``.
+            awaited: Returns whether a later backward may read the present values.
         """
         self.hide()
         if for_autograd:
@@ -235,12 +240,13 @@ class WholeBuffer:
         self.flat.untyped_storage().resize_(0)
 
     def show_older(self, index: int | None = None, value: torch.Tensor | None = None) -> None:
-        """Copy values to the buffers before this one whose memory is in use, if a backward was to follow when they were left; local.
+        """Copy values to earlier buffers whose memory is in use, if a backward could still follow when they were replaced; local.
 
-        Autograd may have saved views of them, and plain PyTorch's backward reads what was written to a parameter since its forward.
+        Autograd may have saved views of them, and plain PyTorch's backward reads the values that were written to a parameter since its
+        forward.
 
         Args:
-            index: Position of one parameter; None copies all that the buffer has.
+            index: Position of one parameter; None copies the complete buffer.
             value: Its value.
         """
         for older in self._older:
@@ -254,16 +260,17 @@ class WholeBuffer:
                     view_of(values, self._layout.slots[index]).copy_(value.view(self._layout.slots[index].shape))
 
     def forget_left(self) -> None:
-        """Free the values that ``free`` has left for autograd, and forget the buffers before this one: an update is about to run."""
+        """Free the values that ``free`` has kept for autograd, and forget earlier buffers: an update is about to run."""
         self._left = []
         self._older = []
 
     def _is_held(self) -> bool:
-        """[Note: tensors taken out of a gather]
+        """Return whether a tensor other than the parameters' views shares the buffer's memory.
 
-        ``state[name] = param.detach().cpu()`` inside ``GatheredParameters`` is how scripts collect weights; on a CPU it copies nothing,
-        so the tensor shares the buffer's storage. When such a tensor, or one that autograd saved, is alive, the storage stays with
-        it and the unit takes another buffer. While the model runs this is not done: what autograd saved is to be freed then.
+        [Note: tensors taken out of a gather] Scripts collect weights with ``state[name] = param.detach().cpu()`` inside
+        ``GatheredParameters``; on a CPU this copies nothing, so the tensor shares the buffer's storage. While such a tensor, or one that
+        autograd saved, is alive, it keeps the storage and the unit allocates another buffer. This is not done while the model runs: then
+        the memory of tensors that autograd saved has to be freed.
         """
         return other_uses(self.flat) > len(self._views)
 
@@ -285,8 +292,8 @@ def _other_shape(name: str, view: torch.Tensor, param: torch.Tensor) -> StateErr
 
 def _needed(name: str) -> StateError:
     return StateError(
-        f"parameter {name} was given data between a forward and its backward, which needs the values before. They cannot be replaced "
-        "before the backward, to save the model or to read it: do that after the backward"
+        f"parameter {name} was given data between a forward and its backward, which needs the previous values. Assign data, or save or "
+        "read the model with it, after the backward"
     )
 
 

@@ -22,6 +22,7 @@ from hf_zero.checkpoint.format.names import INDEX_FILE, VALUES_FILE
 from hf_zero.checkpoint.format.values import Decoder
 from hf_zero.checkpoint.zero_to_fp32 import convert_zero_checkpoint_to_fp32_state_dict as convert
 from hf_zero.system import own_files
+from hf_zero.system.object_store import Place, place_of
 
 _ENDING = ".pt"
 _OURS = re.compile(r"mp_rank_00_[0-9a-f]{12}_(optim|model)_states\.pt")
@@ -76,8 +77,8 @@ def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int
     return _write({**index.counters, **client_state}, "model_states")
 
 
-def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Path, Index]:
-    path = Path(checkpoint_dir)
+def _open(checkpoint_dir: str | os.PathLike[str]) -> tuple[Place, Index]:
+    path = place_of(checkpoint_dir)
     folder = folders.find(path.parent, path.name)
     return folder, Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE))
 

@@ -1,0 +1,77 @@
+"""Writing of the files of one save into an object store: streamed from the shards, several at a time, each repeated if the store refuses.
+
+What ``Disk`` is for a folder this is for a store, for the same ``write_tensor_file``. Bytes are kept for one part of an object at most
+(8 MiB; more where an object would have more than 9000 parts), so memory does not grow with the size of a shard.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+from hf_zero.system.folder import Folder
+from hf_zero.system.object_store import ObjectPath, Place, tried
+
+T = TypeVar("T")
+
+STREAMS = 4  # objects that one rank writes at a time: masters, both moments, and the rest
+
+
+class Uploads:
+    """The objects of one save; the counterpart of ``Disk``."""
+
+    def __enter__(self) -> Uploads:
+        return self
+
+    def __exit__(self, *_outcome: object) -> None:
+        pass
+
+    def each(self, works: Mapping[str, Callable[[], T]]) -> dict[str, T]:
+        """Return the results of ``works``, of which up to ``STREAMS`` run at a time in threads.
+
+        Raises:
+            OSError: One failed; those that had begun have ended.
+        """
+        with ThreadPoolExecutor(STREAMS, thread_name_prefix="hf_zero upload") as pool:
+            futures = {name: pool.submit(work) for name, work in works.items()}
+            try:
+                return {name: future.result() for name, future in futures.items()}
+            except BaseException:
+                for future in futures.values():
+                    future.cancel()
+                raise
+
+    def repeated(self, path: Place, work: Callable[[], T]) -> T:
+        """Return the result of ``work``, which writes ``path`` from its beginning; it runs again when the store refuses."""
+        return tried(path, work, uploads=True) if isinstance(path, ObjectPath) else work()
+
+    @contextmanager
+    def writing(self, path: Place, nbytes: int, _folder: Folder | None = None) -> Iterator[ObjectFile]:
+        """Write the new object ``path`` of ``nbytes`` in a context; it appears as a whole when the ``with`` ends."""
+        if not isinstance(path, ObjectPath):
+            raise TypeError(f"{path} is no object of a store")
+        with path.writing(nbytes) as file:
+            yield ObjectFile(file)
+
+    def sync(self) -> None:
+        """Do nothing: an object is stored when its ``writing`` has ended."""
+
+
+class ObjectFile:
+    """An object that is written front to back.
+
+    Args:
+        file: fsspec's file, which sends a part when it has enough bytes for one.
+    """
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, data: memoryview) -> None:
+        """Append ``data``, which may change afterwards."""
+        self._file.write(data)
+
+    def start_writeback(self) -> None:
+        """Do nothing: parts are sent as they fill."""

@@ -1,0 +1,1 @@
+"""torch.compile under the engine: what is counted, over which combinations, and a table of architectures."""

