@@ -1,11 +1,11 @@
-"""Trainer with long sequences: each is divided over the ranks; feed-forward layers and the loss work tile by tile.
+"""Train on long sequences with Trainer: ranks divide each sequence, and feed-forward layers and the loss are computed in tiles.
 
 torchrun --nproc_per_node 2 examples/minimal/long_sequences.py
 
-Whether a sequence fits your GPUs, before there are any: hf-zero plan python:THIS_FILE:build (docs/long-sequences.md).
+To predict without GPUs whether a sequence fits in memory: hf-zero plan python:THIS_FILE:build (docs/long-sequences.md).
 """
 
-from pydoc_data.topics import topics  # text that every Python carries: the language reference
+from pydoc_data.topics import topics  # training text: the language reference, which is part of every Python
 
 from torch.nn import functional
 from transformers import AutoConfig, ByT5Tokenizer, LlamaForCausalLM, Trainer
@@ -16,16 +16,16 @@ from hf_zero import ZeroTrainingArguments
 from hf_zero.sequence_parallel.tiled import TiledFusedLogitsLoss, TiledMLP
 
 OUTPUT = "runs/minimal/long_sequences"
-LENGTH, TILE = 128, 4096  # tokens of a sequence, and of a tile
+LENGTH, TILE = 128, 4096  # tokens per sequence, tokens per tile
 BATCH = {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
 
 
-class TiledLayer(LlamaMLP):  # your model's class of feed-forward layers
+class TiledLayer(LlamaMLP):  # replace LlamaMLP by the feed-forward class of your model
     def forward(self, x):
         return TiledMLP.apply(LlamaMLP.forward, self, x, -(-x.shape[1] // TILE))
 
 
-class TiledLlama(LlamaForCausalLM):  # your model's class; its checkpoints are the same
+class TiledLlama(LlamaForCausalLM):  # replace by your model's class; checkpoints do not change
     def __init__(self, config):
         super().__init__(config)
         for layer in self.model.layers:
@@ -54,7 +54,7 @@ def main():
         output_dir=OUTPUT,
         deepspeed={**BATCH, "zero_optimization": {"stage": 3}, "hf_zero": {"context_parallel_size": 2}},
         gradient_checkpointing=True,
-        gradient_checkpointing_kwargs={"offload": True},  # what is kept for backward waits on the host; transformers 5.17 and later
+        gradient_checkpointing_kwargs={"offload": True},  # keeps saved activations on the host; needs transformers 5.17
         per_device_train_batch_size=4,
         learning_rate=3e-3,
         max_steps=60,
@@ -64,12 +64,12 @@ def main():
     )
     tokenizer = ByT5Tokenizer()
     sizes = {"hidden_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 320}
-    model = build(vocab_size=len(tokenizer), **sizes)  # TiledLlama.from_pretrained("...")
+    model = build(vocab_size=len(tokenizer), **sizes)  # for your model: TiledLlama.from_pretrained("...")
     tokens = tokenizer("\n".join(topics.values()), return_tensors="pt")["input_ids"][0]
     samples = [{"input_ids": block, "labels": block} for block in tokens.split(LENGTH)[:-1]]
     trainer = Trainer(model=model, args=args, train_dataset=samples, processing_class=tokenizer)
     trainer.train()
-    trainer.save_model()
+    trainer.save_model()  # collective: every rank must call it; rank 0 writes the whole weights
     if trainer.is_world_process_zero():
         print(f"Saved: AutoModelForCausalLM.from_pretrained({OUTPUT!r}) loads it.")
 

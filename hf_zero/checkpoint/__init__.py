@@ -7,10 +7,12 @@ files, and records of the places of parameters in them. The subpackages, in the 
   tensor-parallel shards (``tp_shards``), checksums; checks that the parts of an index fit each other (``consistency``) and that its
   numbers are possible (``plausible``)
 - ``files/``: tensor files: rows of elements in memory, on NVMe, or zeros (``rows``), reads and writes past the page cache (``disk``),
-  ``tensor_writer``, ``tensor_reader`` (ranges with verified checksums), ``catalog`` (from parameters to ranges of files)
+  ``tensor_writer``, ``tensor_reader`` (verified checksums) over ``ranges`` (bytes of a disk file or an object), ``uploads`` (to an object
+    store), ``catalog`` (from parameters to ranges of files)
 - ``commit/``: a checkpoint becomes complete on all ranks or on none: ``agreement`` (one outcome for all ranks), ``folders`` (names of
-  checkpoints, and which are complete), ``staging`` ([Note: one folder for each save]), ``node_local``, ``background`` (a thread writes a
-  copy of the state, [Note: a save in the background]), ``trainer_folders``
+    checkpoints, and which are complete), ``staging`` ([Note: one folder for each save]), ``store_saves`` (in an object store), ``targets``
+    (a folder or an object store), ``node_local``, ``background`` (a thread writes a copy of the state, [Note: a save in the background]),
+    ``trainer_folders``
 - ``state/``: the saved state: ``training_state``, ``averages`` of weights, ``optimizer_state`` (states divided like the shards),
   ``param_states`` (states of whole parameters), ``rank_states`` (1-bit Adam and LoCo), ``takeover`` (from another optimizer class)
 - ``model/``: unsharded weights alone: a state dict (``export``), safetensors files (``model_files``), or a stream of buckets

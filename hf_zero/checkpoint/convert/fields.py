@@ -52,7 +52,7 @@ def sizes(value: Any, what: str) -> tuple[int, ...]:
 
 
 def number(value: Any, what: str) -> float:
-    """Return ``value`` as a float if it is a real number or a tensor of one real number."""
+    """Return ``value`` as an int or float if it is a real number or a tensor of one real number."""
     found = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 and not value.is_complex() else value
     if isinstance(found, bool) or not isinstance(found, (int, float)):
         raise _refused(value, what, "a number")

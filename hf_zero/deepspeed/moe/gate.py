@@ -130,7 +130,7 @@ class TopKGate(nn.Module):
         eval_capacity_factor: ``capacity_factor`` in evaluation.
         min_capacity: Smallest number of tokens that an expert takes.
         noisy_gate_policy: In training, "Jitter" multiplies tokens by 1 +- 0.01 at random, "RSample" draws the expert where ``k`` is 1.
-        drop_tokens: Whether an expert drops what is above its capacity.
+        drop_tokens: Whether an expert drops tokens above its capacity.
         use_rts: Whether an expert with too many tokens keeps random ones, if ``k`` is 1 (random token selection).
         top2_2nd_expert_sampling: Whether the second expert is drawn at random, if ``k`` is 2.
 

@@ -29,7 +29,7 @@ _LIST = "deepspeed_experts"
 
 
 class OwnExperts(nn.ModuleList):
-    """The list of a layer's experts; once they are divided, iteration yields only this rank's; modules and names are those of all."""
+    """The list of a layer's experts; it keeps the names of all experts, but iterates over this rank's experts once they are divided."""
 
     def __iter__(self) -> Iterator[nn.Module]:
         return iter([expert for expert in self._modules.values() if expert is not None and not _is_of_other_rank(expert)])

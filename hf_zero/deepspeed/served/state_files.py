@@ -62,7 +62,7 @@ def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
 
 
 def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int) -> str:
-    """Return a file for `torch.load` with the engine's counters and the caller's own state, without weights.
+    """Return the path of a file for `torch.load` with the engine's counters and the script's ``client_state``, without weights.
 
     Args:
         checkpoint_dir: Folder of the checkpoint (with its tag).
