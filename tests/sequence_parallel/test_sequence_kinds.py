@@ -17,7 +17,8 @@ from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_slice, prepare
 from hf_zero.sequence_parallel.layer import DistributedAttention
 from hf_zero.sequence_parallel.positions import require_even_temperature
-from tests.sequence_parallel import breadth as sp_breadth
+from tests.sequence_parallel.breadth import measure
+from tests.sequence_parallel.compared import worst_gradient
 from tests.support import ranks, zoo
 from tests.support.sequences import LENGTH, Data, build, cut, llama, loss_over_slices
 
@@ -51,7 +52,7 @@ def frequencies(kind: str) -> None:
         assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=1e-6)
         expected.backward()
         loss.backward()
-        assert sp_breadth.worst_gradient(expected_model, model) < 1e-5
+        assert worst_gradient(expected_model, model) < 1e-5
         model.zero_grad()
         expected_model.zero_grad()
     model.eval()
@@ -68,7 +69,7 @@ def own_positions() -> list[tuple[float, float]]:
     """Padded on the left, as loaders give it; and by hand with the wrong positions and the right ones."""
     found = []
     for name in ("RobertaForCausalLM", "OPTForCausalLM"):
-        row = sp_breadth.measure(name)
+        row = measure(name)
         assert row.exact, row
         found.append((row.loss, row.grad))
     model = zoo.build("RobertaForCausalLM")
