@@ -346,9 +346,15 @@ METHODS = (
 )  # fmt: skip
 
 _PROGRAM = "accelerate.commands.launch"  # is run as `python -m` as well
-_RUNS = f'if __name__ == "__main__":\n    import {_PROGRAM} as it\n    it.main()\nelse:\n    exec(__spec__.loader.get_code("{_PROGRAM}"))'
+_RUNS = f"""import {_PROGRAM} as program
+if __name__ == "__main__":
+    program.main()
+else:
+    globals().update((name, value) for name, value in vars(program).items() if not name.startswith("__"))
+"""
 _calls: ContextVar[tuple[Call, ...]] = ContextVar("hf_zero calls", default=())
 _lost: dict[Method, str] = {}
+_executed: set[str] = set()  # modules that are being imported
 _looked_for: set[str] = set()  # modules for which find_spec is running, to prevent recursion
 
 
@@ -396,26 +402,25 @@ def find_spec(fullname: str, path: Sequence[str] | None, target: ModuleType | No
         _looked_for.discard(fullname)
     if spec is None or spec.loader is None:
         return spec
-    execute = spec.loader.exec_module
+    execute, get_code = spec.loader.exec_module, getattr(spec.loader, "get_code", None)
 
     def exec_module(module: ModuleType) -> None:
-        execute(module)
+        _executed.add(fullname)
+        try:
+            execute(module)
+        finally:
+            _executed.discard(fullname)
         attach(module)
 
+    def get_code_to_run(name: str) -> Any:
+        """Return code for runpy (`python -m`, debuggers) that imports the program, whose methods are wrapped then."""
+        code = get_code(name)  # type: ignore[misc]
+        return code if name in _executed else compile(_RUNS, code.co_filename, "exec")
+
     spec.loader.exec_module = exec_module  # type: ignore[method-assign]  # patch the instance: some libraries inspect the loader's class
-    if fullname == _PROGRAM and hasattr(spec.loader, "get_code"):
-        spec.loader.get_code = _code_of_program(spec.loader.get_code)
+    if fullname == _PROGRAM and get_code is not None:
+        spec.loader.get_code = get_code_to_run  # type: ignore[attr-defined]
     return spec
-
-
-def _code_of_program(get_code: Callable[[str], Any]) -> Callable[[str], Any]:
-    """Return a ``get_code`` that makes runpy (`python -m`, debuggers) run the program as an imported module, whose methods are wrapped."""
-
-    def get_wrapped(name: str) -> Any:
-        code = get_code(name)
-        return compile(_RUNS, code.co_filename, "exec") if sys._getframe(1).f_globals.get("__name__") == "runpy" else code
-
-    return get_wrapped
 
 
 def attach(module: ModuleType) -> None:

@@ -103,7 +103,7 @@ class OwnSettings(Section):
     spike_action: Annotated[Literal["log", "skip"], ANY_CASE] = used(
         "log",
         "With spike_factor: skip drops the gradients of such a step, as a step that overflows does; weights, moments and the scheduler "
-        "stay. After 10 skipped steps in succession their norms count as usual. Checkpoints hold the norms, so a resumed run decides alike",
+        "stay. After 10 skipped steps in succession the comparison starts again without former norms. Checkpoints hold the norms",
     )
     peak_tflops: Positive | None = used(
         None,

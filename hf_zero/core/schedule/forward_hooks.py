@@ -153,7 +153,7 @@ def as_written(module: nn.Module) -> Iterator[None]:
     for inner, _ in plain:
         set_compiled_call(inner, None)
     for wrapper, _ in wrappers:
-        wrapper.__dict__["forward"] = wrapper._orig_mod.__call__
+        wrapper.__dict__["forward"] = wrapper._orig_mod.__call__  # type: ignore[operator]
     try:
         yield
     finally:

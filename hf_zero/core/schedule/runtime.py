@@ -266,5 +266,5 @@ def _below_compiled(module: nn.Module) -> set[int]:
     """Return the ids of the modules whose forwards a graph of an enclosing module contains."""
     compiled = [outer for outer in module.modules() if compiled_call(outer) is not None]
     # torch calls the hooks of a module that it has wrapped outside of the graph.
-    wrapped = [outer._orig_mod for outer in module.modules() if is_compiled_wrapper(outer)]
+    wrapped: list[nn.Module] = [outer._orig_mod for outer in module.modules() if is_compiled_wrapper(outer)]  # type: ignore[misc]
     return {id(inner) for outer in (*compiled, *wrapped) for inner in outer.modules() if inner is not outer}
