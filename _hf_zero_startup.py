@@ -7,7 +7,7 @@ It must cost next to nothing there, so it imports only ``sys`` (no ``__future__`
 
 import sys
 
-# The modules of `hf_zero.integrations.callers.METHODS`.
+# The modules of `hf_zero.integrations.methods.METHODS`.
 WATCHED = frozenset(
     (
         "accelerate.accelerator",

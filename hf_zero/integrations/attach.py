@@ -16,7 +16,7 @@ from hf_zero.core import engine
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.initialize import initialize
 from hf_zero.expert_parallel import apply
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
 from hf_zero.integrations.parallelism import claims_of_accelerate
@@ -51,7 +51,7 @@ def let_go(destroyed: Engine) -> None:
 
     Called when an engine is destroyed.
     """
-    for call in callers.running(callers.TRAIN):
+    for call in callers.running(methods.TRAIN):
         trainer = call.caller
         if trainer.model is destroyed.module and trainer.model_wrapped is destroyed:
             trainer.model_wrapped = destroyed.module

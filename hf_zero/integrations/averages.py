@@ -14,7 +14,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from hf_zero.core.averages import AveragedWeights
 from hf_zero.core.engine import Engine
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 
 FOLDER = "averaged"
 """Folder inside each checkpoint of Trainer with the model that has the averages for weights."""
@@ -97,7 +97,7 @@ class AveragedWeightsCallback(TrainerCallback):  # type: ignore[misc]
 
 
 def _trainer() -> Any:
-    call = next(iter(callers.running(callers.TRAIN)), None)
+    call = next(iter(callers.running(methods.TRAIN)), None)
     if call is None or not isinstance(getattr(call.caller, "model_wrapped", None), Engine):
         raise UnsupportedError(
             "AveragedWeightsCallback averages the shards of an engine of hf_zero, but this Trainer trains without one. Pass "

@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from hf_zero.deepspeed.held_weights import held_for
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 
 _GATHERED = "state dict of all ranks"
 
@@ -27,14 +27,14 @@ def get_state_dict(method: Callable[..., Any], accelerator: Any, model: Any, *ar
     if divided and not model.stage_policy.parameters_sharded:
         return model._consolidated_16bit_state_dict()
     found = method(accelerator, model, *args, **kwargs)
-    for call in callers.running(callers.SAVE_MODEL)[:1]:
+    for call in callers.running(methods.SAVE_MODEL)[:1]:
         call.given[_GATHERED] = found
     return found
 
 
 def gathered_for(module: nn.Module) -> dict[str, Any] | None:
     """Return the unsharded weights of ``module``, if Trainer is saving its model or the script holds gathered weights; else None. Local."""
-    for call in callers.running(callers.SAVE_MODEL)[:1]:
+    for call in callers.running(methods.SAVE_MODEL)[:1]:
         names = (name for name, inner in call.caller.model.named_modules() if inner is module)
         whole, name = call.given.get(_GATHERED), next(names, None)
         if whole is not None and name is not None:

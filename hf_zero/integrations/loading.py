@@ -19,7 +19,7 @@ from hf_zero.core.units.unit import full_shape, is_sharded
 from hf_zero.core.units.values import show_as_built
 from hf_zero.deepspeed import zero_init as init
 from hf_zero.errors import ConfigError, StateError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 
 ALLOW_VARIABLE = "HF_ZERO_ALLOW_MISSING_WEIGHTS"
 _SHOWN = 5
@@ -72,7 +72,7 @@ class _Section(dict[str, Any]):
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of ``key``; ``autotp_size`` is 1 for the function of transformers that converts names."""
-        if key == _SIZE and callers.running(callers.CONVERSIONS):
+        if key == _SIZE and callers.running(methods.CONVERSIONS):
             return 1
         return super().get(key, default)
 
@@ -270,7 +270,7 @@ def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
 
 def _model_of_load() -> nn.Module | None:
     """Return the model whose missing weights transformers is about to initialise; None from the second query of the same load on."""
-    call = next(iter(callers.running(callers.MISSING_KEYS)), None)
+    call = next(iter(callers.running(methods.MISSING_KEYS)), None)
     if call is None or call.answered or call.given.get("is_quantized"):
         return None
     call.answered = True

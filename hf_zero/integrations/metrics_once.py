@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from hf_zero.core.engine import Engine
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 from hf_zero.integrations.pipelines import parts_here, sharing_parts_here
 
 # Accelerator -> number of pipeline stages, and number of ranks that hold each layer together. All these ranks compute the same samples;
@@ -40,8 +40,8 @@ def count_samples_once(engine: Engine) -> None:
     model_axis, parts = topology.model, parts_here()
     if model_axis is None and parts == 1:
         return
-    callers.require(callers.PREPARE, callers.GATHER, callers.METRICS, callers.EVALUATE)
-    for call in callers.running(callers.PREPARE)[:1]:
+    callers.require(methods.PREPARE, methods.GATHER, methods.METRICS, methods.EVALUATE)
+    for call in callers.running(methods.PREPARE)[:1]:
         stages = topology.pipe.world if topology.pipe is not None else 1
         layers = model_axis.world // stages if model_axis is not None else 1
         _sharers.setdefault(call.caller, (stages, layers))

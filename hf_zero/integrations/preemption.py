@@ -19,7 +19,7 @@ from hf_zero.comm.process_groups import exists
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 from hf_zero.observe import log_rank0, warn_once
 from hf_zero.system import last_words, signals
 
@@ -90,7 +90,7 @@ def listen_where_wanted(engine: Engine) -> None:
                 "and save both"
             )
     _engines.append(weakref.ref(engine))
-    trainers = callers.running(callers.TRAIN) if not callers.lost(callers.STEP_END) else []
+    trainers = callers.running(methods.TRAIN) if not callers.lost(methods.STEP_END) else []
     if settings.chosen or settings.folder or any(_saves(call.caller) for call in trainers):
         engine.preemption.listen()
 
@@ -108,7 +108,7 @@ def save_by_itself(engine: Engine) -> None:
         Preempted: The checkpoint was saved.
     """
     preemption = engine.preemption
-    if callers.running(callers.TRAIN, *callers.LIGHTNING_FITS):
+    if callers.running(methods.TRAIN, *methods.LIGHTNING_FITS):
         return
     if preemption.settings.folder:
         engine.save_checkpoint(preemption.settings.folder)

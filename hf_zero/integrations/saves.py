@@ -20,7 +20,7 @@ from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.core.units.unit import is_sharded
 from hf_zero.deepspeed.held_weights import given_to_another_rank
 from hf_zero.errors import StateError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 from hf_zero.integrations.expert_saves import gathered_for
 
 
@@ -114,11 +114,11 @@ def _of_callback(callback: Any) -> int | None:
 
 _LIGHTNING = Rotation(_of_callback, 2, "save_top_k of ModelCheckpoint")
 _ROTATIONS = {
-    callers.TRAIN: Rotation(lambda trainer: trainer.args.save_total_limit or None, 2, "save_total_limit of TrainingArguments"),
+    methods.TRAIN: Rotation(lambda trainer: trainer.args.save_total_limit or None, 2, "save_total_limit of TrainingArguments"),
     # Deletes before it saves, while the previous save may still run in the background; so one more must be kept.
-    callers.SAVE_STATE: Rotation(_of_accelerator, 3, "total_limit of ProjectConfiguration"),
-    callers.LIGHTNING_SAVE: _LIGHTNING,
-    callers.OLD_LIGHTNING_SAVE: _LIGHTNING,
+    methods.SAVE_STATE: Rotation(_of_accelerator, 3, "total_limit of ProjectConfiguration"),
+    methods.LIGHTNING_SAVE: _LIGHTNING,
+    methods.OLD_LIGHTNING_SAVE: _LIGHTNING,
 }
 
 

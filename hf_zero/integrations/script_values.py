@@ -23,7 +23,7 @@ from hf_zero.core.step.agreement import differing, fact, ranks_by_facts
 from hf_zero.deepspeed.engine import Engine
 from hf_zero.deepspeed.requests import set_gradient_clipping, set_train_micro_batch_size
 from hf_zero.errors import ConfigError, StateError, UnsupportedError
-from hf_zero.integrations import callers
+from hf_zero.integrations import callers, methods
 from hf_zero.integrations.early_checks import check_plugin
 from hf_zero.integrations.typed_values import put, same
 from hf_zero.observe import log_rank0, warn_once
@@ -95,7 +95,7 @@ def fill_match(
     written = plugin.get_value(ds_key_long)
     if ds_key_long not in kwargs and written == "auto":
         return
-    trainers = callers.running(callers.TRAIN) if written == "auto" and ds_key_long == ACCUMULATION else []
+    trainers = callers.running(methods.TRAIN) if written == "auto" and ds_key_long == ACCUMULATION else []
     if trainers and ds_key_long in kwargs:  # Trainer accumulates by itself, and its Accelerator has 1
         kwargs[ds_key_long] = trainers[0].caller.args.gradient_accumulation_steps
     method(plugin, ds_key_long, mismatches, must_match, **kwargs)

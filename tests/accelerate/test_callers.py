@@ -15,7 +15,7 @@ import pytest
 
 import _hf_zero_startup
 from hf_zero.errors import UnsupportedError
-from hf_zero.integrations import callers, pretrained, saves
+from hf_zero.integrations import callers, methods, pretrained, saves
 from hf_zero.integrations.checkpoint_slices import Load
 from hf_zero.observe import logger
 from tests.support.processes import run_python
@@ -23,7 +23,7 @@ from tests.support.rows import slow_but
 
 
 def running() -> list[Any]:
-    return [call.caller for call in callers.running(*callers.METHODS)]
+    return [call.caller for call in callers.running(*methods.METHODS)]
 
 
 class Trainer:
@@ -146,14 +146,14 @@ def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list
 
     monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator))
     assert len(warnings) == 2 and "Accelerator.gather_for_metrics" in warnings[0] and "prepare_data_loader" in warnings[1]
-    callers.require(callers.PREPARE, callers.GATHER)
+    callers.require(methods.PREPARE, methods.GATHER)
     with pytest.raises(UnsupportedError, match=r"^accelerate .* has no .*gather_for_metrics.* each sample would be counted once per rank"):
-        callers.require(callers.PREPARE, callers.METRICS)
+        callers.require(methods.PREPARE, methods.METRICS)
 
 
 def test_a_module_that_is_gone_is_an_error_too(library: Any) -> None:
     pytest.importorskip("accelerate")
-    gone = callers.Method("accelerate.gone", "Accelerator.prepare", "nothing works")
+    gone = methods.Method("accelerate.gone", "Accelerator.prepare", "nothing works")
     with pytest.raises(UnsupportedError, match=r"has no accelerate\.gone\.Accelerator\.prepare"):
         callers.require(gone)
 
@@ -161,10 +161,10 @@ def test_a_module_that_is_gone_is_an_error_too(library: Any) -> None:
 def test_a_method_that_came_later_is_not_missed_before(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers.importlib.metadata, "version", lambda name: "4.57.6")
     library("transformers.integrations.deepspeed")
-    assert not callers.lost(callers.CONVERSIONS)
+    assert not callers.lost(methods.CONVERSIONS)
     monkeypatch.setattr(callers.importlib.metadata, "version", lambda name: "5.0.0.dev0")
     library("transformers.integrations.deepspeed")
-    assert callers.lost(callers.CONVERSIONS).startswith("transformers 5.0.0.dev0 has no ")
+    assert callers.lost(methods.CONVERSIONS).startswith("transformers 5.0.0.dev0 has no ")
 
 
 def test_a_method_is_missed_where_the_version_is_unknown(library: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,15 +172,15 @@ def test_a_method_is_missed_where_the_version_is_unknown(library: Any, monkeypat
         raise callers.importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(callers.importlib.metadata, "version", no_version)
-    assert callers.CONVERSIONS.since
+    assert methods.CONVERSIONS.since
     library("transformers.integrations.deepspeed")
-    assert callers.lost(callers.CONVERSIONS).startswith("transformers (of unknown version) has no ")
+    assert callers.lost(methods.CONVERSIONS).startswith("transformers (of unknown version) has no ")
     with pytest.raises(UnsupportedError, match=r"^transformers \(of unknown version\) has no "):
-        callers.require(callers.CONVERSIONS)
+        callers.require(methods.CONVERSIONS)
 
 
 def test_the_hook_watches_what_is_wrapped() -> None:
-    assert {method.module for method in callers.METHODS} == _hf_zero_startup.WATCHED
+    assert {method.module for method in methods.METHODS} == _hf_zero_startup.WATCHED
 
 
 IMPORTS = f"""
@@ -190,8 +190,8 @@ for name in {sorted(_hf_zero_startup.WATCHED)}:
         importlib.import_module(name)
 """
 CHECK = """
-from hf_zero.integrations import callers
-for method in callers.METHODS:
+from hf_zero.integrations import callers, methods
+for method in methods.METHODS:
     if callers.came_later(method):
         continue
     found = sys.modules[method.module]

@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 
-from hf_zero.integrations import callers, parallelism, script_values
+from hf_zero.integrations import methods, parallelism, script_values
 
 
 @pytest.mark.parametrize(("value", "said"), [("true", 1), ("1", 1), ("Yes", 1), ("false", 0), ("0", 0), ("", 0), (None, 0)])
@@ -28,4 +28,4 @@ def test_every_way_to_make_a_plugin_comes_by() -> None:
     """`Accelerator`, `TrainingArguments(deepspeed=...)` and `DeepSpeedPlugin(...)` all run its ``__post_init__``."""
     from accelerate.utils import DeepSpeedPlugin
 
-    assert callers.PLUGIN in callers.METHODS and "__post_init__" in vars(DeepSpeedPlugin)
+    assert methods.PLUGIN in methods.METHODS and "__post_init__" in vars(DeepSpeedPlugin)

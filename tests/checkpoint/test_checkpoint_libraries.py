@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hf_zero.errors import CheckpointError
-from hf_zero.integrations import callers, saves
+from hf_zero.integrations import callers, methods, saves
 from hf_zero.utils import newest_trainer_checkpoint
 from tests.support import ranks, trainers
 from tests.support.checkpoints import IN_BACKGROUND
@@ -241,18 +241,18 @@ def _of(**attributes: Any) -> Any:
 @pytest.mark.parametrize(
     ("method", "caller", "setting"),
     [
-        (callers.TRAIN, _of(args=_of(save_total_limit=1)), "save_total_limit"),
-        (callers.TRAIN, _of(args=_of(save_total_limit=2)), ""),
-        (callers.TRAIN, _of(args=_of(save_total_limit=None)), ""),
-        (callers.LIGHTNING_SAVE, _of(save_top_k=1), "save_top_k"),
-        (callers.OLD_LIGHTNING_SAVE, _of(save_top_k=-1), ""),
-        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=True)), "total_limit"),
-        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=False)), ""),
-        (callers.SAVE_STATE, _of(project_configuration=_of(total_limit=3, automatic_checkpoint_naming=True)), ""),
-        (callers.EVALUATE, _of(args=_of(save_total_limit=1)), ""),
+        (methods.TRAIN, _of(args=_of(save_total_limit=1)), "save_total_limit"),
+        (methods.TRAIN, _of(args=_of(save_total_limit=2)), ""),
+        (methods.TRAIN, _of(args=_of(save_total_limit=None)), ""),
+        (methods.LIGHTNING_SAVE, _of(save_top_k=1), "save_top_k"),
+        (methods.OLD_LIGHTNING_SAVE, _of(save_top_k=-1), ""),
+        (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=True)), "total_limit"),
+        (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=2, automatic_checkpoint_naming=False)), ""),
+        (methods.SAVE_STATE, _of(project_configuration=_of(total_limit=3, automatic_checkpoint_naming=True)), ""),
+        (methods.EVALUATE, _of(args=_of(save_total_limit=1)), ""),
     ],
 )
-def test_who_rotates_is_found_out(method: callers.Method, caller: Any, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_rotates_is_found_out(method: methods.Method, caller: Any, setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(callers, "running", lambda *methods: [callers.Call(method, caller)] if method in methods else [])
     reason = saves.keeps_too_few()
     assert reason.startswith(setting) if setting else reason == ""

@@ -284,11 +284,12 @@ class Plain(Side):
         name, parameter = self._canonical(param), self.model.get_parameter(param)
         self.adopt()
         old, new = self.state(), noise(param, parameter.shape, 2).to(self.dtype)
+        changes = not torch.equal(parameter.detach(), new)
         parameter.data.copy_(new)
         self.adopt()
         written = self.state()
         # Without a modifier changes count that all ranks make alike; with one, those of that rank.
-        alone = who != "all" and self.cell.ranks > 1
+        alone = changes and who != "all" and self.cell.ranks > 1
         if modifier == "none":
             self.candidates = [] if alone else [written if who in ("all", 0) else old]
         else:

@@ -193,18 +193,18 @@ def _look(plain: Plain, zero: Zero, place: int, status: Status, moments: bool = 
     if not plain.candidates:
         plain.adopt()
     states, plain.candidates = plain.candidates or [plain.state()], []
+    # Several choices of a step may fit the weights.
+    found = {key: zero.moments(key) for key in ("exp_avg", "exp_avg_sq")} if moments or len(states) > 1 else {}
     differences = []
     for state in states:
-        differences.append(_difference(state, plain, zero, weights, masters, buffers))
+        plain.restore(state)
+        differences.append(_difference(state, plain, zero, weights, masters, buffers) or _moments_difference(plain, zero, found))
         if not differences[-1]:
-            plain.restore(state)
             break
     else:
         plain.restore(states[0])
         _differs(status, place, differences[0])
         return
-    if moments:
-        _compare_moments(plain, zero, place, status)
     if plain.cell.dtype != "fp32":
         plain.follow({name: value for name, value in masters.items() if dict(plain.model.named_parameters())[name].requires_grad})
 
@@ -227,16 +227,18 @@ def _difference(state: State, plain: Plain, zero: Zero, weights: Any, masters: A
     return found
 
 
-def _compare_moments(plain: Plain, zero: Zero, place: int, status: Status) -> None:
+def _moments_difference(plain: Plain, zero: Zero, moments: dict[str, dict[str, Tensor]]) -> str:
+    """Return the largest difference of the optimizer's states by kind, "" if there is none."""
     expected = plain.state().moments
     trains = {name for name, parameter in zero.model.named_parameters() if parameter.requires_grad}
-    for key in ("exp_avg", "exp_avg_sq"):
-        found = {name: value for name, value in zero.moments(key).items() if name in trains and name in expected}
+    for key, values in moments.items():
+        found = {name: value for name, value in values.items() if name in trains and name in expected}
         wanted = {name: state[key] for name, state in expected.items() if name in trains}
         missing = wanted.keys() - found.keys()
         text = f"no {key} of {min(missing)}" if missing else _worst(found, wanted, plain.cell.dtype, key, loose=20)
         if text:
-            _differs(status, place, text)
+            return text
+    return ""
 
 
 def _compare(seen: dict[str, Any], expected: dict[str, Any], dtype: str, status: Status, place: int) -> None:

@@ -1,0 +1,309 @@
+"""Table of the library methods that hf_zero wraps: transformers', accelerate's and Lightning's.
+
+Imports none of the libraries. ``integrations/callers.py`` wraps the methods when their modules are imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Method:
+    """A function or method of a library that hf_zero wraps.
+
+    Attributes:
+        module: Module of the library that defines it.
+        name: Name in the module, "Class.method" or "function".
+        loss: Clause for the warning: the feature that no longer works if the library lacks the method.
+        around: "module:function" that is called instead, with the original method followed by its arguments; "" if the wrapper only records
+            that the method runs.
+        seen: Whether a method with ``around`` is recorded as running too.
+        since: First version of the library that has the method.
+    """
+
+    module: str
+    name: str
+    loss: str
+    around: str = ""
+    seen: bool = False
+    since: tuple[int, ...] = ()
+
+
+_COUNTED = "each sample would be counted once per rank that shares it (tensor_parallel.autotp_size)"
+_DELETED = "the last complete checkpoint could be deleted while the next is written in the background"
+
+STATE = Method(
+    "accelerate.state",
+    "PartialState.__init__",
+    "ranks that mpirun or srun started are not recognised (start with torchrun or hf-zero launch)",
+    around="hf_zero.integrations.ranks:start_state",
+)
+ACCELERATOR_STATE = Method(
+    "accelerate.state",
+    "AcceleratorState.__init__",
+    "a ParallelismConfig would be ignored",
+    around="hf_zero.integrations.parallelism:start_accelerator_state",
+)
+INIT_SWITCH = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.zero3_init_context_manager",
+    "from_pretrained shards models under zero3_init_context_manager(enable=False) too",
+    around="hf_zero.integrations.loading:zero3_init_context_manager",
+)
+PLUGIN = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.__post_init__",
+    "there is no warning that ACCELERATE_USE_CPU turns ZeRO off",
+    around="hf_zero.integrations.parallelism:make_plugin",
+)
+CONFIGURATION = Method(
+    "accelerate.utils.deepspeed",
+    "HfDeepSpeedConfig.__init__",
+    "a configuration that cannot be read gives three chained errors, and comments in it are refused",
+    around="hf_zero.integrations.early_checks:read_source",
+)
+ARGUMENTS = Method(
+    "transformers.training_args",
+    "TrainingArguments.__post_init__",
+    "mistakes in a configuration are reported after data and models have been loaded",
+    around="hf_zero.integrations.early_checks:make_arguments",
+)
+AGENT = Method(
+    "torch.distributed.launcher.api",
+    "launch_agent",
+    "a launcher ends with its own traceback instead of the cause",
+    around="hf_zero.system.launcher_report:launch_agent",
+)
+PREPARE_TP = Method(
+    "accelerate.accelerator",
+    "Accelerator._prepare_tp",
+    "ParallelismConfig(tp_size=...) fails with an error of accelerate",
+    around="hf_zero.integrations.parallelism:prepare_tensor_parallel",
+    since=(1, 10),
+)
+LAUNCH = Method(
+    "accelerate.commands.launch",
+    "_validate_launch_command",
+    "accelerate launch --use_deepspeed refuses --use_parallelism_config",
+    around="hf_zero.integrations.parallelism:validate_launch",
+)
+NO_SYNC = Method(
+    "accelerate.accelerator",
+    "Accelerator.no_sync",
+    "Accelerator.accumulate() fails in versions of accelerate that step inside it (1.6)",
+    around="hf_zero.integrations.accumulate:no_sync",
+)
+_STEPS = "a loop that accumulates outside of Accelerator.accumulate() updates in every backward"
+SAYS = Method("accelerate.state", "GradientState._set_sync_gradients", _STEPS, around="hf_zero.integrations.accumulate:set_sync_gradients")
+BACKWARD = Method(
+    "accelerate.utils.deepspeed", "DeepSpeedEngineWrapper.backward", _STEPS, around="hf_zero.integrations.accumulate:backward"
+)
+STEP = Method("accelerate.utils.deepspeed", "DeepSpeedOptimizerWrapper.step", _STEPS, around="hf_zero.integrations.accumulate:step")
+ZERO_GRAD = Method(
+    "accelerate.utils.deepspeed",
+    "DeepSpeedOptimizerWrapper.zero_grad",
+    "zero_grad() does not drop gradients in a loop that accumulates outside of Accelerator.accumulate()",
+    around="hf_zero.integrations.accumulate:zero_grad",
+)
+NORM = Method(
+    "accelerate.utils.deepspeed",
+    "DeepSpeedEngineWrapper.get_global_grad_norm",
+    "clip_grad_norm_ returns the norm of the previous step in a loop that accumulates outside of Accelerator.accumulate()",
+    around="hf_zero.integrations.accumulate:get_global_grad_norm",
+    since=(1, 15),
+)
+CLIP = Method(
+    "accelerate.accelerator",
+    "Accelerator.clip_grad_norm_",
+    "gradients are clipped at the configuration's gradient_clipping, whatever max_norm a script passes to clip_grad_norm_",
+    around="hf_zero.integrations.accumulate:clip_grad_norm_",
+)
+FILL = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.fill_match",
+    'values of a script that contradict the configuration are ignored, and accelerate refuses "auto" where it has no value for it',
+    around="hf_zero.integrations.script_values:fill_match",
+)
+PROCESS = Method(
+    "accelerate.utils.dataclasses",
+    "DeepSpeedPlugin.deepspeed_config_process",
+    "values of DummyOptim and DummyScheduler are ignored where the configuration lacks their keys",
+    around="hf_zero.integrations.script_values:process_config",
+)
+PREPARE = Method("accelerate.accelerator", "Accelerator.prepare", _COUNTED)
+GATHER = Method("accelerate.accelerator", "Accelerator.gather", _COUNTED, around="hf_zero.integrations.metrics_once:gather")
+METRICS = Method(
+    "accelerate.accelerator", "Accelerator.gather_for_metrics", _COUNTED, around="hf_zero.integrations.metrics_once:gather_for_metrics"
+)
+LOADER = Method(
+    "accelerate.accelerator",
+    "prepare_data_loader",
+    "the stages of a pipeline would get different samples (pipeline.stages)",
+    around="hf_zero.integrations.pipelines:prepare_data_loader",
+)
+SAME_SAMPLES = Method(
+    "transformers.trainer",
+    "Trainer.get_tp_size",
+    "Trainer would count the tokens of each stage of a pipeline (pipeline.stages)",
+    around="hf_zero.integrations.pipelines:get_tp_size",
+    since=(5,),
+)
+CONTEXT_SIZE = Method(
+    "transformers.trainer",
+    "Trainer.get_cp_size",
+    "Trainer would count the tokens of each rank of context parallelism (hf_zero.context_parallel_size)",
+    around="hf_zero.integrations.pipelines:get_cp_size",
+    since=(5,),
+)
+_CUT = "under context parallelism accelerate cuts batches for torch's attention itself, and drops masks"
+PREPARE_CP = Method("accelerate.accelerator", "Accelerator._prepare_cp", _CUT, around="hf_zero.integrations.context:prepare", since=(1, 12))
+CONTEXT = Method(
+    "accelerate.accelerator",
+    "Accelerator.maybe_context_parallel",
+    _CUT,
+    around="hf_zero.integrations.context:maybe_context_parallel",
+    since=(1, 12),
+)
+CONTEXT_INPUTS = Method(
+    "transformers.trainer",
+    "Trainer._prepare_context_parallel_inputs",
+    "under context parallelism Trainer refuses attention other than sdpa, and cuts batches that it evaluates",
+    around="hf_zero.integrations.context:prepare_inputs",
+    since=(5,),
+)
+TOKENS = Method(
+    "transformers.trainer",
+    "Trainer._track_num_input_tokens",
+    "Trainer's num_input_tokens_seen counts the tokens of a sample once per rank that shares it",
+    around="hf_zero.integrations.metrics_once:track_num_input_tokens",
+    since=(5, 3),
+)
+STATE_DICT = Method(
+    "accelerate.accelerator",
+    "Accelerator.get_state_dict",
+    "with expert_parallel at stages 0 to 2, save_model fails (use engine.save_16bit_model)",
+    around="hf_zero.integrations.expert_saves:get_state_dict",
+)
+LOAD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.from_pretrained",
+    "from_pretrained(distributed_config=DistributedConfig(ep_size=...)) divides the model itself, and initialize refuses it",
+    around="hf_zero.integrations.pretrained:from_pretrained",
+    since=(5, 20),
+)
+LOAD_WEIGHTS = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._load_pretrained_model",
+    "from_pretrained with expert_parallel reads the experts of all ranks",
+    around="hf_zero.integrations.pretrained:load_weights",
+    since=(5, 20),
+)
+BUILD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._from_config",
+    "from_config at stage 3 draws other weights than at stages 0 to 2 from the same seed",
+    around="hf_zero.integrations.loading:build",
+    since=(5,),
+)
+BUILD_FOR_LOAD = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.get_init_context",
+    "from_pretrained at stage 3 leaves random generators in another state than at stages 0 to 2",
+    around="hf_zero.integrations.loading:contexts_of_load",
+    since=(5,),
+)
+SAVE_STATE = Method("accelerate.accelerator", "Accelerator.save_state", _DELETED)
+TRAIN = Method(
+    "transformers.trainer",
+    "Trainer.train",
+    f"a Trainer cannot train twice, and {_DELETED}",
+    around="hf_zero.integrations.preemption:train",
+    seen=True,
+)
+_UNSAVED = "a signal to one rank (preemption) ends the run without a checkpoint"
+OPTIMIZERS = Method(
+    "transformers.integrations.deepspeed",
+    "deepspeed_init",
+    "Trainer ignores its optimizers= argument and makes an optimizer from its training arguments",
+    around="hf_zero.integrations.script_values:with_own_optimizer",
+)
+STEP_END = Method(
+    "transformers.trainer",
+    "Trainer._maybe_log_save_evaluate",
+    _UNSAVED,
+    around="hf_zero.integrations.preemption:log_save_evaluate",
+)
+SAVE_CHECKPOINT = Method(
+    "transformers.trainer",
+    "Trainer._save_checkpoint",
+    "Trainer's own files of a checkpoint stay in output_dir, whatever hf_zero.checkpoint_url says",
+    around="hf_zero.integrations.checkpoint_urls:save_checkpoint",
+)
+JIT = Method(
+    "transformers.trainer_jit_checkpoint",
+    "JITCheckpointCallback.set_trainer",
+    "with enable_jit_checkpoint each rank decides by its own timer when to save, and a rank that saves alone waits forever",
+    around="hf_zero.integrations.preemption:set_trainer",
+    since=(5,),
+)
+LOG = Method(
+    "transformers.trainer",
+    "Trainer.log",
+    "hf_zero.step_metrics appears in the log and in monitors, but not in Trainer's logs",
+    around="hf_zero.integrations.trainer_logs:log",
+)
+EVALUATE = Method("transformers.trainer", "Trainer.evaluation_loop", _COUNTED, around="hf_zero.integrations.metrics_once:evaluation_loop")
+SAVE_MODEL = Method(
+    "transformers.trainer",
+    "Trainer.save_model",
+    "a trainer with its own _save method (sentence-transformers) fails to save at stage 3",
+)
+MISSING_KEYS = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel._initialize_missing_keys",
+    "from_pretrained at stage 3 does not raise if most weights are missing, and may hang if several are missing",
+)
+TIE = Method(
+    "transformers.modeling_utils",
+    "PreTrainedModel.tie_weights",
+    "from_pretrained at stage 3 cannot compare weights that a checkpoint has under both of their names",
+    around="hf_zero.integrations.loading:tie_weights",
+)
+FILL_SHARDED = Method(
+    "transformers.modeling_utils",
+    "_load_state_dict_into_zero3_model",
+    "from_pretrained at stage 3 may hang if a checkpoint lacks num_batches_tracked of a batch norm",
+    around="hf_zero.integrations.loading:fill_sharded",
+)
+CONVERSIONS = Method(
+    "transformers.integrations.deepspeed",
+    "_apply_weight_conversions_to_state_dict",
+    "from_pretrained at stage 3 does not convert names if tensor_parallel.autotp_size is more than 1",
+    since=(5,),
+)
+LIGHTNING_SAVE = Method("lightning.pytorch.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
+OLD_LIGHTNING_SAVE = Method("pytorch_lightning.callbacks.model_checkpoint", "ModelCheckpoint._save_checkpoint", _DELETED)
+
+
+def _of_lightning(module: str, name: str, around: str, seen: bool = False) -> tuple[Method, Method]:
+    """Return the entries of a method of Lightning, one for each of Lightning's two package names."""
+    around = f"hf_zero.integrations.lightning_signals:{around}"
+    return (
+        Method(f"lightning.pytorch.{module}", name, _UNSAVED, around, seen, (2,)),
+        Method(f"pytorch_lightning.{module}", name, _UNSAVED, around, seen, (2,)),
+    )
+
+
+LIGHTNING_FITS = _of_lightning("loops.fit_loop", "_FitLoop.run", "run", seen=True)
+LIGHTNING_SIGNALS = (
+    *_of_lightning("loops.training_epoch_loop", "_TrainingEpochLoop.on_advance_end", "on_advance_end"),
+    *_of_lightning("trainer.connectors.signal_connector", "_SignalConnector.register_signal_handlers", "register_signal_handlers"),
+)
+METHODS = (
+    NO_SYNC, STATE, ACCELERATOR_STATE, PLUGIN, INIT_SWITCH, LAUNCH, PREPARE, PREPARE_TP, GATHER, METRICS, STATE_DICT, SAVE_STATE, TRAIN,
+    LOG, EVALUATE, BUILD, BUILD_FOR_LOAD, MISSING_KEYS, TIE, SAVE_MODEL, LOAD, LOAD_WEIGHTS, CONVERSIONS, LOADER, SAME_SAMPLES, TOKENS,
+    STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
+    ZERO_GRAD, NORM, CLIP,
+    FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
+)  # fmt: skip
