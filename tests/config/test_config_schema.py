@@ -75,6 +75,7 @@ def test_no_key_is_missing() -> None:
 
 OWN_KEYS = {
     "hf_zero",
+    "hf_zero.checkpoint_url",
     "hf_zero.context_parallel_size",
     "hf_zero.context_parallel_strategy",
     "hf_zero.expert_load",

@@ -216,7 +216,7 @@ def test_param_groups_of_experts() -> None:
     ("arguments", "error", "text"),
     [
         ({"num_experts": 6, "ep_size": 4}, ConfigError, "1, 2, 3, 6 would fit"),
-        ({"num_experts": 2, "k": 3}, ConfigError, "from 1 to 2 experts"),
+        ({"num_experts": 2, "k": 3}, ConfigError, "a token has 1 to 2 experts"),
         ({"num_experts": 2, "noisy_gate_policy": "Jiter"}, ConfigError, "'Jitter' and 'RSample'"),
         ({"num_experts": 2, "enable_expert_tensor_parallelism": True}, UnsupportedError, "whole experts are then divided"),
     ],

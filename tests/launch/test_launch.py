@@ -266,7 +266,7 @@ def test_no_deepspeed_command_when_it_is_switched_off(monkeypatch: pytest.Monkey
     monkeypatch.setattr(launcher, "alias_is_active", lambda: False)
     monkeypatch.setattr(launcher, "_RUNNER", "no_such_module")
     assert launcher.main(["train.py"]) == 1
-    assert "HF_ZERO keeps hf_zero from answering" in capsys.readouterr().err
+    assert "HF_ZERO turns hf_zero's alias off" in capsys.readouterr().err
 
 
 def test_no_hostfile_for_several_nodes(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -321,7 +321,7 @@ def _foreign() -> None:
         engine.optimizer.add_param_group({"params": [model.head.weight]})
     optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
     engine.backward(engine(_rows(0, 0, ranks.rank())).square().mean())
-    with pytest.raises(StateError, match="no parameter of the engine's model"):
+    with pytest.raises(StateError, match="is not a parameter of the model"):
         engine.step()
     engine.destroy()
 

@@ -299,7 +299,9 @@ def check_refusals() -> None:
     with pytest.raises(ConfigError, match="has one stage on each rank"):
         parity.initialize(build(2), Run(1, extra={"pipeline": {"schedule": "Interleaved1F1B", "stages_per_rank": 2}}))
     engine = parity.initialize(build(1, loss_fn=lambda logits, labels: logits), Run(0))
-    with pytest.raises(ConfigError, match=r"what loss_fn returns is the loss, and is a tensor \(2, 5, 11\)"):
+    with pytest.raises(
+        ConfigError, match=r"the result of loss_fn is the loss and must be a tensor of one number, but is a tensor \(2, 5, 11\)"
+    ):
         engine.train_batch(feed(Run(0), 0))
 
 

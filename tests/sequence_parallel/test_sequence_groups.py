@@ -250,7 +250,7 @@ def test_what_does_not_fit_is_refused_at_the_start() -> None:
         "'flash_attention_2' and the model was made with attn_implementation='sdpa'",
         "is an encoder-decoder",
         "seq_length is not given",
-        "seq_length is 7, which 2 ranks",
+        "seq_length is 7, not a multiple of sequence_parallel_size 2",
     ]
     assert [text for text, message in zip(texts, found[0], strict=True) if text not in message] == []
 

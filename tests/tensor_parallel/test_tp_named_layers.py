@@ -135,7 +135,7 @@ def by_hand() -> tuple[list[float], dict[str, torch.Tensor] | None]:
     assert [isinstance(split[name], LinearLayer) for name in ("up", "down", "gate")] == [True, False, False]
     assert [isinstance(split[name], LinearAllreduce) for name in ("up", "down", "gate")] == [False, True, False]
     half = ds_tp_model_init(built(), tp_size=1, dtype=torch.float16)
-    with pytest.raises(ConfigError, match=r"Conflicting dtype: tp_model_init was given torch.float16.*trains in torch.bfloat16"):
+    with pytest.raises(ConfigError, match=r"Conflicting dtype: tp_model_init has dtype torch.float16.*trains in torch.bfloat16"):
         hf_zero.initialize(model=half, config={"train_micro_batch_size_per_gpu": 4, "bf16": {"enabled": True}})
     return losses, engine._consolidated_16bit_state_dict()
 

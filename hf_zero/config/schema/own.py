@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
-from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Int, NonNegative, Positive, Section, Size, used
+from hf_zero.config.schema.fields import ANY_CASE, Bool, Count, Float, Int, NonNegative, Positive, Section, Size, used
 
 
 def _signal_name(value: Any) -> Any:
@@ -95,7 +95,7 @@ class OwnSettings(Section):
         "gathers, reductions, offload and data: a line in the log, Train/Speed, Train/Memory and Train/Waited in monitors, speed, memory "
         "and waited in Trainer's logs; 0 is off",
     )
-    spike_factor: Literal[0] | Annotated[float, Field(gt=1, allow_inf_nan=False)] = used(
+    spike_factor: Literal[0] | Annotated[Float, Field(ge=1)] = used(
         0,
         "A gradient norm above this many times the median of the last 100 optimizer steps is a spike: the log names the step, the norm and "
         "the samples of its batch. The first 20 steps are none; 0 is off",

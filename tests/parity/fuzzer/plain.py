@@ -79,9 +79,9 @@ class Plain(Side):
 
     def forward(self, data: int) -> Seen:
         failed, self.failed_alone = self.failed_alone, None
+        self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
         if failed not in (None, data):
             raise MustRefuse(f"rank 0 has lost batch {failed}")
-        self.losses = [self.model(*batch(data, rank)) for rank in self._each_rank()]
         return {"loss": self.losses[self.rank].detach().clone()}
 
     def backward(self) -> Seen:
