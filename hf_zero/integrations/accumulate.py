@@ -89,13 +89,18 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
         script_values.require_own_batch(engine)
     loop = _loops.setdefault(engine.optimizer, _Loop())
     loop.make_first()
-    completes = args[0] if args else kwargs.get("sync_gradients", True)
+    counts = not args and "sync_gradients" not in kwargs  # accelerate before 1.7 lets the engine count micro-steps
+    completes = _gradient_state().sync_gradients if counts else args[0] if args else kwargs["sync_gradients"]
     said = getattr(_gradient_state(), _SAID, False) or not completes
     if said or (engine.accumulation.steps == 1 and not engine.accumulation.in_no_sync):
         before = engine.progress.global_steps
         if not loop.begun and completes and engine.accumulation.managed and not engine.accumulation.in_no_sync:
             _begin(loop, engine, loss, kwargs)
+            if counts:  # transformers of that time reads the norm before optimizer.step()
+                engine.progress.last_norm = engine.stepper.measure()
             return None
+        if counts and engine.accumulation.managed:
+            engine.set_gradient_accumulation_boundary(completes)
         method(wrapper, loss, *args, **kwargs)
         if engine.progress.global_steps > before:  # the update used the waiting gradients too
             loop.updates, loop.waiting = loop.updates + 1, 0
