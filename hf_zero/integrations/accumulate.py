@@ -97,7 +97,7 @@ def backward(method: Callable[..., None], wrapper: Any, loss: Any, *args: Any, *
         if not loop.begun and completes and engine.accumulation.managed and not engine.accumulation.in_no_sync:
             _begin(loop, engine, loss, kwargs)
             if counts:  # transformers of that time reads the norm before optimizer.step()
-                engine.progress.last_norm = engine.stepper.measure()
+                engine.progress.last_norm = engine.stepper.measure()  # type: ignore[union-attr]  # it has an optimizer
             return None
         if counts and engine.accumulation.managed:
             engine.set_gradient_accumulation_boundary(completes)
