@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +110,7 @@ def test_norms_that_have_grown_for_good_count_as_usual() -> None:
         assert not any(watched.found(norm, 1, (0, 1)) for norm in (1.0, 3.0, 1.0, 1.0)), "too few norms to compare with"
         found = [watched.found(10.0, 1, (0, 1)) for _ in range(MOST_SKIPPED + 3)]
         assert found == [True] * MOST_SKIPPED + [False] * 3 and list(watched.norms) == [10.0] * 3
+        assert watched.found(math.inf, 1, (0, 1)) and watched.found(math.nan, 1, (0, 1)) and list(watched.norms) == [10.0] * 3
         again = NormSpikes(2.0, skips=True)
         again.load_state_dict(watched.state_dict())
         assert again == watched

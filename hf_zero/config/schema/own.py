@@ -98,7 +98,7 @@ class OwnSettings(Section):
     spike_factor: Literal[0] | Annotated[Float, Field(ge=1)] = used(
         0,
         "A gradient norm above this many times the median of the last 100 optimizer steps is a spike: the log names the step, the norm and "
-        "the samples of its batch. The first 20 steps are none; 0 is off",
+        "the samples of its batch. The first 20 steps are none, unless the norm is not finite; 0 is off",
     )
     spike_action: Annotated[Literal["log", "skip"], ANY_CASE] = used(
         "log",

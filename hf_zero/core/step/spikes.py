@@ -39,12 +39,12 @@ class NormSpikes:
         """Return whether ``norm`` is a spike, and log it.
 
         Args:
-            norm: Gradient norm before clipping, without loss scale; finite.
+            norm: Gradient norm before clipping, without loss scale. One that is not finite is a spike at any time.
             step: Number of the optimizer step, from 1 on.
             samples: Number of the step's first sample among all samples of the run, and 1 + the number of its last.
         """
         usual = median(self.norms) if len(self.norms) >= LEAST else math.inf
-        if norm <= self.factor * usual:
+        if math.isfinite(norm) and norm <= self.factor * usual:
             self.norms.append(norm)
             self.consecutive = 0
             return False
