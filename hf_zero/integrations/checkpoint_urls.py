@@ -1,4 +1,4 @@
-"""Trainer's small files of a checkpoint go to the store that ``hf_zero.checkpoint_url`` names, and its rotation happens there too.
+"""Send Trainer's small files of a checkpoint to the store that ``hf_zero.checkpoint_url`` names, and delete old checkpoints there.
 
 See [Note: a Trainer's files in a store]. ``Trainer._save_checkpoint`` runs on every rank; the ranks agree on the outcome.
 """
@@ -17,7 +17,7 @@ from hf_zero.observe import log_rank0
 
 
 def save_checkpoint(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """``Trainer._save_checkpoint``, and then its files go to the store, where there is one; collective.
+    """Replace ``Trainer._save_checkpoint``: also send its files to the store, if the configuration names one; collective.
 
     Raises:
         CheckpointError: A file could not be sent or deleted; on every rank.

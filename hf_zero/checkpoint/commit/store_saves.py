@@ -1,4 +1,4 @@
-"""Saves into an object store, which cannot rename: parts first, the index after all of them, and one small object last that shows them.
+"""Save into an object store, which cannot rename: write the parts, then the index, and last one small object that makes them visible.
 
 [Note: a save into a store] Objects of a save lie in ``<tag>/<number>`` ([Note: a sub-folder for each save]), so no save overwrites what
 another one wrote. Rank 0 leaves a record, ``.saves/<number>.json``, before the first part is sent, and removes it when the checkpoint
@@ -37,8 +37,8 @@ class StoreSave:
 
     Args:
         save_dir: Place of all checkpoints.
-        tag: Name of this one.
-        number: Of the save.
+        tag: Name of this checkpoint.
+        number: Number of the save.
 
     Attributes:
         folder: Place of the objects of this save.
@@ -58,7 +58,7 @@ class StoreSave:
     # -- before a byte is written
 
     def begin(self) -> None:
-        """Record the save, after what killed saves left has been deleted; on rank 0.
+        """Delete the remains of killed saves, and record this save; on rank 0.
 
         Raises:
             CheckpointError: The tag is taken by objects that hf_zero did not write, or a running process saves it.
@@ -84,7 +84,7 @@ class StoreSave:
         return number or _FLAT
 
     def _clear(self) -> None:
-        """Delete what killed saves left in the store."""
+        """Delete the remains of killed saves from the store."""
         records = self.save_dir / _RECORDS
         for name in records.listed():
             number, record = name.removesuffix(".json"), _read_record(records / name)
@@ -112,7 +112,7 @@ class StoreSave:
     # -- writing
 
     def files(self, _direct: bool) -> Uploads:
-        """Return what writes this rank's files."""
+        """Return the writer of this rank's files."""
         return Uploads()
 
     def commit(self, index: Index, latest: bool) -> ObjectPath:
@@ -158,7 +158,7 @@ class StoreSave:
             raise CheckpointError(f"{self._record} is no longer this process' record ({record}); the checkpoint is not completed")
 
     def _require_parts(self, index: Index) -> None:
-        """Compare the sizes of all parts with the index before anybody sees them."""
+        """Compare the sizes of all parts with the index before they become visible."""
         listed = self.folder.listed()
         for name, record in index.files.items():
             if listed.get(name) != record.nbytes:

@@ -1,4 +1,4 @@
-"""Target of one save: a folder of a file system, or a place in an object store; each prepares, completes and abandons it in its own way."""
+"""Targets of one save: a folder of a file system, or a place in an object store."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from hf_zero.system.text_file import read_text
 
 
 class FolderSave:
-    """One save into a folder of a file system; see ``staging``. Its methods are those of ``StoreSave``.
+    """One save into a folder of a file system; see ``staging``. It has the methods of ``StoreSave``.
 
     Args:
         save_dir: Folder of all checkpoints.
-        tag: Name of this one.
-        number: Of the save.
+        tag: Name of this checkpoint.
+        number: Number of the save.
 
     Attributes:
         folder: The hidden folder.
@@ -42,7 +42,7 @@ class FolderSave:
         staging.begin(self.save_dir, self.tag, self.number)
 
     def files(self, direct: bool) -> Disk:
-        """Return what writes this rank's files; ``direct``: past the page cache where that can be."""
+        """Return the writer of this rank's files; ``direct``: bypass the page cache if the file system can."""
         return Disk(direct)
 
     def commit(self, index: Index, latest: bool) -> Path:

@@ -1,4 +1,4 @@
-"""Ranges of bytes of one file: of a disk, where the kernel reads ahead, or of an object store, where threads do."""
+"""Read ranges of bytes of one file: from a disk, where the kernel reads ahead, or from an object store, where threads read ahead."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class Ranges(Protocol):
         """Return the bytes of the file."""
 
     def fetch(self, offset: int, nbytes: int) -> None:
-        """Begin to fetch a range that will be read; a hint."""
+        """Begin to fetch a range that ``read_into`` will request; a hint."""
 
     def read_into(self, place: memoryview, offset: int) -> int:
-        """Fill ``place``, or the first part of it, with the bytes from ``offset`` on; return how many, 0 at the end of the file."""
+        """Fill ``place``, or the first part of it, with the bytes from ``offset`` on; return their number, 0 at the end of the file."""
 
 
 @contextmanager
@@ -81,7 +81,7 @@ class FileRanges:
 
 
 class ObjectRanges:
-    """Ranges of an object in a store; those that were asked for come by threads, and each is kept until it is read.
+    """Ranges of an object in a store. Threads fetch the requested ranges, and each range is kept until it is read.
 
     Args:
         path: The object.
@@ -99,7 +99,7 @@ class ObjectRanges:
         return int(self._path.stat().st_size)
 
     def fetch(self, offset: int, nbytes: int) -> None:
-        """Request a range in a thread; of the main thread alone, because no pool takes work once that has ended."""
+        """Request a range in a thread. Do nothing outside of the main thread: pools accept no work after the main thread has ended."""
         if threading.current_thread() is not threading.main_thread():
             return
         if self._helpers is None:
@@ -114,7 +114,7 @@ class ObjectRanges:
         return len(data)
 
     def close(self) -> None:
-        """Drop what nobody reads any more."""
+        """Drop the ranges that were fetched and not read."""
         self._coming.clear()
         if self._helpers is not None:
             self._helpers.shutdown(cancel_futures=True)

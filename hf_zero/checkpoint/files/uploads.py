@@ -1,7 +1,7 @@
-"""Writing of the files of one save into an object store: streamed from the shards, several at a time, each repeated if the store refuses.
+"""Write the files of one save into an object store: stream them from the shards, several at a time, and repeat failed requests.
 
-What ``Disk`` is for a folder this is for a store, for the same ``write_tensor_file``. Bytes are kept for one part of an object at most
-(8 MiB; more where an object would have more than 9000 parts), so memory does not grow with the size of a shard.
+``write_tensor_file`` uses ``Uploads`` for a store as it uses ``Disk`` for a folder. Each object buffers one part at most (8 MiB; more if
+an object would have more than 9000 parts), so memory does not grow with the size of a shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ STREAMS = 4  # objects that one rank writes at a time: masters, both moments, an
 
 
 class Uploads:
-    """The objects of one save; the counterpart of ``Disk``."""
+    """Writer of the objects of one save; it has the methods of ``Disk``."""
 
     def __enter__(self) -> Uploads:
         return self
@@ -32,7 +32,7 @@ class Uploads:
         """Return the results of ``works``, of which up to ``STREAMS`` run at a time in threads.
 
         Raises:
-            OSError: One failed; those that had begun have ended.
+            OSError: One failed; all that had begun have ended.
         """
         with ThreadPoolExecutor(STREAMS, thread_name_prefix="hf_zero upload") as pool:
             futures = {name: pool.submit(work) for name, work in works.items()}
@@ -44,12 +44,12 @@ class Uploads:
                 raise
 
     def repeated(self, path: Place, work: Callable[[], T]) -> T:
-        """Return the result of ``work``, which writes ``path`` from its beginning; it runs again when the store refuses."""
+        """Return the result of ``work``, which writes ``path`` from its beginning; it runs again if a request fails."""
         return tried(path, work, uploads=True) if isinstance(path, ObjectPath) else work()
 
     @contextmanager
     def writing(self, path: Place, nbytes: int, _folder: Folder | None = None) -> Iterator[ObjectFile]:
-        """Write the new object ``path`` of ``nbytes`` in a context; it appears as a whole when the ``with`` ends."""
+        """Write the new object ``path`` of ``nbytes`` in a context; the complete object becomes visible when the context ends."""
         if not isinstance(path, ObjectPath):
             raise TypeError(f"{path} is no object of a store")
         with path.writing(nbytes) as file:
@@ -60,7 +60,7 @@ class Uploads:
 
 
 class ObjectFile:
-    """An object that is written front to back.
+    """Object that is written from its first byte to its last.
 
     Args:
         file: fsspec's file, which sends a part when it has enough bytes for one.
