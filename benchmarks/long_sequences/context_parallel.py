@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 from benchmarks.common.tables import ResultTable
-from benchmarks.parallel.sequence_parallel import PEERS, Contender, measure
+from benchmarks.parallel.sequence_parallel import PEERS, Contender, add_size_flags, measure, size_of, started
 
 TITLES = {
     "one": "one rank",
@@ -34,7 +34,7 @@ formulas of [sequence-parallel.md](sequence-parallel.md#context-parallelism). Me
 
 
 def sent_by_formula(package: str, size: dict[str, int], length: int, ranks: int) -> int:
-    """Bytes that attention of a layer sends in forward and backward, in fp32."""
+    """Return the bytes that attention of a layer sends in forward and backward, in fp32."""
     hidden, keys, away = size["width"], size["width"] // 2, ranks - 1
     if package in ("hf_zero", "deepspeed"):
         return 2 * (2 * hidden + 2 * keys) * length * 4 * away // ranks**2
@@ -43,7 +43,7 @@ def sent_by_formula(package: str, size: dict[str, int], length: int, ranks: int)
 
 
 def rows(contenders: list[Contender], arguments: argparse.Namespace, size: dict[str, int]) -> list[list[str]]:
-    """Cells of the table."""
+    """Return the cells of the table."""
     found = []
     alone, base = contenders[0], contenders[1]
     for length in arguments.lengths:
@@ -68,10 +68,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=1)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=2048)
+    add_size_flags(parser)
     parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed, accelerate and transformers")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -79,20 +76,14 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    size = {name: getattr(arguments, name) for name in ("layers", "width", "heads", "vocab")} | {"longest": max(arguments.lengths)}
+    size = size_of(arguments)
     ours = [Contender("whole", 1), *(Contender(name, arguments.ranks) for name in ("context", "ring", "hf_zero"))]
     contenders = [*ours, *(Contender(name, arguments.ranks) for name in PEERS if arguments.peer_python)]
-    try:
-        for one in contenders:
-            one.start(arguments.peer_python if one.package in PEERS else sys.executable, size)
+    with started(contenders, arguments):
         measure(contenders, arguments)
         for one in contenders[1:]:
             for length in arguments.lengths if not one.failed else ():
                 one.count(length)
-    finally:
-        for one in contenders:
-            if one.ranks is not None:
-                one.ranks.stop()
     table = ResultTable(
         "Context parallelism",
         f"python -m benchmarks.long_sequences.context_parallel --ranks {arguments.ranks}"

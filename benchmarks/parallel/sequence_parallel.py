@@ -12,6 +12,8 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -61,7 +63,7 @@ class Contender:
         self.peaks[length] = max(answer["peak"] for answer in self.ranks.ask(peak=True, length=length))  # type: ignore[union-attr]
 
     def count(self, length: int) -> None:
-        """Notes the bytes that attention of the rank with more sends in a step."""
+        """Record the bytes that attention of the rank with more sends in a step."""
         self.sent[length] = max(answer["sent"] for answer in self.ranks.ask(sent=True, length=length))  # type: ignore[union-attr]
 
     def tokens_per_second(self, length: int, place: int) -> float:
@@ -101,15 +103,38 @@ def rows(contenders: list[Contender], lengths: list[int], rounds: int) -> list[l
     return found
 
 
+def add_size_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of the model's size to ``parser``."""
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--heads", type=int, default=8)
+    parser.add_argument("--vocab", type=int, default=2048)
+
+
+def size_of(arguments: argparse.Namespace) -> dict[str, int]:
+    """Return the model's size as the ranks read it."""
+    return {name: getattr(arguments, name) for name in ("layers", "width", "heads", "vocab")} | {"longest": max(arguments.lengths)}
+
+
+@contextmanager
+def started(contenders: list[Contender], arguments: argparse.Namespace) -> Iterator[None]:
+    """Run the ranks of all contenders in a context; ``PEERS`` run under ``--peer-python``."""
+    try:
+        for one in contenders:
+            one.start(arguments.peer_python if one.package in PEERS else sys.executable, size_of(arguments))
+        yield
+    finally:
+        for one in contenders:
+            if one.ranks is not None:
+                one.ranks.stop()
+
+
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[512, 1024, 2048, 4096])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=2)
-    parser.add_argument("--width", type=int, default=256)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--vocab", type=int, default=2048)
+    add_size_flags(parser)
     parser.add_argument("--peer-python", help="Python of a venv with DeepSpeed and transformers")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
@@ -117,20 +142,13 @@ def parse() -> argparse.Namespace:
 
 def main() -> int:
     arguments = parse()
-    size = {name: getattr(arguments, name) for name in ("layers", "width", "heads", "vocab")} | {"longest": max(arguments.lengths)}
     contenders = [Contender(name) for name in ("hf_zero", "whole", *(["deepspeed"] if arguments.peer_python else []))]
-    try:
-        for one in contenders:
-            one.start(arguments.peer_python if one.package == "deepspeed" else sys.executable, size)
+    with started(contenders, arguments):
         measure(contenders, arguments)
-    finally:
-        for one in contenders:
-            if one.ranks is not None:
-                one.ranks.stop()
     table = ResultTable(
         "Sequence parallelism",
         "python -m benchmarks.parallel.sequence_parallel" + (" --peer-python PYTHON" if arguments.peer_python else ""),
-        TEXT.format(**size, rounds=arguments.rounds, steps=arguments.steps),
+        TEXT.format(**size_of(arguments), rounds=arguments.rounds, steps=arguments.steps),
         ["sequences", "tokens/s", "against slices of hf_zero", "peak of a step, MiB per rank", "against slices of hf_zero"],
         rows(contenders, arguments.lengths, arguments.rounds),
     )

@@ -117,10 +117,10 @@ class ContextOfAccelerate:
 
 
 class Sent:
-    """Counts the bytes that this rank sends for attention while it is entered."""
+    """Counter of the bytes that this rank sends for attention while it is entered."""
 
-    def __init__(self, package: str) -> None:
-        self.package, self.nbytes = package, 0
+    def __init__(self, package: str, model: nn.Module) -> None:
+        self.package, self.model, self.nbytes = package, model, 0
 
     def __enter__(self) -> Sent:
         if self.package == "deepspeed":
@@ -135,7 +135,7 @@ class Sent:
             return self
         from hf_zero import observe
 
-        self._networks, self._label = _networks(), ""
+        self._networks, self._label = _networks(self.model), ""
         self._before = {network: network.sent_bytes for network in self._networks}
         self._told = observe.told(self._note)
         self._told.__enter__()
@@ -160,11 +160,12 @@ class Sent:
         self._told.__exit__(None, None, None)
 
 
-def _networks() -> list[Any]:
-    """Collectives over which attention of this process sends."""
-    from hf_zero.sequence_parallel.attention import _sliced
+def _networks(model: nn.Module) -> list[Any]:
+    """Return the collectives over which the attention of ``model`` sends."""
+    from hf_zero.sequence_parallel.attention import sliced_attention
 
-    return list({getattr(found, "across", found.collectives) for found in _sliced.values()})
+    served = [found for found in map(sliced_attention, model.modules()) if found is not None]
+    return list({getattr(found, "across", found.collectives) for found in served})
 
 
 def train(engine: Any, mpu: Any, batch: Batch) -> float:
@@ -211,7 +212,7 @@ def main() -> int:
             answers.write(json.dumps({"peak": peak_of(partial(train, engine, mpu, batch))}) + "\n")
             continue
         if request.get("sent"):
-            with Sent(arguments.package) as sent:
+            with Sent(arguments.package, engine.module) as sent:
                 train(engine, mpu, batch)
             answers.write(json.dumps({"sent": sent.nbytes}) + "\n")
             continue

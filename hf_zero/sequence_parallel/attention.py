@@ -182,6 +182,12 @@ def _own_heads(module: nn.Module, heads: int, own: slice, groups: int) -> Any:
     return _OwnHeads(module, changed) if changed else module
 
 
+def sliced_attention(module: nn.Module) -> SlicedAttention | None:
+    """Return the attention over slices that serves ``module``; None for a module of a model with whole sequences."""
+    mark: _Mark | None = getattr(module, _SLICED, None)
+    return None if mark is None else mark.attention
+
+
 def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
     """Return an attention function for all models: modules of a sliced model exchange heads, and others use the function from
     ``core_of``.
@@ -190,8 +196,7 @@ def dispatching(core_of: Callable[[nn.Module], Core]) -> Core:
     def attend(
         module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attention_mask: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        mark, core = getattr(module, _SLICED, None), core_of(module)
-        sliced = None if mark is None else mark.attention
+        sliced, core = sliced_attention(module), core_of(module)
         if sliced is None or sliced.inside_whole or not sliced.trades(module):
             return core(module, query, key, value, attention_mask, **kwargs)
         return sliced.run(core, module, query, key, value, attention_mask, **kwargs)
