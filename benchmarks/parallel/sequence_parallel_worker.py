@@ -101,16 +101,16 @@ class ContextOfAccelerate:
                 fsdp_version=2, auto_wrap_policy="transformer_based_wrap", transformer_cls_names_to_wrap=["LlamaDecoderLayer"]
             ),
         )
-        self.model, self.optimizer = self.accelerator.prepare(module, torch.optim.AdamW(module.parameters(), **ADAMW))
+        self.module, self.optimizer = self.accelerator.prepare(module, torch.optim.AdamW(module.parameters(), **ADAMW))
 
     def step(self, batch: Batch) -> float:
         """One step; the loss of this rank's part."""
         given = {**batch, "shift_labels": nn.functional.pad(batch["labels"][:, 1:], (0, 1), value=-100)}
         buffers = list(given.values())
         with self.accelerator.maybe_context_parallel(buffers=buffers, buffer_seq_dims=[1] * len(buffers), no_restore_buffers=set(buffers)):
-            loss = self.model(**given).loss
+            loss = self.module(**given).loss
             self.accelerator.backward(loss)
-            self.accelerator.clip_grad_norm_(self.model.parameters(), 1.0)
+            self.accelerator.clip_grad_norm_(self.module.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()
         return float(loss.detach())
