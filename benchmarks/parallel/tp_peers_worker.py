@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.common.processes import open_answers
-from tests import zoo
+from tests.support import zoo
 from tests.tensor_parallel.breadth import perturb, relative, run
 
 SECONDS = 15.0  # time after which a collective that a rank does not join fails

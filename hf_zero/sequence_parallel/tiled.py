@@ -67,21 +67,25 @@ class SequenceTiledCompute:
     """``sequence_tiled_compute`` with its tensors one after the other, as DeepSpeed's function for autograd takes them."""
 
     @staticmethod
-    def apply(fn: Callable[..., torch.Tensor], seqlen: int, shards: int, *args: Any) -> torch.Tensor:
-        """Return the same as ``sequence_tiled_compute``.
-
-        Args:
-            fn: As there.
-            seqlen: As there.
-            shards: As there.
-            *args: ``keys_to_shard``, ``keys_to_pass``, ``grad_requiring_tensor_key``, its index, ``compute_params``,
-                ``output_unshard_dimension``, ``output_reduction``; then the values of ``keys_to_shard`` and of ``keys_to_pass``.
-        """
-        names, passed_names, needs_gradient, _, *rest = args[:7]
-        values = args[7:]
-        sharded = dict(zip(names, values[: len(names)], strict=True))
-        passed = dict(zip(passed_names, values[len(names) :], strict=True))
-        return sequence_tiled_compute(fn, seqlen, shards, sharded, passed, needs_gradient, *rest)
+    def apply(
+        fn: Callable[..., torch.Tensor],
+        seqlen: int,
+        shards: int,
+        keys_to_shard: Sequence[str],
+        keys_to_pass: Sequence[str],
+        grad_requiring_tensor_key: str,
+        grad_requiring_tensor_key_index: int,
+        compute_params: Sequence[torch.Tensor] | None,
+        output_unshard_dimension: int,
+        output_reduction: str | None,
+        *args: Any,
+    ) -> torch.Tensor:
+        """Return the result of ``sequence_tiled_compute``; ``args`` are the values of ``keys_to_shard`` and then of ``keys_to_pass``."""
+        sharded = dict(zip(keys_to_shard, args[: len(keys_to_shard)], strict=True))
+        passed = dict(zip(keys_to_pass, args[len(keys_to_shard) :], strict=True))
+        return sequence_tiled_compute(
+            fn, seqlen, shards, sharded, passed, grad_requiring_tensor_key, compute_params, output_unshard_dimension, output_reduction
+        )
 
 
 class TiledMLP:
