@@ -77,7 +77,7 @@ def require_folder(path: Path, advice: str = "only checkpoints are written to ob
 
 
 def raw(place: Place) -> str:
-    """Return the text that ``place_of`` makes the same path of; it may contain a password, so it is for other ranks, not for messages."""
+    """Return the text from which ``place_of`` makes this path again. It may contain a password: send it to ranks, keep it out of messages."""
     return place.url if isinstance(place, ObjectPath) else str(place)
 
 
@@ -99,7 +99,7 @@ def _file_system(url: str) -> Any:
 
 
 def _options(protocol: str) -> dict[str, Any]:
-    """Return options of fsspec's class for ``protocol``, where its own are not right for checkpoints."""
+    """Return the options of fsspec's class for ``protocol`` whose defaults do not suit checkpoints."""
     if protocol in ("file", "local"):
         return {"auto_mkdir": True}
     if protocol in ("s3", "s3a"):
@@ -141,7 +141,7 @@ def _pause(seconds: float) -> None:
 
 
 def _may_pass(error: Exception) -> bool:
-    """Return whether a request that failed so may succeed later."""
+    """Return whether a request that failed with ``error`` may succeed later."""
     if isinstance(error, _FINAL) or isinstance(error, (TypeError, ValueError)) and not isinstance(error, OSError):
         return False
     status = next((found for name in ("status", "code", "http_status") if type(found := getattr(error, name, None)) is int), 0)
@@ -154,7 +154,7 @@ def _has_secret(error: BaseException) -> bool:
 
 
 def _told(error: Exception, path: ObjectPath, number: int) -> OSError:
-    """Return the error of the system that names the object."""
+    """Return an ``OSError`` that names the object."""
     text = without_credentials(str(error)).strip() or type(error).__name__
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "it does not exist, or its bucket or folder does not", str(path))
@@ -167,11 +167,11 @@ def _told(error: Exception, path: ObjectPath, number: int) -> OSError:
 
 
 class ObjectPath:
-    """Path of an object, or of the objects whose names begin with it and a slash: a folder.
+    """Path of an object, or of a folder: all objects whose names begin with the path and a slash.
 
     Args:
-        url: With protocol, without a slash at its end.
-        fs: fsspec's file system for it.
+        url: The URL, with its protocol and without a slash at its end.
+        fs: fsspec's file system for this URL.
     """
 
     def __init__(self, url: str, fs: Any) -> None:
@@ -311,7 +311,7 @@ class ObjectPath:
         return tried(self, ask)
 
     def put(self, data: bytes) -> None:
-        """Write a small object, in place of one that is there; the store shows the old one or the new one, never a part.
+        """Write a small object and replace an existing one; readers get the old or the new object, never a part.
 
         Raises:
             OSError: The store refuses.
@@ -335,10 +335,10 @@ class ObjectPath:
             self.fs.mv(other, self.key)
 
     def put_new(self, data: bytes) -> None:
-        """Write a small object unless there is one; a store that has no such request is asked before the write.
+        """Write a small object unless one exists. A store without a conditional write is asked before the write.
 
         Raises:
-            FileExistsError: There is one with other content.
+            FileExistsError: An object with other content exists.
             OSError: The store refuses.
         """
         self._make_room()
@@ -422,7 +422,7 @@ class ObjectPath:
 
 @dataclass(frozen=True)
 class _Status:
-    """Answer to ``ObjectPath.stat``."""
+    """Result of ``ObjectPath.stat``."""
 
     path: ObjectPath
     st_size: int
@@ -440,7 +440,7 @@ Place = Path | ObjectPath
 
 
 def _is_condition(error: Exception) -> bool:
-    """Return whether a store refused because the condition of a request, that no object is there, does not hold."""
+    """Return whether a store refused a conditional write because the object exists."""
     response = getattr(error.__cause__, "response", None)
     code = response.get("Error", {}).get("Code") if isinstance(response, dict) else getattr(error, "code", None)
     return str(code) in ("PreconditionFailed", "ConditionalRequestConflict", "412", "409")

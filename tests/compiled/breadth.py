@@ -198,7 +198,7 @@ def table(rows: list[Row]) -> str:
         START,
         f"{len(measured)} architectures of transformers {transformers.__version__}, one rank, fp32, SGD: {equal} have every bit of",
         f"losses and weights of plain PyTorch compiled, {clean} no graph break. Breaks and graphs of the model's own code, which plain",
-        "PyTorch has as well, stand in brackets.",
+        "PyTorch has as well, are in brackets.",
         "",
         "| architecture | blocks | breaks in blocks (own) | graphs (own) | graphs after the second step (own) | result |",
         "|---|---|---|---|---|---|",
