@@ -77,7 +77,7 @@ def require_folder(path: Path, advice: str = "only checkpoints are written to ob
 
 
 def raw(place: Place) -> str:
-    """Return the text from which ``place_of`` makes this path again. It may contain a password: send it to ranks, keep it out of messages."""
+    """Return the text from which ``place_of`` makes this path again. It may contain a password: keep it out of messages."""
     return place.url if isinstance(place, ObjectPath) else str(place)
 
 
@@ -289,10 +289,10 @@ class ObjectPath:
         if found is None or found.get("type") != "file":
             raise FileNotFoundError(errno.ENOENT, "there is no such object", str(self))
         if int(found.get("size") or 0) > limit_bytes:
-            raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is: it has {found['size']:,}")
+            raise ValueError(f"it has {found['size']:,} bytes; at most {limit_bytes:,} are allowed")
         data = tried(self, lambda: bytes(self.fs.cat_file(self.key)))
         if len(data) > limit_bytes:
-            raise ValueError(f"it is larger than {limit_bytes:,} bytes, which none is")
+            raise ValueError(f"it has {len(data):,} bytes; at most {limit_bytes:,} are allowed")
         return data
 
     def get_range(self, start: int, stop: int) -> bytes:
