@@ -23,28 +23,9 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
 RUN_SECONDS = 600  # limit for hangs: about ten times the time on a loaded machine
 TEST_SECONDS = 4 * RUN_SECONDS  # above the limits of a test's commands: reaching it ends pytest and leaves the command running
-# Names of modules in the examples' folders; removed after use, because the next folder has modules of the same names.
-LOCAL_NAMES = (
-    "arguments",
-    "bleu",
-    "chat",
-    "data",
-    "demo",
-    "f1_accuracy",
-    "flags",
-    "model",
-    "offline",
-    "policy",
-    "run_clm",
-    "run_mlm_no_trainer",
-    "run_sft",
-    "senders",
-    "server",
-    "sft_data",
-    "task",
-    "train",
-    "weight_group",
-)
+# Names of modules in the examples' folders; removed after use, because the next folder has modules of the same names, and a script that
+# stayed loaded would keep an earlier copy of its folder's modules.
+LOCAL_NAMES = frozenset(path.stem for path in EXAMPLES.glob("*/*.py"))
 
 
 @contextmanager
