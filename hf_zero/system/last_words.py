@@ -30,6 +30,7 @@ from typing import Any
 from hf_zero.errors import CollectiveError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.observe import global_rank, logger
 from hf_zero.system import own_files
+from hf_zero.system.failure import FOLLOWS, INTERRUPTED, OTHER, SETTINGS
 from hf_zero.system.stacks import is_of_the_script
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
@@ -39,8 +40,7 @@ _PATIENCE_SECONDS = 2.0
 _SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, while another rank may still import
 _PRINTING_SECONDS = 0.2  # a launcher ends all ranks soon after one has ended
 MARK = "hf_zero"
-"""Key of the entries that this module has written, with one of the following kinds."""
-SETTINGS, INTERRUPTED, OTHER = "settings", "interrupted", "other"
+"""Key of the entries that this module has written, with one of the kinds of ``failure``."""
 _tells = False
 
 
@@ -105,7 +105,7 @@ class _Hook:
         if not follows and _is_reported_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
             leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
             return
-        leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else OTHER)
+        leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else FOLLOWS if follows else OTHER)
         if follows and _report_of_first().get(MARK) == INTERRUPTED:
             return
         if of_settings or follows:
