@@ -25,9 +25,12 @@ import torch.distributed as dist
 from hf_zero.assembly.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
 from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_sizes, requested_ranks, solve
+from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import early_checks
+from hf_zero.integrations import callers, early_checks, methods
 from hf_zero.observe import warn_once
+from hf_zero.sequence_parallel.forward import bound_forwards
+from hf_zero.sequence_parallel.layer import DistributedAttention
 
 _MESH = "_hf_zero_mesh"  # in accelerate's state, which a reset clears
 _GIVEN = "_hf_zero_given"  # in a ParallelismConfig: its sizes and its sp_handler as the script gave them, and the sizes written since
@@ -109,6 +112,29 @@ def require_same_attention(config: Any, models: Iterable[Any]) -> None:
                 f"sp_attn_implementation of the ParallelismConfig is {asked!r} and the model was made with attn_implementation={found!r}; "
                 "make them equal"
             )
+
+
+def require_divided(built: Engine) -> None:
+    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model.
+
+    accelerate cuts batches and registers the model if ``sp_size`` of a ParallelismConfig says so, and does not read
+    ``sequence_parallel_size`` of the configuration. Called when an engine is built.
+
+    Raises:
+        ConfigError: The model is one of transformers, and was not registered.
+    """
+    groups, model = getattr(built, "sequence_parallel", None), built.module
+    if groups is None or not callers.running(methods.PREPARE) or not hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return
+    if any(bound_forwards(part) is not None or isinstance(part, DistributedAttention) for part in model.modules()):
+        return
+    size = groups.axis.world
+    raise ConfigError(
+        f"sequence_parallel_size is {size} in the configuration, but nothing divides the sequences of {type(model).__name__}: accelerate "
+        f"and Trainer do it if ParallelismConfig(sp_size={size}) is given (parallelism_config=, or accelerate launch "
+        f"--parallelism_config_sp_size {size}). Give it too, or hf_zero.context_parallel_size {size} in the configuration, which needs no "
+        "ParallelismConfig"
+    )
 
 
 def allow_layers(method: Callable[..., None], model: Any) -> None:
