@@ -83,10 +83,12 @@ class Background:
         rank: This process among those that save together.
         timeout: Seconds without any progress after which rank 0 stops waiting for another rank.
         limit_bytes: Host memory for the copy; what does not fit is written before ``save_checkpoint`` returns. None: no limit.
+        promised: A save that is lost at the end of the process changes its exit status.
     """
 
-    def __init__(self, rank: int, timeout: float, limit_bytes: int | None = None) -> None:
+    def __init__(self, rank: int, timeout: float, limit_bytes: int | None = None, promised: bool = True) -> None:
         self._rank = rank
+        self._promised = promised
         self._timeout = timeout
         self._limit = limit_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept: allocating it anew would double the time of a copy
@@ -158,7 +160,8 @@ class Background:
             _wait_before_pools_end(running)
         running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
-        running.heard = exit_status.promise(running.lost)
+        if self._promised:
+            running.heard = exit_status.promise(running.lost)
         self._running = running
 
     def _run(self, running: _Running, task: Task, told: list[dict[str, Any]]) -> None:
@@ -213,6 +216,11 @@ class Background:
         """Return whether some files may find no room in the copy."""
         return self._limit is not None
 
+    @property
+    def busy(self) -> bool:
+        """Return whether the last save is still being written."""
+        return self._running is not None and self._running.thread.is_alive()
+
     def finish(self, net: Collectives) -> None:
         """Waits until the last save is on the disk; collective.
 
@@ -254,13 +262,13 @@ class _Running:
     """
 
     thread: threading.Thread
-    heard: Callable[[], None]
 
     def __init__(self, what: str, target: Target) -> None:
         self.what = what
         self.target = target
         self.done = False
         self.error: Exception | None = None
+        self.heard: Callable[[], None] = lambda: None
 
     def raise_error(self) -> None:
         """Raises what this rank has to tell."""

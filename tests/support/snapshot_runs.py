@@ -1,0 +1,158 @@
+"""A run that takes snapshots and is killed according to a plan: a script for torchrun, and the same run without a death."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from hf_zero.checkpoint.commit.folders import is_complete
+from hf_zero.checkpoint.snapshots import Snapshots
+from tests.support import ranks
+from tests.support.checkpoints import full_state, start
+from tests.support.models import CLASSES, LENGTH, Batch, class_loss
+from tests.support.parity import DTYPES, mean_over_ranks
+from tests.support.processes import PATIENCE, REPO, environment
+
+EVERY = 2  # steps between two snapshots
+# What a kill of one attempt waits for: a step that is complete ("step"), a label inside the snapshot of a step ("label"), or a time
+# ("seconds") after the engine is there.
+Kill = dict[str, Any]
+
+
+def train(engine: Any, total: int, dtype: str, seen: list[list[Any]], at_step: Any = lambda step: None, waits: bool = False) -> None:
+    """Train up to step ``total``; append step, batch and loss to ``seen``, which the snapshots hold. Every batch draws random numbers.
+
+    ``waits``: wait for each snapshot two steps later, so that none is left out and a kill finds what the plan expects.
+    """
+    for step in range(engine.global_steps, total):
+        generator = torch.Generator().manual_seed(1000 * step + ranks.rank())
+        drawn = random.random() + float(np.random.rand()) + float(torch.rand(()))
+        batch: Batch = {
+            "inputs": (torch.randn(2, LENGTH, generator=generator) * drawn).to(DTYPES[dtype]),
+            "labels": torch.randint(0, CLASSES, (2,), generator=generator),
+        }
+        loss = class_loss(engine, batch)
+        engine.backward(loss)
+        engine.step()
+        seen.append([step, drawn, mean_over_ranks([loss.item()]), float(engine.get_global_grad_norm())])
+        taken = engine.snapshot({"seen": seen, "rank": ranks.rank()})
+        assert not waits or taken == ((step + 1) % EVERY == 0)
+        if waits and not taken and step + 1 > EVERY:
+            _wait_for(engine.checkpoints.snapshots, f"global_step{step // EVERY * EVERY}")
+        at_step(step + 1)
+
+
+def _wait_for(snapshots: Snapshots, tag: str) -> None:
+    deadline = time.monotonic() + 120 * PATIENCE
+    while snapshots._background.busy or not is_complete(snapshots.folder / tag):
+        assert time.monotonic() < deadline, f"{tag} does not become complete"
+        time.sleep(0.01)
+
+
+def digest(engine: Any) -> str:
+    """Return a digest of everything that a checkpoint holds; collective."""
+    found = hashlib.sha256()
+    for name, value in sorted(full_state(engine).items()):
+        found.update(name.encode())
+        found.update(value.contiguous().view(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else repr(value).encode())
+    return found.hexdigest()
+
+
+def seed() -> None:
+    for function in (random.seed, np.random.seed, torch.manual_seed):
+        function(17 + ranks.rank())
+
+
+def undisturbed(total: int, stage: int, dtype: str, extra: dict[str, Any]) -> tuple[list[list[Any]], str]:
+    """Return steps and final state of the run that nothing happens to."""
+    seed()
+    engine = start(stage, dtype, **extra)
+    engine.snapshot = lambda client_state=None: False
+    assert engine.checkpoints.snapshot_folder is None
+    seen: list[list[Any]] = []
+    train(engine, total, dtype, seen)
+    found = digest(engine)
+    engine.destroy()
+    return json.loads(json.dumps(seen)), found
+
+
+def launch(folder: Path, plan: dict[str, Any], *flags: str, world: int = 2, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run the plan under torchrun to its end; return what it left."""
+    (folder / "plan.json").write_text(json.dumps(plan))
+    words = [sys.executable, "-m", "torch.distributed.run", *(flags or ("--standalone",)), "--nproc_per_node", str(world)]
+    words += ["--max-restarts", str(len(plan["kills"])), "-m", "tests.support.snapshot_runs", str(folder)]
+    env = environment({"PYTHONPATH": str(REPO), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1", **variables})
+    return subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=900)
+
+
+def attempts(folder: Path) -> list[dict[str, Any]]:
+    """Return what rank 0 wrote about each attempt: where it began, from which folder, and at the end steps and state."""
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("attempt_*.json"))]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arm(kill: Kill) -> Any:
+    """Arrange the death of this rank; return a function to call after each step."""
+    from hf_zero import observe
+
+    if ranks.rank() != kill["rank"]:
+        return lambda step: None
+    if "seconds" in kill:
+        timer = threading.Timer(kill["seconds"], _die)
+        timer.daemon = True
+        timer.start()
+    if "label" in kill:
+        wanted = f"hf_zero::{kill['label']} (global_step{kill['of']}"
+        observe._listeners.append(lambda text: _die() if text.startswith(wanted) else None)
+    return lambda step: _die() if step == kill.get("step") else None
+
+
+def main() -> None:
+    folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    plan = json.loads((folder / "plan.json").read_text())
+    torch.distributed.init_process_group("gloo")
+    seed()
+    settings = {"snapshot_steps": EVERY, "snapshot_folder": plan.get("memory", str(folder / "memory"))}
+    engine = start(plan["stage"], plan["dtype"], hf_zero=settings, **plan["extra"])
+    path, client_state = engine.load_checkpoint(folder / "disk")
+    seen = [] if client_state is None else client_state["seen"]
+    assert client_state is None or client_state["rank"] == ranks.rank()
+    report = {"began": engine.global_steps, "from": path, "begin": digest(engine)}
+
+    def write() -> None:
+        if ranks.rank() == 0:
+            (folder / f"attempt_{attempt:02d}.json").write_text(json.dumps(report))
+        torch.distributed.barrier()
+
+    write()
+    kills = plan["kills"]
+    at_step = _arm(kills[attempt]) if attempt < len(kills) else lambda step: None
+
+    def after(step: int) -> None:
+        at_step(step)
+        if step == plan.get("disk_at"):
+            engine.save_checkpoint(folder / "disk", client_state={"seen": seen, "rank": ranks.rank()})
+
+    train(engine, plan["total"], plan["dtype"], seen, after, plan.get("waits", False))
+    report |= {"seen": seen, "end": digest(engine)}
+    write()
+    engine.destroy()
+
+
+if __name__ == "__main__":
+    main()
