@@ -234,7 +234,9 @@ class EngineCheckpoints:
         where = place_of(request.load_dir)
         least = agreement.on_first(net, f"looking at {request.load_dir}", lambda: folders.steps_of_newest(where))
         tag = newest_in(snapshots.folder, net, least)
-        return None if tag is None else replace(request, load_dir=str(snapshots.folder), tag=tag, node_local=False, else_from="")
+        return (
+            None if tag is None else replace(request, load_dir=str(snapshots.folder), tag=tag, node_local=snapshots.on_nodes, else_from="")
+        )
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""

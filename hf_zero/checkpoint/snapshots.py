@@ -19,7 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hf_zero.checkpoint.commit import agreement, folders, staging
+from hf_zero.checkpoint.commit import agreement, folders, snapshot_nodes, staging
 from hf_zero.checkpoint.commit.background import Background
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.files.tensor_reader import RangeReader
@@ -57,13 +57,15 @@ def newest_in(folder: Path, net: Collectives, least_steps: int) -> str | None:
     """Return the tag of the newest complete snapshot in a folder of ``folder_for`` with at least ``least_steps`` optimizer steps; None if
     there is none. Collective.
     """
-    return agreement.on_first(net, f"looking for snapshots in {folder}", lambda: _find(folder, least_steps))
+    what = f"looking for snapshots in {folder}"
+    nodes = agreement.on_all(net, what, lambda: folder.parent.name)
+    if len(set(nodes)) > 1:
+        return snapshot_nodes.bring_newest(net, what, folder, nodes, least_steps)
+    return agreement.on_first(net, what, lambda: _find(folder, least_steps))
 
 
 def _find(folder: Path, least_steps: int) -> str | None:
-    if not (launcher_folders.is_own(folder.parent) and launcher_folders.is_own(folder)):
-        return None
-    for (tag, _), place in folders.complete_ones(folder).items():
+    for (tag, _), place in snapshot_nodes.complete_in(folder).items():
         try:
             index = Index.from_json(folders.read_index(place), str(place / INDEX_FILE))
             RangeReader(place, index.files).check_sizes()
@@ -120,6 +122,7 @@ class Snapshots:
         _made += 1
         self.folder = folder
         self._every = every
+        self._nodes = agreement.on_all(net, "comparing the nodes", lambda: folder.parent.name)
         self._rank = net.rank
         self._background = Background(net.rank, timeout, promised=False)
         self._looked_at = 0  # step at which ``take`` last decided
@@ -137,6 +140,11 @@ class Snapshots:
             return
         for left in launcher_folders.sweep(self.folder.parent.parent):
             logger.info("%s, snapshots of a run that has ended, was removed", left)
+
+    @property
+    def on_nodes(self) -> bool:
+        """Return whether the ranks are on several nodes, which have no memory in common."""
+        return len(set(self._nodes)) > 1
 
     # -- taking --------------------------------------------------------------------------------------------------------
 
@@ -184,9 +192,10 @@ class Snapshots:
             return
         launcher_folders.make(self.folder.parent, self.folder.name)
         staging.clear(self.folder, "none")
-        for tag, _ in folders.complete_ones(self.folder):
-            if tag != self._kept:
-                _remove(self.folder / tag)
+        for path in self.folder.glob("global_step*"):
+            if path.name != self._kept:
+                own_files.remove_file(path / MARKER_FILE)  # first, so that it no longer counts as complete
+                own_files.remove_private(path)
 
     def take(self, state: TrainingState, client_state: Mapping[str, Any], may_pickle: bool) -> None:
         """Copy the state; it is written in the background. Collective.
@@ -202,8 +211,18 @@ class Snapshots:
             "client_state": dict(client_state),
             "random": generator_states(state.collectives.topology.device),
             "ranks": net.world,
+            "files": sorted(contents_of(state, exclude_frozen=False).files),
         }
-        request = SaveRequest(str(self.folder), tag, kept, latest=False, direct=False, tag_validation="ignore", may_pickle=may_pickle)
+        request = SaveRequest(
+            str(self.folder),
+            tag,
+            kept,
+            latest=False,
+            direct=False,
+            node_local=self.on_nodes,
+            tag_validation="ignore",
+            may_pickle=may_pickle,
+        )
         save_checkpoint(state, request, self._background)
         self._written = tag
 
@@ -274,8 +293,3 @@ def _free(folder: Path) -> int:
             continue
         return found.f_bavail * found.f_frsize
     return 0
-
-
-def _remove(folder: Path) -> None:
-    own_files.remove_file(folder / MARKER_FILE)  # first, so that it no longer counts as complete
-    own_files.remove_private(folder)

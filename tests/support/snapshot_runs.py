@@ -19,7 +19,7 @@ import torch
 
 from hf_zero.checkpoint.commit.folders import is_complete
 from hf_zero.checkpoint.snapshots import Snapshots
-from tests.support import ranks
+from tests.support import ranks, trainers
 from tests.support.checkpoints import full_state, start
 from tests.support.models import CLASSES, LENGTH, Batch, class_loss
 from tests.support.parity import DTYPES, mean_over_ranks
@@ -68,6 +68,33 @@ def digest(engine: Any) -> str:
         found.update(name.encode())
         found.update(value.contiguous().view(-1).view(torch.uint8).numpy() if isinstance(value, torch.Tensor) else repr(value).encode())
     return found.hexdigest()
+
+
+def train_trainer(folder: Path, models: Path, kill: Kill | None) -> tuple[Any, dict[str, Any]]:
+    """Train with Trainer, which takes snapshots by itself; return its logs and a report: where it began, its final state."""
+    from transformers import Trainer, TrainerCallback
+
+    settings = {"snapshot_steps": EVERY, "snapshot_folder": str(folder / "memory")}
+    began: list[int] = []
+
+    class Dying(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            began.append(state.global_step)
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            snapshots = trainer.model_wrapped.checkpoints.snapshots
+            if snapshots is not None and state.global_step % EVERY and state.global_step > 1:
+                _wait_for(snapshots, f"global_step{state.global_step - 1}")
+            if kill is not None and ranks.rank() == kill["rank"] and state.global_step == kill["step"]:
+                _die()
+
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
+    with trainers.clean_state():
+        args = trainers.arguments(folder / "trainer", trainers.zero_config(3, hf_zero=settings), **options)
+        model = trainers.load(models, "gpt2", resid_pdrop=0.1)
+        trainer = Trainer(model=model, args=args, train_dataset=trainers.rows(24, 1), callbacks=[Dying()])
+        trainer.train()
+        return trainers.logs_of(trainer), {"began": began[0], "end": digest(trainer.model_wrapped), "flos": trainer.state.total_flos}
 
 
 def seed() -> None:
@@ -141,7 +168,7 @@ def main() -> None:
 
     write()
     kills = plan["kills"]
-    at_step = _arm(kills[attempt]) if attempt < len(kills) else lambda step: None
+    at_step = _arm(kills[attempt]) if attempt < len(kills) and not kills[attempt].get("trainer") else lambda step: None
 
     def after(step: int) -> None:
         at_step(step)
@@ -152,6 +179,10 @@ def main() -> None:
     report |= {"seen": seen, "end": digest(engine)}
     write()
     engine.destroy()
+    if "models" in plan:
+        kill = kills[attempt] if attempt < len(kills) and kills[attempt].get("trainer") else None
+        report["logs"], report["trainer"] = train_trainer(folder, Path(plan["models"]), kill)
+        write()
 
 
 if __name__ == "__main__":

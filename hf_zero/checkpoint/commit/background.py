@@ -68,12 +68,14 @@ class Task:
         target: Where it goes.
         write: Writes this rank's files.
         commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
+        everywhere: Does all of that on every rank, over a network of its own, where ranks have no folder in common; None otherwise.
     """
 
     what: str
     target: Target
-    write: Callable[[], Written]
-    commit: Callable[[list[dict[str, Any]], list[Written]], str]
+    write: Callable[[], Written] | None = None
+    commit: Callable[[list[dict[str, Any]], list[Written]], str] | None = None
+    everywhere: Callable[[], object] | None = None
 
 
 class Background:
@@ -166,16 +168,19 @@ class Background:
 
     def _run(self, running: _Running, task: Task, told: list[dict[str, Any]]) -> None:
         try:
-            written = task.write()
-            if self._rank == 0:
-                task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
-            else:
-                task.target.tell(staging.note_of(self._rank), written.to_json())
+            if task.everywhere is not None:
+                task.everywhere()
+            elif task.write is not None and task.commit is not None:
+                written = task.write()
+                if self._rank == 0:
+                    task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
+                else:
+                    task.target.tell(staging.note_of(self._rank), written.to_json())
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
             logger.error("%s: %s: %s. The previous checkpoint stays", task.what, type(error).__name__, error)
-            if self._rank != 0:
+            if self._rank != 0 and task.everywhere is None:
                 _tell(task.target, staging.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
