@@ -233,20 +233,23 @@ class Snapshots:
         free = free_memory()
         mine = (str(self.folder), own, _free(self.folder), free.nbytes if free is not None else None, self._kept != "")
         found = agreement.on_all(net, "measuring the room for snapshots", lambda: mine)
-        for folder in dict.fromkeys(one[0] for one in found):
+        nodes = list(dict.fromkeys(one[0] for one in found))
+        for place, folder in enumerate(nodes):
             ranks = [one for one in found if one[0] == folder]
-            nbytes, left = sum(one[1] for one in ranks), _COPIES - ranks[0][4]
+            # With several nodes also the files of the one before.
+            nbytes, left = sum(one[1] for one in found if one[0] in (folder, nodes[place - 1])), _COPIES - ranks[0][4]
             limits = [(ranks[0][2], left * nbytes, f"{Path(folder).parents[1]} has {gib(ranks[0][2])} free")]
             if ranks[0][3] is not None:  # the copy from which a snapshot is written takes memory too
                 limits.append((ranks[0][3], (left + 1) * nbytes, f"{gib(ranks[0][3])} of host memory are free"))
             for has, needs, text in limits:
                 if needs > has:
                     raise CheckpointError(
-                        f"hf_zero.snapshot_steps: a snapshot of the {len(ranks)} rank(s) of a node has {gib(nbytes)}; {gib(needs)} are "
-                        f"needed, and {text}. Enlarge it (mount -o remount,size=..., docker run --shm-size, emptyDir with medium Memory), "
-                        "name a folder with more room in hf_zero.snapshot_folder, or set hf_zero.snapshot_steps to 0"
+                        f"hf_zero.snapshot_steps: a snapshot takes {gib(nbytes)} on a node of {len(ranks)} rank(s). {gib(needs)} are "
+                        f"needed, and {text}. Enlarge it (mount -o remount,size=..., docker run --shm-size, emptyDir with medium "
+                        "Memory), name a folder with more room in hf_zero.snapshot_folder, or set hf_zero.snapshot_steps to 0"
                     )
-        self._bytes = sum(one[1] for one in found if one[0] == str(self.folder))
+            if folder == str(self.folder):
+                self._bytes = nbytes
 
     # -- going on ------------------------------------------------------------------------------------------------------
 

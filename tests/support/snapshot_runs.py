@@ -124,6 +124,16 @@ def launch(folder: Path, plan: dict[str, Any], *flags: str, world: int = 2, **va
     return subprocess.run(words, cwd=REPO, env=env, capture_output=True, text=True, timeout=900)
 
 
+def start_agent(folder: Path, port: int, restarts: int) -> subprocess.Popen[str]:
+    """Start torchrun for one of two nodes with a rank each, in a session of its own."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d"]
+    words += ["--rdzv-endpoint", f"localhost:{port}", "--rdzv-id", "snapshots", "--max-restarts", str(restarts)]
+    words += ["-m", "tests.support.snapshot_runs", str(folder)]
+    env = environment({"PYTHONPATH": str(REPO), "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", "OMP_NUM_THREADS": "1"})
+    err = (folder / f"agent_{time.monotonic_ns()}.log").open("w")
+    return subprocess.Popen(words, cwd=REPO, env=env, stdout=err, stderr=err, text=True, start_new_session=True)
+
+
 def attempts(folder: Path) -> list[dict[str, Any]]:
     """Return what rank 0 wrote about each attempt: where it began, from which folder, and at the end steps and state."""
     return [json.loads(path.read_text()) for path in sorted(folder.glob("attempt_*.json"))]
@@ -149,10 +159,19 @@ def _arm(kill: Kill) -> Any:
     return lambda step: _die() if step == kill.get("step") else None
 
 
+def _hold(folder: Path) -> None:
+    """Wait until the test has done what it wants to do at this step."""
+    (folder / f"held_{ranks.rank()}").write_text(str(os.getpid()))
+    while not (folder / "go").exists():
+        time.sleep(0.05)
+
+
 def main() -> None:
-    folder, attempt = Path(sys.argv[1]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    folder = Path(sys.argv[1])
     plan = json.loads((folder / "plan.json").read_text())
     torch.distributed.init_process_group("gloo")
+    attempt = len(attempts(folder))
+    torch.distributed.barrier()
     seed()
     settings = {"snapshot_steps": EVERY, "snapshot_folder": plan.get("memory", str(folder / "memory"))}
     engine = start(plan["stage"], plan["dtype"], hf_zero=settings, **plan["extra"])
@@ -172,6 +191,8 @@ def main() -> None:
 
     def after(step: int) -> None:
         at_step(step)
+        if step == plan.get("hold_at"):
+            _hold(folder)
         if step == plan.get("disk_at"):
             engine.save_checkpoint(folder / "disk", client_state={"seen": seen, "rank": ranks.rank()})
 
