@@ -23,7 +23,7 @@ from tests.support import ranks, trainers
 from tests.support.checkpoints import full_state, start
 from tests.support.models import CLASSES, LENGTH, Batch, class_loss
 from tests.support.parity import DTYPES, mean_over_ranks
-from tests.support.processes import PATIENCE, REPO, environment
+from tests.support.processes import REPO, environment
 
 EVERY = 2  # steps between two snapshots
 # What a kill of one attempt waits for: a step that is complete ("step"), a label inside the snapshot of a step ("label"), or a time
@@ -55,9 +55,7 @@ def train(engine: Any, total: int, dtype: str, seen: list[list[Any]], at_step: A
 
 
 def _wait_for(snapshots: Snapshots, tag: str) -> None:
-    deadline = time.monotonic() + 120 * PATIENCE
     while snapshots._background.busy or not is_complete(snapshots.folder / tag):
-        assert time.monotonic() < deadline, f"{tag} does not become complete"
         time.sleep(0.01)
 
 
