@@ -209,7 +209,7 @@ class EngineCheckpoints:
             return None
         if self.snapshots is not None and whole:
             steps = (loaded.counters or {}).get("global_steps", 0)
-            self.snapshots.loaded(state.everyone, (snapshot.tag or "") if snapshot is not None else "", steps)
+            self.snapshots.loaded((snapshot.tag or "") if snapshot is not None else "", steps)
             if snapshot is not None:
                 # Trainer restores them at the position of its data where they belong.
                 drawn = Path(request.load_dir).parent != self.snapshots.folder

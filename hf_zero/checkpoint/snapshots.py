@@ -253,12 +253,12 @@ class Snapshots:
 
     # -- going on ------------------------------------------------------------------------------------------------------
 
-    def loaded(self, net: Collectives, tag: str, steps: int) -> None:
-        """Record that the engine goes on from the snapshot ``tag``, or from elsewhere if that is empty, at step ``steps``; remove all other
-        snapshots, which are of steps that will be taken again. Collective.
+    def loaded(self, tag: str, steps: int) -> None:
+        """Record that the engine goes on from the snapshot ``tag``, or from elsewhere if that is empty, at step ``steps``; local.
+
+        All other snapshots are of steps that will be taken again; the next ``is_ready`` removes them.
         """
         self._kept, self._written, self._looked_at = tag, "", steps
-        agreement.quickly(net, "removing the other snapshots", self._remove_older)
 
     def close(self) -> None:
         """Remove the snapshots, because the training has ended, unless an exception ends it; local."""

@@ -113,7 +113,7 @@ def resume(trainer: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tu
 
 def _settings(trainer: Any) -> Mapping[str, Any]:
     """Return the section ``hf_zero`` of the configuration of a Trainer."""
-    if not trainer.is_deepspeed_enabled:
+    if not getattr(trainer, "is_deepspeed_enabled", False):
         return {}
     config = trainer.accelerator.state.deepspeed_plugin.hf_ds_config.config
     section = config.get("hf_zero")
