@@ -61,6 +61,7 @@ WRITES = {
     "hf_zero.checkpoint.convert.torch_files": {"torch.from_file": "maps a file for reading (shared=False)"},
     "hf_zero.checkpoint.convert.torch_dcp": {"FileSystemWriter": "is given own_files.for_library"},
     "hf_zero.deepspeed.served.state_files": {"torch.save": "into a file of own_files.replacing"},
+    "hf_zero.integrations.trainer_snapshots": {"torch.save": "into a file of own_files.replacing"},
     "hf_zero.metrics": {"SummaryWriter": "a folder that was made and opened without links; it gives its files new names by time and host"},
     "hf_zero.profiling.recordings": {"export_chrome_trace": "is given own_files.for_library"},
     "hf_zero.system.pictures": {"savefig": "into a file of own_files.replacing"},
