@@ -2,28 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from hf_zero.utils import newest_trainer_checkpoint
+from tests.clusters.runs import CONSTANT, ENDLESS, history, on_torchrun, step_of, steps_printed
 from tests.clusters.slurm_cluster import Cluster, cluster, missing
-from tests.support import processes
-from tests.support.examples import EXAMPLES
-from tests.support.processes import REPO, until
+from tests.support.processes import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(7200)]
 
 FOLDER = "examples/clusters/slurm"
 SMALL = ("--nodes=2", "--gpus-per-node=2", "--cpus-per-task=1")  # what a person gives on the command line of sbatch
-# Runs that end when the test has seen enough of them. The constant learning rate makes a shorter run equal to their beginning.
-ENDLESS = ("--max_steps", "1000000", "--save_steps", "10")
-CONSTANT = ("--lr_scheduler_type", "constant", "--logging_steps", "1")
-LINE = re.compile(r"^step +(\d+) +loss ([0-9.]+)", re.M)
 
 
 @pytest.fixture(scope="module")
@@ -48,27 +40,6 @@ def at_least(slurm: Cluster, job: str, event: str, reached: object) -> None:
 def log_of(slurm: Cluster, job: str) -> str:
     """Return the output of all starts of a job."""
     return "\n".join(path.read_text() for path in slurm.work.glob(f"*-{job}*.log"))
-
-
-def step_of(folder: Path) -> int:
-    """Return the step of the newest complete checkpoint of a Trainer; 0 if there is none."""
-    found = newest_trainer_checkpoint(folder)
-    return int(found.rpartition("-")[2]) if found else 0
-
-
-def history(folder: Path) -> dict[int, float]:
-    """Return the loss of each step that the newest complete checkpoint of a Trainer knows."""
-    entries = json.loads(Path(str(newest_trainer_checkpoint(folder)), "trainer_state.json").read_text())["log_history"]
-    losses = [(entry["step"], entry["loss"]) for entry in entries if "loss" in entry]
-    assert len(losses) == len(dict(losses)), "a step was taken twice"
-    return dict(losses)
-
-
-def on_torchrun(folder: Path, script: str, ranks: int, *words: str) -> str:
-    """Run a training script on ranks of this machine without Slurm, and return its output."""
-    words = ("--nproc_per_node", str(ranks), str(EXAMPLES / "clusters" / script), *words)
-    command = [sys.executable, "-m", "torch.distributed.run", "--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0", *words]
-    return processes.run(command, cwd=folder, env={"PYTHONPATH": str(REPO)}, timeout=1800)
 
 
 def test_a_run_goes_on_after_a_signal_and_without_a_dead_node(slurm: Cluster, tmp_path: Path) -> None:
@@ -105,14 +76,14 @@ def test_accelerate_launch_on_each_node_goes_on_after_a_signal(slurm: Cluster, t
     printed = log_of(slurm, job)
     resumed = int(re.findall(r"Resumed after step (\d+)", printed)[0])
     assert "preempted by SIGTERM" in printed.partition("Resumed")[0]
-    at_least(slurm, job, "steps of the second start", lambda: int(LINE.findall(log_of(slurm, job))[-1][0]) > resumed + 10)
+    at_least(slurm, job, "steps of the second start", lambda: max(steps_printed(log_of(slurm, job))) > resumed + 10)
     slurm.run("scancel", "--full", "--signal=KILL", job)
     until(lambda: slurm.ended(job), "the end of the job", pause=0.5)
 
-    losses = dict(LINE.findall(log_of(slurm, job)))
-    last = max(map(int, losses))
+    losses = steps_printed(log_of(slurm, job))
+    last = max(losses)
     whole = on_torchrun(tmp_path, "accelerate_loop.py", 4, "--output_dir", "whole", "--max_steps", str(last), "--save_steps", str(last))
-    assert dict(LINE.findall(whole)) == losses
+    assert steps_printed(whole) == losses
 
 
 def test_hf_zero_launch_trains_on_two_nodes(slurm: Cluster, tmp_path: Path) -> None:

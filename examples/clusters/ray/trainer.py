@@ -2,7 +2,8 @@
 
 python examples/clusters/ray/trainer.py --storage runs/clusters/ray --workers 2 --max_steps 100
 
-Without GPUs add --cpu. The storage is a folder on a disk that all nodes share.
+Without GPUs add --cpu. The storage is a folder on a disk that all nodes share. Flags that are not listed at the end of this file are those
+of ZeroTrainingArguments.
 """
 
 import argparse
@@ -18,7 +19,7 @@ def train(settings: dict) -> None:
     # Imports of training stand here, because this function runs in other processes.
     from pydoc_data.topics import topics  # training text: the language reference, which is part of every Python
 
-    from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, Trainer, TrainerCallback, set_seed
+    from transformers import AutoConfig, AutoModelForCausalLM, ByT5Tokenizer, HfArgumentParser, Trainer, TrainerCallback, set_seed
 
     from hf_zero import ZeroTrainingArguments
 
@@ -32,18 +33,10 @@ def train(settings: dict) -> None:
             ray.train.report(metrics, checkpoint=whole, checkpoint_upload_mode=CheckpointUploadMode.NO_UPLOAD)
 
     # The arguments come before the model, so that at stage 3 each rank creates only its shards.
-    args = ZeroTrainingArguments(
-        output_dir=settings["output_dir"],
-        zero_stage=3,
-        per_device_train_batch_size=8,
-        learning_rate=3e-3,
-        max_steps=settings["max_steps"],
-        save_steps=settings["save_steps"],  # Ray deletes the older checkpoints
-        logging_steps=1,
-        log_on_each_node=False,
-        disable_tqdm=True,
-        report_to="none",
-    )
+    words = HfArgumentParser(ZeroTrainingArguments)
+    words.set_defaults(zero_stage=3, per_device_train_batch_size=8, learning_rate=3e-3, report_to="none")
+    words.set_defaults(save_steps=50, logging_steps=10, logging_first_step=True, log_on_each_node=False, disable_tqdm=True)
+    (args,) = words.parse_args_into_dataclasses(settings["words"])
 
     # A tiny model with random weights. Replace these lines by AutoTokenizer.from_pretrained("...") and
     # AutoModelForCausalLM.from_pretrained("...") for your model.
@@ -66,16 +59,15 @@ parser.add_argument("--storage", required=True, help="folder on a disk that all 
 parser.add_argument("--name", default="trainer", help="a run of the same name goes on from its newest checkpoint in the storage")
 parser.add_argument("--workers", type=int, default=2, help="ranks; one GPU each")
 parser.add_argument("--cpu", action="store_true", help="train without GPUs")
-parser.add_argument("--max_steps", type=int, default=100)
-parser.add_argument("--save_steps", type=int, default=50)
 parser.add_argument("--max_failures", type=int, default=3, help="restarts after workers or nodes that died")
 
 if __name__ == "__main__":
-    flags = parser.parse_args()
+    flags, words = parser.parse_known_args()
     storage = os.path.abspath(flags.storage)
+    output_dir = os.path.join(storage, flags.name)  # Ray's folder of this run; Ray deletes its older checkpoints
     result = TorchTrainer(
         train,
-        train_loop_config={**vars(flags), "output_dir": os.path.join(storage, flags.name)},  # Ray's folder of this run
+        train_loop_config={"words": ["--output_dir", output_dir, *words]},
         scaling_config=ScalingConfig(num_workers=flags.workers, use_gpu=not flags.cpu),
         run_config=RunConfig(
             name=flags.name,
