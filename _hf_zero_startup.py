@@ -12,6 +12,7 @@ WATCHED = frozenset(
     (
         "accelerate.accelerator",
         "accelerate.commands.launch",
+        "accelerate.parallelism_config",
         "accelerate.state",
         "accelerate.utils.dataclasses",
         "accelerate.utils.deepspeed",

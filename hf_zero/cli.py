@@ -19,8 +19,8 @@ from hf_zero.errors import ConfigError, HfZeroError, PrintableStream, printable
 
 try:
     from hf_zero import recipes as recipes_command
-    from hf_zero.launch.command import add_arguments
     from hf_zero.launch.command import launch as start
+    from hf_zero.launch.flags import add_arguments
     from hf_zero.plan import command as plan_command
     from hf_zero.profiling import trace_command
 except ConfigError as error:  # an environment variable of hf_zero has a wrong value

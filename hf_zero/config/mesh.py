@@ -15,6 +15,7 @@ AXES = ("pp", "dp_replicate", "dp_shard", "cp", "sp", "tp")
 EXPERT = "ep"  # no axis of its own: adjacent ranks of a shard group that hold all experts together
 DATA = "dp"  # dp_replicate and dp_shard together
 SHARD_GROUP = "shard group"  # the ranks that parameters are sharded over: dp_shard, cp and sp together
+_SHARED = ("pp", "cp", "sp", "tp")  # axes whose ranks train on the same samples
 _VARIABLE = "PARALLELISM_CONFIG_{}_SIZE"
 
 
@@ -25,7 +26,6 @@ class Claim:
     axis: One of ``AXES``, a product of some of them (``DATA`` or ``SHARD_GROUP``), or ``EXPERT``, which divides a shard group.
     size: Number of ranks.
     source: Name of the source for the user: a key, an argument, a variable.
-        source: Place of the value, as the user knows it: a key, an argument, a variable.
     """
 
     axis: str
@@ -224,12 +224,9 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
         UnsupportedError: Sequence and tensor parallelism together, or a pipeline with divided sequences.
     """
     said = tuple(dict.fromkeys(claims))
-    sizes = _agreed(said)
-    _require_served(said, sizes)
-    shared = math.prod(sizes.get(axis, 1) for axis in ("pp", "cp", "sp", "tp"))
-    if ranks % shared:
-        raise ConfigError(_mismatch(said, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
-    data = ranks // shared
+    sizes = require_shareable(said, ranks)
+    data = ranks // math.prod(sizes.get(axis, 1) for axis in _SHARED)
+    shared = ranks // data
     if sizes.get(DATA, data) != data:
         raise ConfigError(_mismatch(said, ranks, f"{sizes[DATA]} x {shared} makes {sizes[DATA] * shared} ranks", [data], DATA))
     replicate = _shard_groups(said, sizes, ranks, data, fits_nodes)
@@ -242,6 +239,25 @@ def solve(claims: Iterable[Claim], ranks: int, fits_nodes: Callable[[int], bool]
         raise ConfigError(_mismatch(said, ranks, f"{mesh} makes {mesh.ranks} ranks", [data // replicate], "dp_shard"))
     _require_experts_fit(mesh)
     return mesh
+
+
+def require_shareable(claims: Sequence[Claim], ranks: int) -> dict[str, int]:
+    """Return the size of each axis that has a claim; raise what no further claim can mend.
+
+    Args:
+        claims: Sizes that some of the sources give.
+        ranks: Number of ranks of the mesh.
+
+    Raises:
+        ConfigError: Claims contradict each other, or the ranks that are to share their samples do not divide all ranks.
+        UnsupportedError: As ``solve``.
+    """
+    sizes = _agreed(claims)
+    _require_served(claims, sizes)
+    shared = math.prod(sizes.get(axis, 1) for axis in _SHARED)
+    if ranks % shared:
+        raise ConfigError(_mismatch(claims, ranks, f"{shared} ranks (pp x cp x sp x tp) are to share their samples", _divisors(ranks)))
+    return sizes
 
 
 def _require_experts_fit(mesh: Mesh) -> None:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from hf_zero.deepspeed.alias.finder import SWITCH, alias_is_active
 from hf_zero.errors import HfZeroError
-from hf_zero.launch.command import add_arguments, launch
+from hf_zero.launch.command import launch
+from hf_zero.launch.flags import add_arguments
 
 _RUNNER = "deepspeed.launcher.runner"
 # accelerate imports this name on every `accelerate launch` with DeepSpeed and appends to the file on several nodes only.

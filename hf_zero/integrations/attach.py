@@ -19,7 +19,7 @@ from hf_zero.expert_parallel import apply
 from hf_zero.integrations import callers, methods
 from hf_zero.integrations.experts import dispatch_in_table
 from hf_zero.integrations.metrics_once import count_samples_once
-from hf_zero.integrations.parallelism import claims_of_accelerate
+from hf_zero.integrations.parallelism import claims_of_accelerate, require_divided
 from hf_zero.integrations.preemption import listen_where_wanted, save_by_itself
 from hf_zero.integrations.saves import keeps_too_few, stand_before_saves
 
@@ -86,7 +86,7 @@ def _autos(node: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
 
 __all__ = ["initialize"]
 
-engine.on_build += [stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
+engine.on_build += [require_divided, stand_before_saves, count_samples_once, listen_where_wanted, serve_offload]
 engine.on_preempted.append(save_by_itself)
 engine.on_destroy.append(let_go)
 engine.reasons_to_wait.append(keeps_too_few)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hf_zero.errors import ConfigError, StateError
+from hf_zero.integrations.parallelism import require_same_attention
 from hf_zero.integrations.pipelines import mesh_here
 from hf_zero.sequence_parallel.context_forward import divided_forwards, sliced_step
 from hf_zero.sequence_parallel.layout import Layout
@@ -24,8 +25,15 @@ from hf_zero.sequence_parallel.state import ContextParallel
 
 
 def prepare(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
-    """Replace ``Accelerator._prepare_cp``, which prepares torch's context parallelism: skip it, because the engine divides sequences."""
-    return args if _is_ours() else method(accelerator, *args)
+    """Replace ``Accelerator._prepare_cp``, which prepares torch's context parallelism: skip it, because the engine divides sequences.
+
+    Raises:
+        ConfigError: A model has another attention implementation than the ``sp_handler`` names.
+    """
+    if not _is_ours():
+        return method(accelerator, *args)
+    require_same_attention(accelerator.parallelism_config, (given for given in args if isinstance(given, torch.nn.Module)))
+    return args
 
 
 def maybe_context_parallel(

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hf_zero.config.batch import TOTAL
-from hf_zero.config.mesh import claims_of_config, claims_of_environment, claims_of_sizes, solve
+from hf_zero.config.mesh import AXES, Claim, claims_of_config, claims_of_environment, claims_of_sizes, require_shareable, solve
 from hf_zero.config.problems import Problems
 from hf_zero.config.read import read_config
 from hf_zero.config.resolve import analyse
@@ -76,6 +76,7 @@ def make_arguments(method: Callable[..., None], arguments: Any) -> None:
         for name in ("fp16", "bf16"):
             sources[name] = bool(getattr(arguments, name, False) or getattr(arguments, f"{name}_full_eval", False))
         check(source, ranks(), sources if _trains(arguments) else {}, getattr(arguments, "parallelism_config", None), all_known=True)
+        _check_sizes(source, getattr(arguments, "parallelism_config", None))
     method(arguments)
 
 
@@ -90,6 +91,7 @@ def check_plugin(source: Any) -> None:
     """
     tell_launcher()
     check(source, ranks(), {}, None)
+    _check_sizes(source, None)
 
 
 def check_launch(options: Any) -> None:
@@ -99,13 +101,19 @@ def check_launch(options: Any) -> None:
         options: The parsed command line, completed from the file of `accelerate config`.
 
     Raises:
-        ConfigError: The configuration has mistakes; the message lists all of them.
+        ConfigError: The configuration has mistakes; the message lists all of them. Or sizes of axes do not fit the processes.
+        UnsupportedError: Axes cannot be combined.
     """
-    source = getattr(options, "deepspeed_config_file", None)
+    if not getattr(options, "use_deepspeed", False):
+        return
+    source, world = getattr(options, "deepspeed_config_file", None), getattr(options, "num_processes", None) or 1
     elsewhere = (getattr(options, "num_machines", None) or 1) > 1  # the file may exist on the other hosts only
-    if getattr(options, "use_deepspeed", False) and source not in (None, "", "none") and not (elsewhere and not os.path.exists(source)):
-        tell_launcher()
-        check(source, getattr(options, "num_processes", None) or 1, {}, None)
+    if source in (None, "", "none") or (elsewhere and not os.path.exists(source)):
+        require_shareable(_claims_of_flags(options), world)
+        return
+    tell_launcher()
+    require_shareable([*claims_of_config(read_config(source)), *_claims_of_flags(options)], world)
+    check(source, world, {}, None)
 
 
 def check(source: Any, world: int, sources: Mapping[str, Any], parallelism_config: Any, all_known: bool = False) -> None:
@@ -136,6 +144,25 @@ def ranks() -> int:
     placement = find_placement(os.environ) if "WORLD_SIZE" not in os.environ else None
     number = str(placement.world) if placement is not None else os.environ.get("WORLD_SIZE", "1")
     return int(number) if number.isdigit() and int(number) > 0 else 1
+
+
+def _check_sizes(source: Any, parallelism_config: Any) -> None:
+    """Raise if sizes of axes that are known already cannot fit the ranks; not in a process outside of a run, which may start ranks later.
+
+    Raises:
+        ConfigError: As ``require_shareable``.
+        UnsupportedError: As ``require_shareable``.
+    """
+    if "WORLD_SIZE" in os.environ or find_placement(os.environ) is not None:
+        claims = [*claims_of_config(read_config(source)), *claims_of_sizes(parallelism_config), *claims_of_environment(os.environ)]
+        require_shareable(tuple(dict.fromkeys(claims)), ranks())
+
+
+def _claims_of_flags(options: Any) -> list[Claim]:
+    """Return the sizes that flags of `accelerate launch`, or the file of `accelerate config`, give."""
+    flags = {axis: f"parallelism_config_{axis}_size" for axis in AXES}
+    sizes = {axis: getattr(options, flag, None) or 1 for axis, flag in flags.items()}
+    return [Claim(axis, size, f"--{flags[axis]}") for axis, size in sizes.items() if size > 1]
 
 
 def _replicas(config: dict[str, Any], world: int, parallelism_config: Any, all_known: bool) -> list[int]:

@@ -45,6 +45,20 @@ ACCELERATOR_STATE = Method(
     "a ParallelismConfig would be ignored",
     around="hf_zero.integrations.parallelism:start_accelerator_state",
 )
+PARALLELISM = Method(
+    "accelerate.parallelism_config",
+    "ParallelismConfig.__post_init__",
+    "ParallelismConfig refuses cp_size together with sp_size (give sequence_parallel_size in the configuration instead of sp_size)",
+    around="hf_zero.integrations.parallelism:make_parallelism_config",
+    since=(1, 12),
+)
+RECURRENT = Method(
+    "accelerate.accelerator",
+    "_refuse_recurrent_layers_under_sequence_parallelism",
+    "accelerate refuses models with linear attention under sp_size",
+    around="hf_zero.integrations.parallelism:allow_layers",
+    since=(1, 15),
+)
 INIT_SWITCH = Method(
     "accelerate.utils.dataclasses",
     "DeepSpeedPlugin.zero3_init_context_manager",
@@ -306,4 +320,5 @@ METHODS = (
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
+    PARALLELISM, RECURRENT,
 )  # fmt: skip

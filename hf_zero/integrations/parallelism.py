@@ -5,13 +5,19 @@ sizes, or fails. So as soon as an ``AcceleratorState`` exists, the sizes from al
 are then written to the places that accelerate and Trainer read: ``tensor_parallel.autotp_size`` of the plugin's configuration, by which
 these libraries distribute samples and count tokens, and the sizes that the ParallelismConfig left out. ``initialize`` takes the other sizes
 from this module.
+
+[Note: cp with sp] accelerate refuses a ParallelismConfig with both ``cp_size`` and ``sp_size`` when the object is made, before it is known
+whether a DeepSpeed plugin is in use. So here the object is made, and the state of an Accelerator without such a plugin refuses it.
+accelerate cuts batches where ``sp_size`` is more than 1, but under context parallelism the engine cuts them; so the ParallelismConfig then
+says ``cp_size`` = cp x sp and ``sp_size`` = 1. A ParallelismConfig that is used again after a reset gets its own sizes back first.
 """
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
@@ -19,11 +25,15 @@ import torch.distributed as dist
 from hf_zero.assembly.mesh import fits_own_node
 from hf_zero.comm.process_groups import device_mesh
 from hf_zero.config.mesh import AXES, Claim, Mesh, claims_of_config, claims_of_environment, claims_of_sizes, requested_ranks, solve
+from hf_zero.core.engine import Engine
 from hf_zero.errors import ConfigError
-from hf_zero.integrations import early_checks
+from hf_zero.integrations import callers, early_checks, methods
 from hf_zero.observe import warn_once
+from hf_zero.sequence_parallel.forward import bound_forwards
+from hf_zero.sequence_parallel.layer import DistributedAttention
 
 _MESH = "_hf_zero_mesh"  # in accelerate's state, which a reset clears
+_GIVEN = "_hf_zero_given"  # in a ParallelismConfig: its sizes and its sp_handler as the script gave them, and the sizes written since
 _USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 
 
@@ -34,11 +44,14 @@ def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, 
         ConfigError: The sources contradict each other or do not fit the ranks.
         UnsupportedError: A source requests a combination of axes that is not supported.
     """
+    given = kwargs.get("parallelism_config")
+    if given is not None and not type(state)._shared_state:
+        _restore(given)
     method(state, *args, **kwargs)
     if not _is_ours(state):
         _say_if_left_out(state, kwargs.get("deepspeed_plugin"))
+        _refuse_both(state, given)
         return
-    given = kwargs.get("parallelism_config")
     if _MESH in vars(state):
         _require_same(state, given)
         return
@@ -60,6 +73,74 @@ def claims_of_accelerate() -> list[Claim]:
     mesh: Mesh = state[_MESH]
     # With sequence parallelism inside context parallelism, cp of the ParallelismConfig is the product of the two sizes.
     return list(mesh.claims if mesh.cp * mesh.sp > mesh.cp > 1 else claims_of_sizes(state.get("parallelism_config")))
+
+
+def make_parallelism_config(method: Callable[..., None], config: Any) -> None:
+    """Replace ``ParallelismConfig.__post_init__``: allow ``cp_size`` together with ``sp_size``; see [Note: cp with sp]."""
+    both = [_size_of(config, axis) for axis in ("cp", "sp")]
+    if min(both) == 1:
+        method(config)
+        return
+    config.sp_size = 1
+    method(config)
+    config._set_size("sp", both[1])
+    if config.sp_handler is None:
+        from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+        config.sp_handler = DeepSpeedSequenceParallelConfig()  # reads the flags of `accelerate launch`
+
+
+def _size_of(config: Any, axis: str) -> int:
+    """Return the size of ``axis`` that a ParallelismConfig under construction will have, from its argument or the environment."""
+    given = getattr(config, f"{axis}_size", 1)  # accelerate before 1.12 has no sp_size
+    return int(os.environ.get(f"PARALLELISM_CONFIG_{axis.upper()}_SIZE", "1")) if given is None else int(given)
+
+
+def require_same_attention(config: Any, models: Iterable[Any]) -> None:
+    """Raise unless ``models`` have the attention implementation of the ``sp_handler`` given with ``cp_size``; others are ignored.
+
+    Raises:
+        ConfigError: A model has another implementation.
+    """
+    handler = vars(config)[_GIVEN].handler if config is not None and _GIVEN in vars(config) else None
+    asked = getattr(handler, "sp_attn_implementation", None)
+    for model in models:
+        settings: Any = getattr(model, "config", None)
+        found = getattr(settings.get_text_config() if hasattr(settings, "get_text_config") else settings, "_attn_implementation", None)
+        if asked is not None and found not in (None, asked):
+            raise ConfigError(
+                f"sp_attn_implementation of the ParallelismConfig is {asked!r} and the model was made with attn_implementation={found!r}; "
+                "make them equal"
+            )
+
+
+def require_divided(built: Engine) -> None:
+    """Raise if accelerate or Trainer has made an engine with sequence-parallel groups, and nothing divides the sequences of its model.
+
+    accelerate cuts batches and registers the model if ``sp_size`` of a ParallelismConfig says so, and does not read
+    ``sequence_parallel_size`` of the configuration. Called when an engine is built.
+
+    Raises:
+        ConfigError: The model is one of transformers, and was not registered.
+    """
+    groups, model = getattr(built, "sequence_parallel", None), built.module
+    if groups is None or not callers.running(methods.PREPARE) or not hasattr(getattr(model, "config", None), "_attn_implementation"):
+        return
+    if any(bound_forwards(part) is not None or isinstance(part, DistributedAttention) for part in model.modules()):
+        return
+    size = groups.axis.world
+    raise ConfigError(
+        f"sequence_parallel_size is {size} in the configuration, but nothing divides the sequences of {type(model).__name__}: accelerate "
+        f"and Trainer do it if ParallelismConfig(sp_size={size}) is given (parallelism_config=, or accelerate launch "
+        f"--parallelism_config_sp_size {size}). Give it too, or hf_zero.context_parallel_size {size} in the configuration, which needs no "
+        "ParallelismConfig"
+    )
+
+
+def allow_layers(method: Callable[..., None], model: Any) -> None:
+    """Replace accelerate's refusal of layers that pass states along the tokens (linear attention) under ``sp_size``: the engine serves
+    them, and its own check of the model refuses those that it does not.
+    """
 
 
 def prepare_tensor_parallel(method: Callable[..., Any], accelerator: Any, *args: Any) -> Any:
@@ -153,7 +234,7 @@ def _solve(state: Any) -> Mesh:
         said = [*claims_of_config(plugin.deepspeed_config, f" of the plugin {name!r}" if several else ""), *said]
     mesh = solve([*claims_of_sizes(config), *said], state.num_processes, fits_own_node)
     if mesh.cp > 1:
-        _require_context_sizes(config, mesh)
+        _require_any_length(config)
     elif config is not None and mesh.sp != getattr(config, "sp_size", 1):
         raise ConfigError(
             f"sequence_parallel_size is {mesh.sp} in the configuration, but sp_size of the ParallelismConfig is 1. Set sp_size={mesh.sp} "
@@ -162,13 +243,48 @@ def _solve(state: Any) -> Mesh:
     return mesh
 
 
-def _require_context_sizes(config: Any, mesh: Mesh) -> None:
-    """Raise if a ParallelismConfig sets ``sp_size`` inside context parallelism: accelerate would cut the batches a second time."""
-    if getattr(config, "sp_size", 1) > 1:
+def _require_any_length(config: Any) -> None:
+    """Raise if an ``sp_handler`` allows sequences of one length only: context parallelism pads sequences, and compares no lengths."""
+    handler: Any = getattr(config, "sp_handler", None)
+    if getattr(config, "sp_size", 1) > 1 and getattr(handler, "sp_seq_length_is_variable", True) is False:
         raise ConfigError(
-            f"ParallelismConfig.sp_size is {config.sp_size} together with context parallelism over {mesh.cp} ranks, but accelerate would "
-            f"cut batches for sp_size alone. Set sequence_parallel_size {config.sp_size} in the configuration instead, and cp_size "
-            f"{mesh.cp} in the ParallelismConfig or in the configuration"
+            f"sp_seq_length_is_variable of the ParallelismConfig is False (sp_seq_length is {handler.sp_seq_length}) together with context "
+            "parallelism, which takes sequences of every length. Leave both out"
+        )
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a script gave in a ParallelismConfig.
+
+    Attributes:
+        sizes: Sizes of the axes.
+        handler: The ``sp_handler``.
+        written: Sizes that this module wrote in their place.
+    """
+
+    sizes: dict[str, int]
+    handler: Any
+    written: dict[str, int]
+
+
+def _restore(config: Any) -> None:
+    """Give a ParallelismConfig that an earlier state of accelerate used the sizes of the script back, unless the script has set others."""
+    given = vars(config).pop(_GIVEN, None)
+    if given is not None and config._sizes == given.written:
+        config.sp_handler = given.handler
+        for axis, size in given.sizes.items():
+            config._set_size(axis, size)
+
+
+def _refuse_both(state: Any, config: Any) -> None:
+    """Raise if a ParallelismConfig divides sequences in both ways in a program without a DeepSpeed plugin; accelerate's own rule."""
+    cp, sp = (getattr(config, f"{axis}_size", 1) for axis in ("cp", "sp"))
+    if min(cp, sp) > 1:
+        type(state)._reset_state()
+        raise ConfigError(
+            f"ParallelismConfig has cp_size {cp} and sp_size {sp}, which need a DeepSpeed plugin together: pass "
+            "Accelerator(deepspeed_plugin=...) or TrainingArguments(deepspeed=...), or set one of the sizes to 1"
         )
 
 
@@ -188,10 +304,14 @@ def _tell(state: Any, mesh: Mesh) -> None:
         _tell_strategy(state, config)
     made = torch_mesh(mesh, state.device.type) if config is not None or mesh.sharers > 1 or mesh.dp_replicate > 1 else None
     if config is not None:
+        before, handler = dict(config._sizes), getattr(config, "sp_handler", None)
         sizes = mesh.sizes if mesh.cp == 1 else {**mesh.sizes, "cp": mesh.cp * mesh.sp, "sp": 1}  # all ranks that share a whole batch
         for axis, size in sizes.items():
             if axis in config._sizes:
                 config._set_size(axis, size)
+        if mesh.cp > 1 and handler is not None:
+            config.sp_handler = None  # else accelerate warns that it ignores it
+        setattr(config, _GIVEN, _Given(before, handler, dict(config._sizes)))
         config.device_mesh = made
     state.device_mesh = made
 

@@ -1,4 +1,6 @@
-"""Implement `hf-zero launch`: turn the flags of DeepSpeed's launcher into one torchrun, mpirun or srun command, and exec it."""
+"""Implement `hf-zero launch`: turn the flags of DeepSpeed's launcher into one torchrun, mpirun or srun command, and exec it; or into a
+torchrun command for each host, which ``nodes`` runs over ssh.
+"""
 
 from __future__ import annotations
 
@@ -14,21 +16,27 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hf_zero.errors import ConfigError
+from hf_zero.launch import flags, nodes, rank, ssh
 from hf_zero.launch import hosts as host_lists
-from hf_zero.launch import local_rank
+from hf_zero.launch.flags import DEFAULT_HOSTFILE
 from hf_zero.launch.hosts import Host
 from hf_zero.launch.parent import VARIABLE
 from hf_zero.launch.placement import DEFAULT_PORT
 from hf_zero.system.text_file import read_text_file
 
 # Prefixes of the environment variables that are passed to ranks on other hosts.
-PREFIXES = ("ACCELERATE_", "CUDA_DEVICE", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "TORCH_", "UCX_", "WANDB_")
+PREFIXES = (
+    *("ACCELERATE_", "CUDA_DEVICE", "DEEPSPEED_", "GLOO_", "HF_", "MKL_", "MLFLOW_", "MV2_", "NCCL_", "OMP_", "PARALLELISM_CONFIG_"),
+    *("PYTHON", "TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "UCX_", "WANDB_"),
+)
+# Where programs and libraries are found; over ssh they are passed too, because interpreter and folder are the same on all hosts.
+_PATHS = ("LD_LIBRARY_PATH", "PATH")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def names_passed_on(environ: Mapping[str, str]) -> list[str]:
     """Return the names of the variables in ``environ`` that are passed to ranks on other hosts, in the order of ``environ``."""
-    return [name for name in environ if name.startswith(PREFIXES) and _NAME.fullmatch(name)]
+    return [name for name in environ if name.startswith(PREFIXES) and name != VARIABLE and _NAME.fullmatch(name)]
 
 
 def read_environment_files(environ: Mapping[str, str]) -> dict[str, str]:
@@ -60,65 +68,7 @@ def _read(path: Path) -> dict[str, str]:
     return values
 
 
-_DEFAULT_HOSTFILE = "/job/hostfile"
 _LOCAL = "localhost"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of DeepSpeed's launcher, and ``--dry-run``."""
-    add = parser.add_argument
-    add(
-        "-H",
-        "--hostfile",
-        help=f"file with lines like 'worker-1 slots=4' (default {_DEFAULT_HOSTFILE} if it exists; else only this machine)",
-    )
-    add("-i", "--include", default="", help="hosts and slots to use: worker-0@worker-1:0,2")
-    add("-e", "--exclude", default="", help="hosts and slots to exclude; cannot be combined with --include")
-    add("--num_nodes", type=_count, default=0, help="use the first N hosts")
-    add(
-        "--num_gpus",
-        "--num_accelerators",
-        type=_slots,
-        default=0,
-        help="ranks per host (default: the slots of the host, or the devices of this machine)",
-    )
-    add("--master_addr", default="", help="host of rank 0 (default: the first one)")
-    add("--master_port", type=_count, default=DEFAULT_PORT, help=f"port of rank 0 (default {DEFAULT_PORT})")
-    add(
-        "--launcher",
-        type=str.lower,
-        default="standard",
-        choices=sorted(_COMMANDS),
-        help="program that starts the ranks (default: standard, which is torchrun)",
-    )
-    add("--launcher_args", default="", help="further arguments of mpirun, srun or torchrun, in one string")
-    add("--node_rank", type=int, default=-1, help="standard: number of this host, if its name is not in the hostfile")
-    add("--module", action="store_true", help="the script is a module, run as python -m")
-    add("--no_python", action="store_true", help="the script is a program, run without python")
-    add(
-        "--no_local_rank",
-        action="store_true",
-        help="standard: do not pass --local_rank, even to a script whose source declares this argument",
-    )
-    for flag in ("--no_ssh", "--force_multi"):
-        add(flag, action="store_true", help=argparse.SUPPRESS)  # accepted without effect: this launcher always works in that way
-    add("--dry-run", "--dry_run", action="store_true", help="print the command without running it")
-    add("script", help="training script, module or program")
-    add("script_args", nargs=argparse.REMAINDER, help="arguments of the script")
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a number from 1 on")
-    return number
-
-
-def _slots(text: str) -> int:
-    number = _count(text)
-    if number > host_lists.MOST_SLOTS:
-        raise argparse.ArgumentTypeError(f"{text} is above the limit of {host_lists.MOST_SLOTS} ranks on one host")
-    return number
 
 
 @dataclass(frozen=True)
@@ -147,20 +97,27 @@ class Command:
 
 
 def launch(options: argparse.Namespace) -> int:
-    """Print the command (``--dry-run``), or replace this process by it, so that signals and the exit code are the launcher's own.
+    """Print the command (``--dry-run``), start all nodes over ssh, or replace this process by the command, so that signals and the exit
+    code are the launcher's own.
+
+    Returns:
+        The exit code.
 
     Raises:
-        ConfigError: Hosts or flags do not fit together, or the program that starts ranks is not installed.
+        ConfigError: Hosts or flags do not fit together, the program that starts ranks is not installed, or a host is not ready.
     """
     command = build_command(options, os.environ)
     if options.dry_run:
         print(command)
         return 0
+    if isinstance(command, nodes.Job):
+        return command.run()
     program = shutil.which(command.words[0])
     if program is None:
         raise ConfigError(
             f"--launcher {options.launcher} needs {command.words[0]}, which is not on PATH; install it, or use another launcher"
         )
+    _tell_of_another_host(options)
     sys.stdout.flush()
     # Run the user's command without a shell.
     environment = {**command.environment(os.environ), VARIABLE: str(os.getpid())}  # exec keeps the process ID
@@ -168,22 +125,32 @@ def launch(options: argparse.Namespace) -> int:
     return 0  # never reached
 
 
-def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Command:
-    """Return the command that ``options`` of `hf-zero launch` describe.
+def _tell_of_another_host(options: argparse.Namespace) -> None:
+    """Tell that a single host of another name is not started over ssh, as in DeepSpeed's launcher."""
+    if options.launcher in ("", *flags.OVER_SSH) and not options.no_ssh and options.node_rank < 0:
+        host = find_hosts(options)[0].name
+        if not nodes.is_this_machine(host):
+            print(
+                f"[hf_zero] the ranks of {host} start on this machine, {platform.node()}, because a single host is not started over ssh; "
+                "--force_multi starts it over ssh",
+                file=sys.stderr,
+            )
+
+
+def build_command(options: argparse.Namespace, environ: Mapping[str, str]) -> Command | nodes.Job:
+    """Return the command that ``options`` of `hf-zero launch` describe, or the nodes that it starts over ssh.
 
     Raises:
         ConfigError: Hosts or flags do not fit together; the message names the flag, or the line of the hostfile.
     """
-    if options.module and options.no_python:
-        raise ConfigError("--module and --no_python exclude each other, because a module needs python; remove one of them")
-    if options.include and options.exclude:
-        raise host_lists.both_filters()
-    return _COMMANDS[options.launcher](options, find_hosts(options), environ)
+    flags.check(options)
+    hosts = find_hosts(options)
+    return _over_ssh(options, hosts, environ) if flags.uses_ssh(options, hosts) else _COMMANDS[options.launcher](options, hosts, environ)
 
 
 def find_hosts(options: argparse.Namespace) -> list[Host]:
     """Return the hosts of the job after the filters; a job on this machine only has one host named localhost."""
-    path = options.hostfile or (_DEFAULT_HOSTFILE if Path(_DEFAULT_HOSTFILE).is_file() else "")
+    path = options.hostfile or (DEFAULT_HOSTFILE if Path(DEFAULT_HOSTFILE).is_file() else "")
     if path:
         hosts = host_lists.read_hostfile(path)
         slots = options.num_gpus
@@ -209,13 +176,6 @@ def _devices() -> int:
     return max(1, torch.accelerator.device_count()) if torch.accelerator.is_available() else 1
 
 
-def _launcher_arguments(options: argparse.Namespace) -> list[str]:
-    try:
-        return shlex.split(options.launcher_args)
-    except ValueError as error:
-        raise ConfigError(f"--launcher_args {options.launcher_args!r} cannot be split into words: {error}") from error
-
-
 def _script(options: argparse.Namespace) -> list[str]:
     head = [] if options.no_python else [sys.executable, "-u", *(["-m"] if options.module else [])]
     return [*head, options.script, *options.script_args]
@@ -226,16 +186,52 @@ def _script(options: argparse.Namespace) -> list[str]:
 
 def _standard(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
     """Return the torchrun command for this host; with several hosts the user runs the same `hf-zero launch` on each."""
-    number = _own_node_rank(options, hosts) if len(hosts) > 1 else 0
+    return _torchrun(options, hosts, _own_node_rank(options, hosts) if len(hosts) > 1 else 0, over_ssh=False)
+
+
+def _torchrun(options: argparse.Namespace, hosts: list[Host], number: int, over_ssh: bool) -> Command:
+    """Return the torchrun command for the host ``number``; over ssh, ranks start with output of their own (``rank``)."""
     host = hosts[number]
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(len(host.slots))]
     words += ["--nnodes", str(len(hosts)), "--node_rank", str(number)]
-    words += ["--master_addr", options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")]
-    words += ["--master_port", str(options.master_port), *_launcher_arguments(options)]
-    if local_rank.is_wanted(options):
-        words += ["--no_python", sys.executable, "-m", local_rank.__name__]
+    words += ["--master_addr", _address(options, hosts), "--master_port", str(options.master_port)]
+    if options.enable_each_rank_log != "None":
+        words += ["--log_dir", options.enable_each_rank_log, "--redirects", "3"]
+    words += flags.words_of(options, "launcher_args")
+    with_local_rank = rank.wants_local_rank(options)
+    if with_local_rank or over_ssh:
+        words += ["--no_python", sys.executable, "-m", rank.__name__, *(["--local_rank"] if with_local_rank else [])]
     words += [*(["--module"] if options.module else []), *(["--no_python"] if options.no_python else []), options.script]
     return Command([*words, *options.script_args], _visible(host))
+
+
+def _over_ssh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> nodes.Job:
+    """Return the nodes that are started over ssh: torchrun on each host."""
+    own = {name: environ[name] for name in (*names_passed_on(environ), *_PATHS) if name in environ}
+    variables = {**own, **read_environment_files(environ)}
+    started, first_rank = [], 0
+    for number, host in enumerate(hosts):
+        command = _torchrun(options, hosts, number, over_ssh=True)
+        started.append(nodes.Node(host.name, command.words, first_rank, len(host.slots), command.variables))
+        first_rank += len(host.slots)
+    return nodes.Job(
+        nodes=started,
+        ssh=ssh.words_of_ssh(options.ssh_port, flags.words_of(options, "ssh_args"), environ),
+        variables=variables,
+        script=options.script,
+        kind="module" if options.module else "program" if options.no_python else "script",
+        address=_address(options, hosts),
+        port=options.master_port,
+        is_address_given=bool(options.master_addr),
+        checks=not options.no_ssh_check,
+        always_ssh=options.force_multi,
+        stop_s=ssh.seconds_to_stop(flags.words_of(options, "launcher_args")),
+    )
+
+
+def _address(options: argparse.Namespace, hosts: list[Host]) -> str:
+    """Return the host of rank 0."""
+    return options.master_addr or (hosts[0].name if len(hosts) > 1 else "127.0.0.1")
 
 
 def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
@@ -249,7 +245,7 @@ def _own_node_rank(options: argparse.Namespace, hosts: list[Host]) -> int:
             return number
     raise ConfigError(
         f"this machine, {own}, is not in the list of hosts {', '.join(host.name for host in hosts)}. torchrun is started on every host: "
-        "pass --node_rank on each host, or let --launcher openmpi, mpich or slurm start all ranks from one host"
+        "pass --node_rank on each host, or let --launcher ssh, openmpi, mpich or slurm start all ranks from one host"
     )
 
 
@@ -264,7 +260,7 @@ def _open_mpi(options: argparse.Namespace, hosts: list[Host], environ: Mapping[s
     own = [] if _is_local(hosts) else names_passed_on(environ)
     for name in dict.fromkeys([*own, *from_files, *variables]):
         words += ["-x", name]  # only the name: mpirun reads the value from its environment
-    return Command([*words, *_launcher_arguments(options), *_script(options)], variables, from_files)
+    return Command([*words, *flags.words_of(options, "launcher_args"), *_script(options)], variables, from_files)
 
 
 def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -272,7 +268,7 @@ def _mpich(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
     words += ["-hosts", ",".join(f"{host.name}:{len(host.slots)}" for host in hosts)]
     # The default, written out. A list of names would not pass PATH and LD_LIBRARY_PATH to ranks on other hosts.
     words += ["-genvall"]
-    return Command([*words, *_launcher_arguments(options), *_script(options)], *_common_variables(options, hosts, environ))
+    return Command([*words, *flags.words_of(options, "launcher_args"), *_script(options)], *_common_variables(options, hosts, environ))
 
 
 def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
@@ -288,13 +284,15 @@ def _slurm(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str,
         words += ["--ntasks", str(len(hosts[0].slots))]
     else:
         words += ["--nodes", str(options.num_nodes), *(["--ntasks-per-node", str(options.num_gpus)] if options.num_gpus else [])]
+    for name in ("comment", "account"):
+        words += [f"--{name}", getattr(options, name)] if getattr(options, name) else []
     variables = {"MASTER_ADDR": options.master_addr} if options.master_addr else {}
     if options.master_port != DEFAULT_PORT:
         variables["MASTER_PORT"] = str(options.master_port)
     variables.update(_common_devices(options, hosts))
     from_files = {} if _is_local(hosts) else read_environment_files(environ)
     # Pass only srun's own environment: further variables would be list items of this option, which a comma in a value breaks.
-    return Command([*words, "--export=ALL", *_launcher_arguments(options), *_script(options)], variables, from_files)
+    return Command([*words, "--export=ALL", *flags.words_of(options, "launcher_args"), *_script(options)], variables, from_files)
 
 
 def _is_local(hosts: list[Host]) -> bool:
@@ -327,25 +325,13 @@ def _program(*names: str) -> str:
     return next((name for name in names if shutil.which(name)), names[-1])
 
 
-def _pdsh(options: argparse.Namespace, hosts: list[Host], environ: Mapping[str, str]) -> Command:
-    """Return the torchrun command for DeepSpeed's default launcher on one host; raise on several hosts, where DeepSpeed uses ssh."""
-    if len(hosts) == 1:
-        return _standard(options, hosts, environ)
-    commands = []
-    for number, host in enumerate(hosts):
-        own = argparse.Namespace(**{**vars(options), "node_rank": number})
-        commands.append(f"- {host.name}: {_standard(own, hosts, environ)}")
-    raise ConfigError(
-        f"--launcher {options.launcher} would start ranks over ssh, which hf_zero does not support: use openmpi, mpich, mvapich or slurm, "
-        "or run these commands on the hosts, in the same folder:\n" + "\n".join(commands)
-    )
-
-
 _COMMANDS: dict[str, Callable[[argparse.Namespace, list[Host], Mapping[str, str]], Command]] = {
+    "": _standard,
     "standard": _standard,
     "openmpi": _open_mpi,
     "mpich": _mpich,
     "mvapich": _mpich,  # its mpirun is hydra, as in MPICH
     "slurm": _slurm,
-    "pdsh": _pdsh,
+    "ssh": _standard,  # a single host
+    "pdsh": _standard,
 }

@@ -216,11 +216,6 @@ def _is_launcher(words: list[str]) -> bool:
 
 def _is_here(address: str) -> bool:
     """Return whether ``address`` belongs to this host."""
-    import socket  # imported here: few programs need it
+    from hf_zero.launch.agent import is_here  # imported here: few programs need it
 
-    try:
-        with socket.socket() as probe:
-            probe.bind((address, 0))
-    except OSError:
-        return False
-    return True
+    return is_here(address)

@@ -7,12 +7,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hf_zero.config.mesh import requested_experts, requested_slices, requested_stages
+from hf_zero.config.mesh import requested_context, requested_experts, requested_slices, requested_stages
 from hf_zero.errors import ConfigError
 
 STAGES = (2, 1, 0, 3)
 """ZeRO stages in search order: a candidate that does not fit with stage 2 does not fit with 1 and 0."""
-AXES = ("replicas", "tensor", "sequence", "experts", "pipeline")
+EVERY = (4, 2)
+"""Choices of recomputation between none and all: one of so many blocks, by growing share."""
+AXES = ("replicas", "tensor", "sequence", "context", "experts", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -21,7 +23,9 @@ class Layout:
 
     Attributes:
         tensor: Tensor-parallel size: ranks over which layers are split.
-        sequence: Sequence-parallel size: ranks over which each sequence is split.
+        sequence: Sequence-parallel size: ranks over which each sequence is split by exchanges of heads; with ``context``, inside each of
+            its places.
+        context: Context-parallel size: ranks over which each sequence is split by gathers of keys and values.
         experts: Expert-parallel size: ranks over which experts are divided.
         pipeline: Number of pipeline stages.
         shard_group: Ranks over which ZeRO shards states; 0 for all data-parallel ranks.
@@ -29,6 +33,7 @@ class Layout:
 
     tensor: int = 1
     sequence: int = 1
+    context: int = 1
     experts: int = 1
     pipeline: int = 1
     shard_group: int = 0
@@ -36,12 +41,13 @@ class Layout:
     @property
     def sharing(self) -> int:
         """Return the number of ranks that train on the same samples."""
-        return self.tensor * self.sequence * self.pipeline
+        return self.tensor * self.sequence * self.context * self.pipeline
 
     def __str__(self) -> str:
         said = (
             ("tensor parallel", self.tensor),
             ("sequence parallel", self.sequence),
+            ("context parallel", self.context),
             ("expert parallel", self.experts),
             ("pipeline stages", self.pipeline),
         )
@@ -84,21 +90,30 @@ class Family:
         layout: Division of the ranks.
         stage: ZeRO stage.
         tier: Choice of offload.
-        recomputes: Whether activations are recomputed in backward.
-        moves: Whether activations (with ``recomputes``, the inputs of layers) are offloaded to the host between forward and backward.
+        recomputes: Every how many blocks one is recomputed in backward: 1 is all of them, 0 none.
+        moves: Whether saved activations (of recomputed blocks, their inputs) are offloaded to the host between forward and backward.
     """
 
     layout: Layout
     stage: int
     tier: Tier
-    recomputes: bool
+    recomputes: int
     moves: bool = False
 
+    @property
+    def share(self) -> float:
+        """Return the part of the blocks that is recomputed, from 0 to 1."""
+        return 1 / self.recomputes if self.recomputes else 0.0
+
     def __str__(self) -> str:
-        kept = {(True, False): "recomputed activations", (False, True): "activations on the host"}
-        both = "recomputed activations with the inputs of layers on the host" if self.recomputes and self.moves else ""
-        words = (f"stage {self.stage}", str(self.layout), str(self.tier), both or kept.get((self.recomputes, self.moves), ""))
-        return ", ".join(filter(None, words))
+        return ", ".join(filter(None, (f"stage {self.stage}", str(self.layout), str(self.tier), self._activations())))
+
+    def _activations(self) -> str:
+        if self.recomputes > 1:
+            return f"recomputed activations of 1 in {self.recomputes} blocks" + ", others on the host" * self.moves
+        if self.recomputes:
+            return "recomputed activations" + " with the inputs of layers on the host" * self.moves
+        return "activations on the host" if self.moves else ""
 
 
 @dataclass(frozen=True)
@@ -132,6 +147,7 @@ class Space:
         micro_batch: The only allowed micro-batch size; None allows every size that divides.
         nvme_path: Folder for offload to files.
         moves: Whether to try offload of activations to the host.
+        recomputes: Choices of recomputation to try beside none, by growing share of recomputed blocks.
     """
 
     base: Mapping[str, Any]
@@ -142,6 +158,7 @@ class Space:
     micro_batch: int | None = None
     nvme_path: str = ""
     moves: bool = False
+    recomputes: Sequence[int] = (1,)
 
     def micro_batches(self, layout: Layout) -> list[int]:
         """Return the micro-batch sizes that divide the global batch, ascending; empty if the data-parallel ranks do not divide it."""
@@ -174,6 +191,8 @@ class Space:
             config["tensor_parallel"] = {**config.get("tensor_parallel", {}), "autotp_size": layout.tensor}
         if layout.sequence > 1:
             config["sequence_parallel_size"] = layout.sequence
+        if layout.context > 1:
+            config["hf_zero"] = {**config.get("hf_zero", {}), "context_parallel_size": layout.context}
         if layout.experts > 1:
             config["expert_parallel"] = {**config.get("expert_parallel", {}), "enabled": True, "autoep_size": layout.experts}
         if layout.pipeline > 1:
@@ -185,18 +204,22 @@ class Space:
 
 
 def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: Collection[str]) -> list[Layout]:
-    """Return the layouts to search: pure data parallelism, then each axis alone; if ``base`` sets a layout, only this one.
+    """Return the layouts to search; if ``base`` sets a layout, only this one.
+
+    These are pure data parallelism, then each axis alone, then sequences split by heads inside nodes and by keys across nodes.
 
     Args:
         base: The DeepSpeed configuration that all candidates share.
         ranks: Number of ranks over all nodes.
-        ranks_per_node: Ranks of one node. Tensor-, sequence- and expert-parallel groups stay inside a node; pipeline stages need not.
+        ranks_per_node: Ranks of one node. Tensor-, sequence- and expert-parallel groups stay inside a node; pipeline stages and
+            context-parallel groups need not.
         axes: The axes to try, from ``AXES``.
     """
     zero, split = base.get("zero_optimization", {}), base.get("tensor_parallel", {})
     given = Layout(
         max(1, int(split.get("autotp_size") or 1)),
         requested_slices(base),
+        requested_context(base),
         requested_experts(base),
         requested_stages(base),
         max(0, int(zero.get("mics_shard_size", 0))),
@@ -207,6 +230,10 @@ def layouts_of(base: Mapping[str, Any], ranks: int, ranks_per_node: int, axes: C
     stages = [size for size in range(2, max(ranks_per_node, ranks // ranks_per_node) + 1) if ranks % size == 0]
     found = [Layout(), *([Layout(shard_group=ranks_per_node)] if "replicas" in axes and ranks > ranks_per_node > 1 else [])]
     found += [Layout(**{axis: size}) for axis in ("tensor", "sequence", "experts") if axis in axes for size in sizes]
+    if "context" in axes:
+        found += [Layout(context=size) for size in range(2, ranks + 1) if ranks % size == 0]
+        groups = [size for size in range(2 * ranks_per_node, ranks + 1, ranks_per_node) if ranks % size == 0]  # of whole nodes
+        found += [Layout(sequence=size, context=group // size) for group in groups for size in sizes if "sequence" in axes]
     return found + [Layout(pipeline=size) for size in stages if "pipeline" in axes]
 
 
@@ -219,12 +246,12 @@ def tiers_of(on_host: bool, nvme_path: str) -> list[Tier]:
 def families_of(space: Space, layout: Layout) -> list[Family]:
     """Return all families of ``layout`` in search order: by stage, then recomputation, then offload.
 
-    With a pipeline there is no offload of activations.
+    With a pipeline there is no offload of activations, and all blocks are recomputed or none.
     """
     return [
         Family(layout, stage, tier, recomputes, moves)
         for stage in STAGES
-        for recomputes in (False, True)
+        for recomputes in (0, *(space.recomputes if layout.pipeline == 1 else (1,)))
         for moves in (False, True)[: 1 + (space.moves and layout.pipeline == 1)]
         for tier in space.tiers
         if _shards_offloaded(stage, tier) and (stage or not layout.shard_group)

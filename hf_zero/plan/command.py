@@ -39,6 +39,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequence", type=int, metavar="N", help="tokens per sample (default 1024, or the model's positions if fewer)")
     parser.add_argument("--trainable", default="all", metavar="WHAT", help="all, lora:r=16, or match:REGEX of parameter names")
     parser.add_argument("--checkpoint-activations", action="store_true", help="recompute activations in backward")
+    parser.add_argument(
+        "--every-n-layers", type=int, default=1, metavar="N", help="with --checkpoint-activations: recompute only 1 in N blocks (default 1)"
+    )
     parser.add_argument("--offload-activations", action="store_true", help="keep activations (or layer inputs) on the host until backward")
     parser.add_argument("--attention", choices=("sdpa", "flash", "eager"), default="sdpa", help="attention kernel (default sdpa)")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="device on which ranks compute (default cuda)")
@@ -134,7 +137,7 @@ def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
     from hf_zero.plan.quantities import bytes_per_second_of
     from hf_zero.system.sizes import bytes_of
 
-    for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops"):
+    for flag in ("ranks", "ranks_per_node", "micro_batch", "sequence", "tflops", "every_n_layers"):
         value = getattr(options, flag)
         if value is not None and not 0 < value < float("inf"):
             raise ConfigError(f"--{flag.replace('_', '-')} is {value}; a number above 0 is allowed")
@@ -148,7 +151,9 @@ def _inputs(options: argparse.Namespace) -> fit.PlanInputs:
         link=bytes_per_second_of(options.link, "--link") if options.link else None,
         node_link=bytes_per_second_of(options.node_link, "--node-link") if options.node_link else None,
     )
-    activations = options.checkpoint_activations, options.offload_activations
+    if options.every_n_layers > 1 and not options.checkpoint_activations:
+        raise ConfigError("--every-n-layers chooses the blocks that are recomputed: give --checkpoint-activations too")
+    activations = options.every_n_layers if options.checkpoint_activations else 0, options.offload_activations
     model = ModelWish(options.model, dict(map(_setting, options.set)), options.attention, options.trainable, *activations)
     return fit.PlanInputs(model, Cluster(options.ranks, near, options.device == "cpu"), hardware, settled)
 

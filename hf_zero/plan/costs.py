@@ -103,11 +103,11 @@ def extrapolated(costs: Sequence[Costs], blocks: int) -> Costs | None:
     blocks, and so are the bytes sent and the operations. A peak is the maximum of such lines, a convex function. If the peaks of three
     consecutive sizes are on a line, the peak of a larger model is on this line or above it. So a model that does not fit by extrapolation
     does not fit; one that fits is planned with all blocks before it is shown. If three sizes were on a line for one micro-batch size, two
-    suffice for the others.
+    suffice for the others. If one of every n blocks is recomputed, the same holds for groups of n blocks.
 
     Args:
-        costs: Costs of two or three models; each has one block more than the one before.
-        blocks: Number of blocks to add to the last of them.
+        costs: Costs of two or three models; each has one block (or one group) more than the one before.
+        blocks: Number of blocks (or groups) to add to the last of them.
 
     Returns:
         The costs; None if three models are not on a line.

@@ -11,7 +11,7 @@ from torch import nn
 
 from hf_zero.errors import ConfigError
 from hf_zero.plan.model_wish import ModelWish
-from hf_zero.plan.models import build_model
+from hf_zero.plan.models import build_model, takes_every
 
 _LEAST = 4  # blocks of the smallest model; with fewer, too few are between the first and the last
 _WORTH = 2.5  # minimum ratio of all blocks to the larger of two small models, which usually replace the whole one
@@ -40,6 +40,7 @@ class Blocks:
         kind: The configuration's name of each block in ``layer_types``; "" without one.
         experts: Whether the configuration names experts.
         positions: Length of the longest sequence in tokens; 0 if the configuration has no limit.
+        every: Whether the model can recompute every n-th block only.
     """
 
     wish: ModelWish
@@ -50,14 +51,15 @@ class Blocks:
     kind: str = ""
     experts: bool = False
     positions: int = 0
+    every: bool = False
 
     def few(self, count: int) -> ModelWish:
         """Return the description of the same model with ``count`` blocks."""
         kinds = {"layer_types": [self.kind] * count} if self.kind else {}
         return replace(self.wish, settings={**self.wish.settings, _SETTING: count, **kinds})
 
-    def counts(self, config: Mapping[str, Any], tensor: int, shards: int) -> tuple[int, int, int] | None:
-        """Return three consecutive numbers of blocks to plan ([Note: few blocks]); None if the whole model must be planned.
+    def counts(self, config: Mapping[str, Any], tensor: int, shards: int, step: int = 1) -> tuple[int, int, int] | None:
+        """Return three numbers of blocks to plan ([Note: few blocks]); None if the whole model must be planned.
 
         For each limit of the configuration that counts elements, either the whole model stays below it, or the smallest of the three
         models exceeds it.
@@ -66,6 +68,8 @@ class Blocks:
             config: The DeepSpeed configuration.
             tensor: Tensor-parallel size.
             shards: Number of ranks over which ZeRO shards states.
+            step: Number of blocks after which one computes as the first does: one of so many is recomputed. The three numbers differ by it,
+                and lie whole steps below the number of all blocks.
         """
         if not self.alike:
             return None
@@ -79,7 +83,8 @@ class Blocks:
                 limit = share * (value if isinstance(value, (int, float)) else default)
                 if times * self.total > limit:
                     least = max(least, math.ceil(limit / (times * self.numel)) + 1)
-        return (least, least + 1, least + 2) if _WORTH * (least + 1) < self.count else None
+        least += (self.count - least) % step
+        return (least, least + step, least + 2 * step) if _WORTH * (least + step) < self.count else None
 
 
 def blocks_of(wish: ModelWish) -> Blocks:
@@ -98,7 +103,8 @@ def blocks_of(wish: ModelWish) -> Blocks:
     fingerprints = {fingerprint_of(block, index) for index, block in enumerate(lists[0])}
     numel = sum(param.numel() for param in lists[0][0].parameters())
     total = sum(param.numel() for param in module.parameters())
-    found = Blocks(wish, count, numel, total, len(fingerprints) == 1 and numel > 0, kinds[0] if kinds else "", experts, positions)
+    alike, every = len(fingerprints) == 1 and numel > 0, takes_every(module, count)
+    found = Blocks(wish, count, numel, total, alike, kinds[0] if kinds else "", experts, positions, every)
     try:
         build_model(found.few(_LEAST))
     except ConfigError:  # another key of the configuration depends on the number of blocks

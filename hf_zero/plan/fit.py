@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from hf_zero.plan.rates import Rates
     from hf_zero.plan.search import Answer, Fitting
 
+LONG = 8192
+"""Tokens of a sequence from which on context parallelism is tried without ``--axes``: below it, other axes divide activations enough."""
 _RATES = ("memory", "host-link", "host-memory", "disk")
 Settle = Callable[[Mapping[str, Any], int], dict[str, Any]]
 
@@ -50,7 +52,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--global-batch", type=int, metavar="N", help="samples per optimizer step over all ranks and micro-steps")
     group.add_argument(
-        "--axes", metavar="LIST", help="parallel axes to try: none, or some of replicas,tensor,sequence,experts,pipeline (default all)"
+        "--axes",
+        metavar="LIST",
+        help="parallel axes to try: none, or some of replicas,tensor,sequence,context,experts,pipeline (default: all that may help)",
     )
     group.add_argument("--nvme-path", default="", metavar="DIR", help="also try offload to files in this folder, on every node")
     group.add_argument("--measure", action="store_true", help="first measure rates of matrix products, memory and collectives here")
@@ -93,12 +97,13 @@ def require_flags(options: argparse.Namespace, inputs: PlanInputs) -> None:
         )
     if options.plot is not None:
         raise ConfigError("--plot draws one configuration: plan the configuration that --fit --write DIR writes")
-    if options.offload_activations:
-        raise ConfigError("--fit tries --offload-activations by itself: leave the flag out")
+    for flag, given in (("offload-activations", options.offload_activations), ("every-n-layers", options.every_n_layers > 1)):
+        if given:
+            raise ConfigError(f"--fit tries --{flag} by itself: leave the flag out")
     cluster, limits = inputs.cluster, inputs.hardware
     if limits.memory is None and not (cluster.on_host and limits.host_memory is not None):
         raise ConfigError("--fit needs a memory limit: --memory, such as --memory 80GiB" + " (or --host-memory)" * cluster.on_host)
-    _axes(options.axes, experts=True)
+    _axes(options.axes, experts=True, sequence=LONG)
     _given_rates(options)
 
 
@@ -135,7 +140,7 @@ def run(options: argparse.Namespace, inputs: PlanInputs) -> int:
 
 def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
     from hf_zero.config.read import read_config
-    from hf_zero.plan.candidates import Space, layouts_of, require_batch, tiers_of
+    from hf_zero.plan.candidates import EVERY, Space, layouts_of, require_batch, tiers_of
     from hf_zero.plan.few_blocks import blocks_of
     from hf_zero.plan.models import sequence_of
     from hf_zero.plan.planner import Planner
@@ -145,20 +150,24 @@ def _planner(options: argparse.Namespace, inputs: PlanInputs) -> Planner:
     cluster, limits = inputs.cluster, inputs.hardware
     base = read_config(options.config) if options.config is not None else {"bf16": {"enabled": True}}
     blocks = blocks_of(inputs.model)
-    layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts))
+    sequence = sequence_of(options.sequence, blocks.positions)
+    layouts = layouts_of(base, cluster.ranks, cluster.ranks_per_node, _axes(options.axes, blocks.experts, sequence))
     tiers = tiers_of(cluster.on_host, options.nvme_path)
-    space = Space(base, cluster.ranks, options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path, not cluster.on_host)
+    recomputes = (*(EVERY if blocks.every else ()), 1)
+    asked = options.global_batch, layouts, tiers, options.micro_batch, options.nvme_path
+    space = Space(base, cluster.ranks, *asked, not cluster.on_host, recomputes)
     require_batch(space)
     workers = Workers(min(processors(), SHOWN))  # a search never plans more at the same time
-    sequence = sequence_of(options.sequence, blocks.positions)
     return Planner(space, blocks, cluster, limits, sequence, options.attention, inputs.settle, workers=workers)
 
 
-def _axes(text: str | None, experts: bool) -> list[str]:
+def _axes(text: str | None, experts: bool, sequence: int) -> list[str]:
+    """Return the axes that ``--axes`` names; by default all that may help a model with or without experts on so long sequences."""
     from hf_zero.plan.candidates import AXES
 
     if text is None:
-        return [axis for axis in AXES if experts or axis != "experts"]
+        useless = {*([] if experts else ["experts"]), *([] if sequence >= LONG else ["context"])}
+        return [axis for axis in AXES if axis not in useless]
     axes = [] if text == "none" else text.split(",")
     unknown = [axis for axis in axes if axis not in AXES]
     if unknown:
@@ -250,7 +259,8 @@ def _best(one: Fitting, planner: Planner) -> dict[str, object]:
         "seconds_per_step": one.seconds,
         "tokens_per_second": _tokens(one, planner),
         "peak_bytes_per_rank": {"device": round(costs.device), "host": round(costs.host), "disk": round(costs.disk)},
-        "checkpoint_activations": candidate.family.recomputes,
+        "checkpoint_activations": candidate.family.recomputes > 0,
+        "every_n_layers": max(1, candidate.family.recomputes),
         "offload_activations": candidate.family.moves,
         "config": planner.space.config(candidate),
     }

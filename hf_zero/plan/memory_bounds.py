@@ -104,9 +104,7 @@ def _needs_at_least(candidate: Candidate, other: Candidate) -> bool:
     mine, theirs = candidate.family, other.family
     stages = mine.stage == theirs.stage or mine.stage < theirs.stage < 3
     accumulates = candidate.accumulation > 1 or other.accumulation == 1
-    kept = (
-        mine.recomputes <= theirs.recomputes and mine.moves <= theirs.moves and candidate.micro_batch >= other.micro_batch and accumulates
-    )
+    kept = mine.share <= theirs.share and mine.moves <= theirs.moves and candidate.micro_batch >= other.micro_batch and accumulates
     return mine.layout == theirs.layout and stages and kept and mine.tier.within(theirs.tier)
 
 

@@ -16,13 +16,13 @@ class ModelWish:
         settings: Values that replace keys of the model's configuration.
         attention: sdpa, flash or eager.
         trainable: ``all``, or ``lora:`` with r=, alpha= and targets=, or ``match:`` with a regular expression of parameter names.
-        checkpointing: Whether activations are recomputed in backward.
-        moves: Whether activations are offloaded to the host between forward and backward; with ``checkpointing``, the inputs of layers.
+        checkpointing: Every how many blocks one is recomputed in backward: 1 is all of them, 0 none.
+        moves: Whether activations are offloaded to the host between forward and backward; with ``checkpointing`` 1, the inputs of layers.
     """
 
     name: str
     settings: Mapping[str, Any]
     attention: str = "sdpa"
     trainable: str = "all"
-    checkpointing: bool = False
+    checkpointing: int = 0
     moves: bool = False

@@ -67,7 +67,7 @@ def build_model(wish: ModelWish) -> PlannedModel:
     planned = _from_python(wish) if wish.name.startswith(_PYTHON) else _from_config(wish)
     module = planned.module
     if wish.checkpointing:
-        _checkpoint(module)
+        _checkpoint(module, wish.checkpointing)
     return replace(planned, module=choose_trainable(module, wish.trainable), moves=wish.moves)
 
 
@@ -294,11 +294,26 @@ def _from_python(wish: ModelWish) -> PlannedModel:
     return PlannedModel(module, batch or _batch_maker(module), int(getattr(getattr(module, "config", None), "vocab_size", 0) or 0))
 
 
-def _checkpoint(module: nn.Module) -> None:
+def takes_every(module: nn.Module, blocks: int) -> bool:
+    """Return whether ``module`` can recompute every n-th of its ``blocks`` only (``every_n_layers`` of transformers)."""
+    from transformers import modeling_layers
+
+    kind = getattr(modeling_layers, "GradientCheckpointingLayer", None)
+    enable = getattr(module, "activation_checkpointing_enable", None)
+    counted = sum(isinstance(part, kind) for part in module.modules()) if kind is not None else 0
+    return enable is not None and "every_n_layers" in inspect.signature(enable).parameters and counted == blocks
+
+
+def _checkpoint(module: nn.Module, every: int) -> None:
     enable = getattr(module, "activation_checkpointing_enable", None) or getattr(module, "gradient_checkpointing_enable", None)
     if enable is None or not getattr(module, "supports_gradient_checkpointing", True):
         raise ConfigError(f"{type(module).__name__} has no gradient_checkpointing_enable(): leave --checkpoint-activations out")
-    enable()
+    if every == 1:
+        enable()
+    elif "every_n_layers" in inspect.signature(enable).parameters:
+        enable(every_n_layers=every)
+    else:
+        raise ConfigError(f"{type(module).__name__} recomputes all blocks or none (it takes no every_n_layers): leave --every-n-layers out")
 
 
 # -- batches -------------------------------------------------------------------------------------------------------------

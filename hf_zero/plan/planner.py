@@ -44,7 +44,7 @@ class Planner:
     _costs: dict[tuple[Candidate, bool], Costs] = field(default_factory=dict)
     _plans: dict[tuple[Candidate, int], Costs | HfZeroError] = field(default_factory=dict)  # key: candidate, number of blocks
     _least: dict[Candidate, Costs | HfZeroError] = field(default_factory=dict)
-    _on_a_line: set[tuple[int, Tier]] = field(default_factory=set)
+    _on_a_line: set[tuple[int, Tier, int]] = field(default_factory=set)
 
     def costs(self, candidate: Candidate, whole: bool = False) -> tuple[Costs, bool]:
         """Return the costs of ``candidate``, and whether they come from a plan with all blocks; plans it if necessary.
@@ -67,7 +67,7 @@ class Planner:
             raise refused
         costs = [plan for plan in plans if isinstance(plan, Costs)]
         known = sizes == (self.blocks.count,)
-        found = costs[0] if known else extrapolated(costs, self.blocks.count - sizes[-1])
+        found = costs[0] if known else extrapolated(costs, (self.blocks.count - sizes[-1]) // _step(candidate))
         if found is None:
             return self.costs(candidate, whole=True)
         if not known:
@@ -114,7 +114,7 @@ class Planner:
         layout, counts = candidate.family.layout, None
         if not whole and layout.pipeline == 1:  # stages of a pipeline may have unequal numbers of blocks
             shards = layout.shard_group or self.cluster.ranks // layout.tensor
-            counts = self.blocks.counts(self._config(candidate), layout.tensor, shards)
+            counts = self.blocks.counts(self._config(candidate), layout.tensor, shards, _step(candidate))
         if counts is None:
             return (self.blocks.count,)
         return counts[:2] if _line_key(candidate) in self._on_a_line else counts
@@ -148,6 +148,11 @@ class Planner:
         return "", ""
 
 
-def _line_key(candidate: Candidate) -> tuple[int, Tier]:
+def _line_key(candidate: Candidate) -> tuple[int, Tier, int]:
     """Return the key of candidates whose costs are all linear in the number of blocks, or all not."""
-    return candidate.family.stage, candidate.family.tier
+    return candidate.family.stage, candidate.family.tier, _step(candidate)
+
+
+def _step(candidate: Candidate) -> int:
+    """Return the number of blocks after which one computes as the first does."""
+    return max(1, candidate.family.recomputes)

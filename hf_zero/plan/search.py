@@ -160,12 +160,12 @@ class Search:
                 if not self._learn(layout):
                     del waiting[layout]
         others = [one for one in waiting if one != first]
-        for layout in sorted(others, key=lambda one: (one.pipeline, self.time_bounds.seconds(Family(one, 1, Tier(), False)))):
+        for layout in sorted(others, key=lambda one: (one.pipeline, self.time_bounds.seconds(Family(one, 1, Tier(), 0)))):
             waiting[layout] = waiting.pop(layout)
 
     def _representative(self, layout: Layout) -> Candidate:
         """Return the candidate whose costs bound all of ``layout``: stage 1 with the fewest micro-steps."""
-        return self.planner.space.candidate(Family(layout, 1, Tier(), False), self.planner.space.micro_batches(layout)[-1])
+        return self.planner.space.candidate(Family(layout, 1, Tier(), 0), self.planner.space.micro_batches(layout)[-1])
 
     def _learn(self, layout: Layout) -> bool:
         """Plan the representative of ``layout``; return False if the engine refuses it, and exclude the layout."""
@@ -178,7 +178,7 @@ class Search:
 
     def _is_slow_layout(self, layout: Layout) -> bool:
         """Return whether ``layout`` is excluded now: its lower bound exceeds the best candidates, or the engine refuses it."""
-        reached, first = self._time_to_beat(), Family(layout, 1, Tier(), False)
+        reached, first = self._time_to_beat(), Family(layout, 1, Tier(), 0)
         if reached == float("inf"):
             return False
         if not self.time_bounds.knows(layout) and self.time_bounds.seconds(first) <= reached and not self._learn(layout):
@@ -192,7 +192,7 @@ class Search:
         """Try, at each stage, the candidate with the least memory without offload of states; if it does not fit, others are excluded."""
         space = self.planner.space
         families = [
-            Family(layout, stage, Tier(), True, space.moves and layout.pipeline == 1) for stage in STAGES if stage or not layout.shard_group
+            Family(layout, stage, Tier(), 1, space.moves and layout.pipeline == 1) for stage in STAGES if stage or not layout.shard_group
         ]
         candidates = [space.candidate(one, size) for one in families]
         self.planner.prepare([one for one in candidates if one.family.stage >= 2])
@@ -345,7 +345,7 @@ def _rank_key(one: Fitting) -> tuple[float, float, float]:
 
 def _round_of(family: Family) -> int:
     """Return the round in which the search visits ``family``: 0 plain, 1 recomputing, 2 offloading states or activations."""
-    return 2 if family.tier != Tier() or family.moves else int(family.recomputes)
+    return 2 if family.tier != Tier() or family.moves else int(family.recomputes > 0)
 
 
 def _differs_in_stage(family: Family, other: Family) -> bool:
@@ -356,7 +356,7 @@ def _differs_in_stage(family: Family, other: Family) -> bool:
 def _only_adds(family: Family, other: Family) -> bool:
     """Return whether ``family`` is ``other`` with additional recomputation or offload."""
     same = family != other and (family.layout, family.stage) == (other.layout, other.stage)
-    return same and other.recomputes <= family.recomputes and other.moves <= family.moves and other.tier.within(family.tier)
+    return same and other.share <= family.share and other.moves <= family.moves and other.tier.within(family.tier)
 
 
 def _one_line(error: BaseException) -> str:

@@ -44,8 +44,8 @@ class TimeBounds:
     def seconds(self, family: Family) -> float:
         """Return a lower bound of the seconds per step of every candidate of ``family``; 0 if none is known."""
         known = list(self.planner.known())
-        flops = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes <= family.recomputes]
-        again = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.recomputes and family.recomputes]
+        flops = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.share <= family.share]
+        again = [costs.micro.flops + costs.update.flops for one, costs in known if one.family.share == family.share == 1]
         if not flops:
             return 0.0
         computed, place = min(again or flops), family.tier.optimizer

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hf_zero.config.mesh import requested_context, requested_slices
 from hf_zero.errors import ConfigError
 from hf_zero.plan.cluster import Cluster
 from hf_zero.system import own_files
@@ -68,14 +69,29 @@ def write_files(folder: Path, config: Mapping[str, Any], launcher: Mapping[str, 
     return list(texts)
 
 
-def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: bool, moves: bool = False) -> list[str]:
+def _slices_of_loaders(config: Mapping[str, Any]) -> int:
+    """Return the ``sp_size`` that accelerate needs to cut the batches of a configuration; 0 where nothing cuts them, or the engine does."""
+    slices = requested_slices(config)
+    return slices if slices > 1 and requested_context(config) == 1 else 0
+
+
+def _switch_of(recomputes: int, moves: bool) -> tuple[str, str]:
+    """Return in words how a plan treats activations, and the switch of the script for it; empty texts if it keeps all of them."""
+    if recomputes <= 1:
+        return _ACTIVATIONS.get((bool(recomputes), moves), ("", ""))
+    by = f'gradient_checkpointing=True and gradient_checkpointing_kwargs={{"every_n_layers": {recomputes}}} of the training arguments'
+    does = f"recomputes the activations of 1 in {recomputes} blocks"
+    return (f"{does}, with those of the others on the host", f"{by}, and {_ACTIVATIONS[False, True][1]}") if moves else (does, by)
+
+
+def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes: int, moves: bool = False) -> list[str]:
     """Write a planned configuration and its launcher file, and return lines that tell the user how to start it.
 
     Args:
         folder: Folder of the files; created if it does not exist.
         config: The DeepSpeed configuration.
         cluster: Number and place of the ranks.
-        recomputes: Whether the plan recomputes activations, which the script must enable.
+        recomputes: Every how many blocks the plan recomputes one, which the script must enable; 0 recomputes none.
         moves: Whether the plan offloads activations to the host, which the script must enable.
 
     Raises:
@@ -100,7 +116,9 @@ def write(folder: Path, config: Mapping[str, Any], cluster: Cluster, recomputes:
         "same_network": True,
         "use_cpu": False,
     }
-    does, by = _ACTIVATIONS.get((recomputes, moves), ("", ""))
+    if slices := _slices_of_loaders(config):
+        content["parallelism_config"] = {"parallelism_config_sp_size": slices}
+    does, by = _switch_of(recomputes, moves)
     remark = f"# The plan {does}: {by}.\n" if does else ""
     write_files(folder, config, content, remark)
     far = " --machine_rank N --main_process_ip HOST --main_process_port PORT" if nodes > 1 else ""

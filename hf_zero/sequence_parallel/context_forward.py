@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from hf_zero.comm.collectives import Collectives
-from hf_zero.errors import HfZeroError, StateError, UnsupportedError
+from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
 from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
@@ -146,6 +146,7 @@ class DividedForwards(BoundForwards):
             raise UnsupportedError(f"context parallelism: {', '.join(media)} of a batch cannot be divided; text models are supported")
         if not self._compared and not self.layout.collectives.pretended:
             self._compare(given)
+        _require_mask(given)
         small = {name: value for name, value in given.items() if _is_no_sequence(value)}
         rows = {name: value for name, value in given.items() if name == "attention_mask" and getattr(value, "dim", lambda: 0)() == 4}
         whole = {name: value for name, value in given.items() if name not in small and name not in rows}
@@ -165,13 +166,14 @@ class DividedForwards(BoundForwards):
         return batch
 
     def _rows_of(self, mask: torch.Tensor, extra: int) -> torch.Tensor:
-        """Return the rows of this place of a mask (batch, heads, tokens, tokens)."""
+        """Return the rows of this place of a mask (batch, heads, tokens, tokens); of one row that stands for all if it has one."""
         if extra:
             raise UnsupportedError(
                 f"context parallelism: an attention_mask of four dimensions {tuple(mask.shape)} needs sequences of a multiple of "
                 f"{self.layout.multiple} tokens; pad them (pad_to_multiple_of={self.layout.multiple})"
             )
-        return mask.index_select(2, self.layout.tokens_of_place(mask.shape[2]).to(mask.device))
+        whole = mask.expand(-1, -1, mask.shape[3], -1)
+        return whole.index_select(2, self.layout.tokens_of_place(whole.shape[2]).to(mask.device))
 
     def _completed(self, given: Batch) -> Batch:
         """Return parts that the caller has cut, with the positions and shifted labels that the whole would have."""
@@ -262,6 +264,23 @@ def _tokens_of(given: Batch) -> int | None:
 
 def _is_no_sequence(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.dim() < 2
+
+
+def _require_mask(given: Batch) -> None:
+    """Raise if the attention mask of a whole batch has another shape than the library takes.
+
+    Raises:
+        ConfigError: It has other dimensions than 2 and 4, or one of four dimensions does not fit the tokens.
+    """
+    mask, tokens = given.get("attention_mask"), _tokens_of(given)
+    if not isinstance(mask, torch.Tensor) or tokens is None or mask.dim() < 2:
+        return
+    fits = mask.dim() == 2 or (mask.dim() == 4 and mask.shape[3] == tokens and mask.shape[2] in (1, tokens))  # of two: `whole_batch`
+    if not fits:
+        raise ConfigError(
+            f"context parallelism: attention_mask of a batch has shape {tuple(mask.shape)}, and its sequences have {tokens} tokens; a mask "
+            f"(batch, {tokens}), or (batch, heads, {tokens}, {tokens}) with 1 in place of heads or rows, is allowed"
+        )
 
 
 def _require_plain(model: nn.Module, given: Batch) -> None:

@@ -30,8 +30,14 @@ class KeyHeads:
     queries_per_key: int
 
 
-def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads") -> None:
+def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads", otherwise: str = "") -> None:
     """Refuse a number of heads that the ranks cannot divide evenly: each rank computes the same number of query heads.
+
+    Args:
+        heads: Number of query heads.
+        ranks: Number of ranks that trade heads.
+        name: Where the number of heads is from, for the message.
+        otherwise: End of the message: what serves such a number of heads.
 
     Raises:
         ConfigError: ``ranks`` does not divide ``heads``.
@@ -40,7 +46,7 @@ def require_even_heads(heads: int, ranks: int, name: str = "num_attention_heads"
         usable = ", ".join(str(found) for found in range(1, heads + 1) if heads % found == 0)
         raise ConfigError(
             f"sequence parallelism over {ranks} ranks divides the {heads} attention heads of the model ({name}), which does not come out "
-            f"even; sizes that do: {usable}"
+            f"even; sizes that do: {usable}{otherwise}"
         )
 
 

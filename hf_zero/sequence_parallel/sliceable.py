@@ -20,6 +20,7 @@ NO_ROUTERS = (
     "sequence parallelism: output_router_logits=True adds a loss of all tokens of a batch, and each rank would take it of its slice; "
     "leave it out (config.output_router_logits = False)"
 )
+_OTHER = "; context parallelism (cp_size, or hf_zero.context_parallel_size in the configuration) may serve it"
 _TABLE, _LIBRARY = "ALL_ATTENTION_FUNCTIONS", "transformers.modeling_utils"
 _ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention", "attention", "dense", "sparse", "global_attention")
 
@@ -52,7 +53,7 @@ def require_sliceable(model: nn.Module, ranks: int, implementation: str | None, 
     config: Any = model.config
     heads = getattr(config, "num_attention_heads", None)
     if flow is None and isinstance(heads, int):
-        require_even_heads(heads, ranks)
+        require_even_heads(heads, ranks, otherwise=_OTHER)
     return found, flow
 
 
@@ -140,14 +141,14 @@ def _require_causal(model: nn.Module) -> None:
     if own and not own[0].__name__.endswith("PreTrainedModel") and not any(kind.__name__ in causal for kind in own):
         raise UnsupportedError(
             f"sequence parallelism: {name} is not a causal language model (...ForCausalLM), which is needed because labels "
-            "are shifted by one token"
+            f"are shifted by one token{_OTHER}"
         )
     config: Any = base.config.get_text_config()
     parts = base.modules() if config is base.config else _text_parts(base)
     if any(getattr(part, "is_decoder", None) is False for part in parts) or getattr(config, "is_causal", True) is False:
         raise UnsupportedError(
             f"sequence parallelism: attention of {name} sees later tokens, also those put at the end of sequences; make it with is_decoder="
-            "True (is_causal=True)"
+            f"True (is_causal=True){_OTHER}"
         )
 
 

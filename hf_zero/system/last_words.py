@@ -1,17 +1,25 @@
-"""Report the exception that ends a rank to its launcher, and decide how much of it each rank prints.
+"""Report the exception or the exit that ends a rank to its launcher, and decide how much of it each rank prints.
 
 [Note: the first failure] torchrun and accelerate report the failure that they take for the first: the one with the earliest time, in whole
 seconds, among the files that ``TORCHELASTIC_ERROR_FILE`` names. A rank that dies breaks the network connections of its neighbours, which
 fail within the same second. So an error that only says that other ranks are gone gets a later time, and is printed without its
 traceback. Where all ranks end with the same exception, the first rank of each node prints it: the others find its file beside their own,
 and print nothing. ``launcher_report`` describes what the launcher itself prints at the end.
+
+[Note: exits] Python calls no hook for a ``SystemExit`` that ends a process, and has cleared it before exit handlers run. So ``sys.exit``,
+``exit`` and ``quit`` keep the reason and the line of the last call of the main thread, and an exit handler reports them. A script that
+catches the ``SystemExit`` and goes on ends in another way, and that way counts: a report by the hook, or the status 0, which makes the
+launcher ignore the file. A plain ``raise SystemExit`` is not reported.
 """
 
 from __future__ import annotations
 
+import atexit
+import functools
 import json
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -22,6 +30,7 @@ from typing import Any
 from hf_zero.errors import CollectiveError, ConfigError, HfZeroError, UnsupportedError
 from hf_zero.observe import global_rank, logger
 from hf_zero.system import own_files
+from hf_zero.system.failure import FOLLOWS, INTERRUPTED, OTHER, SETTINGS
 from hf_zero.system.stacks import is_of_the_script
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
@@ -31,17 +40,20 @@ _PATIENCE_SECONDS = 2.0
 _SETTINGS_SECONDS = 15.0  # ranks read their settings before they meet, while another rank may still import
 _PRINTING_SECONDS = 0.2  # a launcher ends all ranks soon after one has ended
 MARK = "hf_zero"
-"""Key of the entries that this module has written, with one of the following kinds."""
-SETTINGS, INTERRUPTED, OTHER = "settings", "interrupted", "other"
+"""Key of the entries that this module has written, with one of the kinds of ``failure``."""
 _tells = False
 
 
 def tell_launcher() -> None:
-    """Report the exception that ends this process to the launcher; the former hook still prints. Only the first call has an effect."""
+    """Report the exception or the exit that ends this process to the launcher; the former hook still prints. Only the first call has an
+    effect.
+    """
     global _tells
     if not _tells:
         _tells = True
         sys.excepthook = _Hook(sys.excepthook)
+        if os.environ.get(_VARIABLE):
+            _Exits().listen()
 
 
 def leave(text: str, where: str = "", seconds: float | None = None, kind: str = OTHER) -> None:
@@ -93,7 +105,7 @@ class _Hook:
         if not follows and _is_reported_by_first(same, _SETTINGS_SECONDS if of_settings else _PATIENCE_SECONDS):
             leave(f"rank {global_rank()} ends with the same {kind.__name__} as the first rank here", seconds=now + _LATER_SECONDS)
             return
-        leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else OTHER)
+        leave(text, where, now + _LATER_SECONDS * follows, SETTINGS if of_settings else FOLLOWS if follows else OTHER)
         if follows and _report_of_first().get(MARK) == INTERRUPTED:
             return
         if of_settings or follows:
@@ -102,6 +114,43 @@ class _Hook:
             print(f"{at}{name}", file=sys.stderr, flush=True)
             return
         self._former(kind, error, trace)
+
+
+class _Exits:
+    """The last call that asked this process to end with a status other than 0."""
+
+    def __init__(self) -> None:
+        self._last: tuple[str, str, float] | None = None  # reason, lines before it, seconds since the epoch
+
+    def listen(self) -> None:
+        """Keep each exit from now on, and report the last one when the process ends."""
+        sys.exit = self._kept(sys.exit)
+        site = sys.modules.get("_sitebuiltins")  # its class makes `exit` and `quit`; missing under `python -S`
+        if site is not None:
+            site.Quitter.__call__ = self._kept(site.Quitter.__call__)
+        atexit.register(self._at_end)
+
+    def _kept(self, method: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``method``, whose last argument is the status, with a note of each call."""
+
+        @functools.wraps(method)
+        def leaving(*args: Any, **kwargs: Any) -> Any:
+            if threading.current_thread() is threading.main_thread():
+                self._keep([*args, *kwargs.values()][-1:])
+            return method(*args, **kwargs)
+
+        return leaving
+
+    def _keep(self, status: list[Any]) -> None:
+        self._last = None
+        if status and isinstance(status[0], (str, int, BaseException)) and status[0]:
+            frames = [frame for frame in traceback.extract_stack() if is_of_the_script(frame.filename)]
+            text = f"exit status {status[0]}" if isinstance(status[0], int) else str(status[0])
+            self._last = f"SystemExit: {text}", "".join(traceback.format_list(frames[-1:])), time.time()
+
+    def _at_end(self) -> None:
+        if self._last is not None:
+            leave(*self._last)
 
 
 def _follows(error: BaseException | None) -> bool:

@@ -2,12 +2,14 @@
 
 Both launchers call ``torch.distributed.launcher.api.launch_agent`` in the process that starts ranks, which is replaced here. Nothing
 changes for code that catches its exceptions, for the exit status, and for ranks of other libraries: the report replaces the traceback only
-where an exception ends the process and hf_zero wrote the files of the ranks (``last_words``).
+where an exception ends the process and hf_zero wrote the files of the ranks (``last_words``). On a node of `hf-zero launch` over ssh the
+report goes to the launcher, which prints the cause of all nodes once.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -15,7 +17,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from hf_zero.system.last_words import INTERRUPTED, MARK, SETTINGS
+from hf_zero.system.failure import INTERRUPTED, PIPE, describe, is_handed_over
+from hf_zero.system.last_words import MARK
 from hf_zero.system.text_file import SMALL_BYTES, read_text
 
 _FILES = "*/attempt_*/*/error.json"  # below torch's folder of logs
@@ -52,18 +55,19 @@ class _Report:
         self._former, self._error, self._folder, self._start = former, error, folder, start
 
     def __call__(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        """Print the cause if the ranks have reported one; otherwise call the former hook."""
-        text = self._text() if error is self._error else None
-        if text is None:
+        """Print the cause, or hand it over, if the ranks have reported one; otherwise call the former hook."""
+        failure = self._failure() if error is self._error else None
+        if failure is None:
             self._former(kind, error, trace)
-        elif text:
-            print(text, file=sys.stderr, flush=True)
+        elif not is_handed_over(failure) and failure["kind"] != INTERRUPTED:  # a rank has printed that
+            print(describe(failure), file=sys.stderr, flush=True)
 
-    def _text(self) -> str | None:
-        """Return the report; an empty text if a rank has printed everything, None if hf_zero wrote no report."""
+    def _failure(self) -> dict[str, Any] | None:
+        """Return the failure as a JSON object; None if hf_zero wrote no report."""
         name = type(self._error).__name__
-        if name == "SignalException":
-            return "" if any(kind == INTERRUPTED for kind in self._kinds()) else None
+        if name == "SignalException":  # on a node over ssh the launcher has sent it, and tells the reason
+            told_by_rank = any(kind == INTERRUPTED for kind in self._kinds())
+            return {"kind": INTERRUPTED} if told_by_rank or os.environ.get(PIPE) else None
         if name != "ChildFailedError":
             return None
         rank, failure = self._error.get_first_failure()  # type: ignore[attr-defined]
@@ -71,12 +75,15 @@ class _Report:
         told = message.get("extraInfo") if isinstance(message, dict) else None
         if not isinstance(message, dict) or not isinstance(told, dict) or MARK not in told:
             return None
-        ended = f"[hf_zero] rank {rank} ended first, with exit status {failure.exitcode}"
-        if told[MARK] == SETTINGS:
-            return f"{ended}: see its {str(message['message']).partition(':')[0]} above"
         cause = str(told.get("py_callstack", "")).splitlines()
         left_out = [f"  ... {len(cause) - _MOST_LINES} more lines above"] if len(cause) > _MOST_LINES else []
-        return "\n".join([f"{ended}:", *cause[:_MOST_LINES], *left_out])
+        return {
+            "kind": told[MARK],
+            "rank": rank,
+            "status": failure.exitcode,
+            "error": str(message["message"]).partition(":")[0],
+            "cause": [*cause[:_MOST_LINES], *left_out],
+        }
 
     def _kinds(self) -> Iterator[str]:
         """Yield the kinds of failure that hf_zero has recorded in the files of the ranks of this run."""

@@ -144,7 +144,8 @@ def test_what_would_count_samples_twice_is_an_error(library: Any, warnings: list
         def _prepare_cp(self) -> None: ...
         def maybe_context_parallel(self) -> None: ...
 
-    monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator))
+    others = {"_refuse_recurrent_layers_under_sequence_parallelism": lambda model: None}
+    monkeypatch.setitem(sys.modules, "accelerate.accelerator", library("accelerate.accelerator", Accelerator=Accelerator, **others))
     assert len(warnings) == 2 and "Accelerator.gather_for_metrics" in warnings[0] and "prepare_data_loader" in warnings[1]
     callers.require(methods.PREPARE, methods.GATHER)
     with pytest.raises(UnsupportedError, match=r"^accelerate .* has no .*gather_for_metrics.* each sample would be counted once per rank"):

@@ -27,6 +27,7 @@ FILES = {
     },
     "other": {**GOOD, "train_micro_batch_size_per_gpu": 16},
     "total": {**GOOD, "train_batch_size": 7, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 1},
+    "axes": {**GOOD, "hf_zero": {"context_parallel_size": 4}},
     "shared": {**GOOD, "train_batch_size": 4, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 1},
 }
 AS_A_RANK = """
@@ -61,9 +62,9 @@ folder = sys.argv[1]
 from accelerate.commands import launch
 launch.deepspeed_launcher = lambda args: print("ranks start")
 words = ["--use_deepspeed", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-def start(name):
+def start(name, *more):
     parser = launch.launch_command_parser()
-    launch.launch_command(parser.parse_args([*words, "--deepspeed_config_file", f"{folder}/../{name}.json", "train.py"]))
+    launch.launch_command(parser.parse_args([*words, *more, "--deepspeed_config_file", f"{folder}/../{name}.json", "train.py"]))
 def as_program(name):
     import runpy
     sys.argv = ["launch", *words, "--deepspeed_config_file", f"{folder}/../{name}.json", "train.py"]
@@ -76,6 +77,12 @@ CODES = {
     "arguments-both": AS_A_RANK + "outcome(lambda: args(file('both')))",
     "arguments-dict": AS_A_RANK + "outcome(lambda: args(json.load(open(file('both')))))",
     "arguments-total": AS_A_RANK + "outcome(lambda: args(file('total')))",
+    "arguments-axes": AS_A_RANK + "outcome(lambda: args(file('axes')))",
+    "arguments-both-axes": AS_A_RANK
+    + "from accelerate import ParallelismConfig\nboth = ParallelismConfig(cp_size=2, sp_size=2)\n"
+    + "outcome(lambda: args(file('good'), parallelism_config=both))",
+    "plugin-axes": AS_A_RANK + "from accelerate import DeepSpeedPlugin\noutcome(lambda: DeepSpeedPlugin(hf_ds_config=file('axes')))",
+    "launch-axes": LAUNCH + "start('good', '--parallelism_config_cp_size', '2', '--parallelism_config_sp_size', '2')",
     "arguments-missing": AS_A_RANK + "outcome(lambda: args('nowhere.json'))",
     "arguments-evaluate": AS_A_RANK + "outcome(lambda: args(file('other'), do_eval=True))",
     "arguments-launcher": AS_A_RANK
@@ -126,6 +133,17 @@ def test_a_total_that_fits_no_number_of_ranks(ended: dict[str, Ended]) -> None:
     assert "vs train_batch_size (calculated)=" in ended["arguments-total"].out
     assert "`train_batch_size` does not fit: 7 is not 2" in ended["plugin-total"].out
     assert ended["plugin-shared"].out == "False\n", ended["plugin-shared"]
+
+
+def test_sizes_that_no_ranks_fit(ended: dict[str, Ended]) -> None:
+    """4 ranks cannot share samples where 2 run: found before data are loaded, and by ``accelerate launch`` before ranks start."""
+    text = "4 ranks (pp x cp x sp x tp) are to share their samples; 1 or 2 would fit. It is described by\n"
+    for name in ("arguments-axes", "plugin-axes"):
+        assert text + "- hf_zero.context_parallel_size: cp 4\nFalse\n" in ended[name].out, ended[name]
+    assert text + "- ParallelismConfig.cp_size: cp 2\n- ParallelismConfig.sp_size: sp 2\n" in ended["arguments-both-axes"].out
+    launched = ended["launch-axes"]
+    assert launched.status == 1 and launched.out == "", launched
+    assert text.strip() in launched.err and "- --parallelism_config_cp_size: cp 2" in launched.err, launched
 
 
 def test_a_missing_file_is_one_error(ended: dict[str, Ended]) -> None:

@@ -39,6 +39,10 @@ FAILURES = {
     "apart-1": "\nraise ValueError('the same words')",
     "script-0": "raise ValueError('on all ranks')",
     "script-1": "raise ValueError('on all ranks')",
+    "exits-0": "import threading\nthreading.Thread(target=sys.exit, args=('of a thread',)).start()\nsys.exit('the data is\\nmissing')",
+    "exits-1": "exit(3)",
+    "caught-0": "try:\n    sys.exit('caught')\nexcept SystemExit:\n    pass\nraise ValueError('after it')",
+    "caught-1": "try:\n    sys.exit('caught')\nexcept SystemExit:\n    sys.exit()",
 }
 
 
@@ -84,3 +88,12 @@ def test_an_interruption_is_one_line_and_an_exit_none(ended: dict[str, Ended]) -
     assert found.err.startswith("[hf_zero] rank 0: interrupted in <script>, line") and found.err.count("\n") == 1, found
     assert ended["stops-1"].err == "" and ended["stops-1"].status != 0, "that the network has gone follows from the interruption"
     assert found.status != 0 and (ended["ends-1"].status, ended["ends-1"].err) == (3, "")
+
+
+def test_the_reason_of_an_exit_is_told_with_its_line(ended: dict[str, Ended]) -> None:
+    assert told(ended["exits-0"])[0] == "SystemExit: the data is\nmissing" and told(ended["exits-1"])[0] == "SystemExit: exit status 3"
+    path = Path(ended["exits-0"].folder.parent, "errors", "exits", "0", "error.json")
+    assert f'"<script>", line {RANK.count(chr(10)) + 3}' in json.loads(path.read_text())["message"]["extraInfo"]["py_callstack"]
+    assert (ended["exits-0"].status, ended["exits-0"].err) == (1, "the data is\nmissing\n") and ended["exits-1"].status == 3
+    assert told(ended["caught-0"])[0] == "ValueError: after it", "the exit was caught, and something else ended the process"
+    assert ended["caught-1"].status == 0 and not Path(ended["caught-1"].folder.parent, "errors", "caught", "1", "error.json").exists()

@@ -15,7 +15,7 @@ import pytest
 from hf_zero.cli import main
 from hf_zero.deepspeed import launcher
 from hf_zero.errors import ConfigError
-from hf_zero.launch import local_rank, placement
+from hf_zero.launch import nodes, placement, rank
 from hf_zero.launch.hosts import read_hostfile
 from hf_zero.launch.placement import export_placement, find_placement, first_host, require_address
 
@@ -136,6 +136,7 @@ def hostfile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("hf_zero.launch.command.PREFIXES", ("NCCL_",))
     monkeypatch.setattr(shutil, "which", lambda name: name)
+    monkeypatch.setattr(nodes, "is_this_machine", lambda host: host == "worker-1")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     path = tmp_path / "hosts"
@@ -164,14 +165,14 @@ def test_scripts_that_declare_it_are_given_their_local_rank(
     script.write_text('parser.add_argument("--local_rank", type=int, default=-1)', encoding="utf-8")
     other.write_text('rank = os.environ["LOCAL_RANK"]  # not --local_rank', encoding="utf-8")
     found = dry(capsys, "--num_gpus", "2", str(script), "--lr", "1")
-    assert found.endswith(f" --no_python python -m hf_zero.launch.local_rank {script} --lr 1")
+    assert found.endswith(f" --no_python python -m hf_zero.launch.rank --local_rank {script} --lr 1")
     for words in ((str(other),), ("--no_local_rank", str(script))):
         assert "hf_zero.launch" not in dry(capsys, "--num_gpus", "2", *words)
-    monkeypatch.setattr(sys, "argv", ["local_rank.py", str(script), "--lr", "1"])
+    monkeypatch.setattr(sys, "argv", ["rank.py", "--local_rank", str(script), "--lr", "1"])
     monkeypatch.setenv("LOCAL_RANK", "1")
     started: list[Any] = []
     monkeypatch.setattr(os, "execv", lambda *command: started.append(command))
-    local_rank.main()
+    rank.main()
     assert started == [(sys.executable, [sys.executable, "-u", str(script), "--local_rank=1", "--lr", "1"])]
 
 
@@ -225,13 +226,23 @@ def test_filters(capsys: pytest.CaptureFixture[str], hostfile: str) -> None:
         (["--num_gpus", "3"], "worker-2 has only 2 slots"),
         (["--node_rank", "2"], "--node_rank is 2"),
         (["--launcher", "slurm"], "the same number of ranks"),
-        (["--launcher", "pdsh"], "over ssh"),
+        (["--launcher", "pdsh", "--launcher_args=-x"], "--launcher pdsh is ssh here"),
+        (["--launcher", "ssh", "--node_rank", "1"], "--node_rank starts the ranks of this host alone"),
+        (["--launcher", "standard", "--force_multi"], "remove one of them"),
+        (["--launcher", "openmpi", "--ssh_port", "22"], "--ssh_port is for ssh, which --launcher openmpi does not use"),
+        (["--ssh_args", "'open"], '--ssh_args "\'open" cannot be split into words'),
+        (["--comment", "a"], "--comment is for srun"),
+        (["--launcher", "mpich", "--enable_each_rank_log", "a"], "--enable_each_rank_log is for torchrun"),
+        (["--save_pid"], "--save_pid is not supported: the process that you start is the launcher"),
+        (["--bind_core_list", "0-3"], "--numa-binding node"),
+        (["--max_elastic_nodes", "3"], "the number of ranks is fixed"),
         (["--launcher", "openmpi", "--include", "worker-1:0@worker-2:1"], "use different devices"),
         (["--launcher", "slurm", "--include", "worker-1:0@worker-2:1"], "use different devices"),
         (["--include", "worker-2:\u00b2"], "worker-2 has no slot"),
         (["--include", f"worker-2:{'1' * 5000}"], "worker-2 has no slot"),
         (["--launcher", "openmpi", "--launcher_args", "'open"], "No closing quotation"),
-        ([], f"this machine, {socket.gethostname()}, is not in the list of hosts worker-1, worker-2"),
+        (["--no_ssh"], f"this machine, {socket.gethostname()}, is not in the list of hosts worker-1, worker-2"),
+        (["--launcher", "standard"], f"this machine, {socket.gethostname()}, is not in the list of hosts worker-1, worker-2"),
     ],
 )
 def test_mistakes(words: list[str], message: str, hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,14 +250,34 @@ def test_mistakes(words: list[str], message: str, hostfile: str, capsys: pytest.
     assert message in capsys.readouterr().err
 
 
-def test_instead_of_ssh_the_command_of_each_host_is_told(hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["--hostfile", hostfile, "--include", "worker-1:1@worker-2", "train.py", "--lr", "1"]
-    assert main(["launch", "--launcher", "pdsh", *words]) == 1
-    told = [line.partition(": ")[2] for line in capsys.readouterr().err.splitlines() if line.startswith("- worker-")]
-    for number, command in enumerate(told):
-        assert main(["launch", "--dry-run", "--node_rank", str(number), *words]) == 0
-        assert capsys.readouterr().out == command + "\n"
-    assert len(told) == 2 and told[0].startswith("CUDA_VISIBLE_DEVICES=1 ") and "--node_rank 1 --master_addr worker-1" in told[1]
+@pytest.mark.parametrize("launcher", [[], ["--launcher", "pdsh"], ["--launcher", "ssh"]])
+def test_several_hosts_are_started_over_ssh(launcher: list[str], hostfile: str, capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--hostfile", hostfile, "--include", "worker-1:1@worker-2", "--enable_each_rank_log", "logs", "train.py", "--lr", "1"]
+    printed = dry(capsys, *launcher, "--ssh_port", "2222", "--ssh_args", "-l me", *words).splitlines()
+    assert printed[0] == "# worker-1: here" and printed[2].startswith("# worker-2: ssh -l me -p 2222 -o BatchMode=yes ")
+    assert printed[2].endswith(" -- worker-2") and printed[4].startswith("# with these variables: ")
+    for number, command in enumerate((printed[1], printed[3])):
+        alone = dry(capsys, "--no_ssh", "--node_rank", str(number), *words)
+        assert command == alone.replace(" train.py", " --no_python python -m hf_zero.launch.rank train.py")
+    assert (
+        printed[1].startswith("CUDA_VISIBLE_DEVICES=1 ") and "--nproc_per_node 2 --nnodes 2 --node_rank 1 --master_addr wor" in printed[3]
+    )
+    assert " --log_dir logs --redirects 3 " in printed[1]
+
+
+def test_one_host_is_started_over_ssh_on_request(
+    hostfile: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["--hostfile", hostfile, "--num_nodes", "1", "--launcher", "pdsh", "train.py"]
+    assert "ssh" not in dry(capsys, *words)
+    assert dry(capsys, "--force_multi", *words).startswith("# worker-1: ssh -o BatchMode=yes")
+    assert "ssh" not in dry(capsys, "--force_multi", "--no_ssh", *words)
+    started: list[str] = []
+    monkeypatch.setattr(os, "execve", lambda program, *command: started.append(program))
+    assert main(["launch", "--hostfile", hostfile, "--include", "worker-2", "train.py"]) == 0 and len(started) == 1
+    assert "the ranks of worker-2 start on this machine" in capsys.readouterr().err
+    assert main(["launch", "--hostfile", hostfile, "--include", "worker-1", "train.py"]) == 0 and len(started) == 2
+    assert not capsys.readouterr().err
 
 
 def test_deepspeeds_command_is_ours_or_a_real_ones(

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.collectives.slow_network import LINK, Namespaces, slow_network, why_not
+from benchmarks.collectives.slow_network import LINK, Namespaces
+from tests.launch.machines import named, named_network
 from tests.support.processes import MOST_SECONDS, REPO, environment, until
 
 pytestmark = pytest.mark.slow
@@ -55,21 +56,7 @@ MEETING = "import hf_zero, datetime; hf_zero.init_distributed(timeout=datetime.t
 @pytest.fixture(scope="module")
 def network() -> Iterator[Namespaces]:
     """Two namespaces whose hosts file knows both by name."""
-    reason = why_not()
-    if reason:
-        pytest.skip(reason)
-    with contextlib.ExitStack() as stack:
-        try:
-            made = stack.enter_context(slow_network(len(NAMES), "hfzt"))
-        except RuntimeError as error:
-            pytest.skip(f"no network namespaces here: {error}")
-        lines = ["127.0.0.1 localhost", *(f"{made.address(number)} {name}" for number, name in enumerate(NAMES))]
-        for name in made.names:
-            folder = Path("/etc/netns", name)  # `ip netns exec` puts these files in the place of those of /etc
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "hosts").write_text("\n".join(lines) + "\n")
-            stack.callback(folder.rmdir)
-            stack.callback((folder / "hosts").unlink)
+    with named_network(NAMES, "hfzt") as made:
         yield made
 
 
@@ -115,10 +102,14 @@ def nodes(network: Namespaces, *commands: list[str], **variables: str) -> Iterat
         try:
             for number, command in enumerate(commands):
                 log = Path(folder, NAMES[number])
-                named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', NAMES[number], *command]
                 with log.open("wb") as out:
                     process = subprocess.Popen(
-                        network.command(number, named), stdout=out, stderr=out, env=env, cwd=folder, start_new_session=True
+                        network.command(number, named(NAMES[number], command)),
+                        stdout=out,
+                        stderr=out,
+                        env=env,
+                        cwd=folder,
+                        start_new_session=True,
                     )
                 started.append(Node(process, log))
             yield started
@@ -139,7 +130,7 @@ def commands_of(launcher: str, folder: Path, ending: str) -> list[list[str]]:
     train = [script(folder), ending]
     if launcher == "hf-zero launch":  # the same words on both
         (folder / "hosts").write_text("".join(f"{name} slots=2\n" for name in NAMES))
-        return [[sys.executable, "-m", "hf_zero", "launch", "--hostfile", str(folder / "hosts"), *train]] * 2
+        return [[sys.executable, "-m", "hf_zero", "launch", "--no_ssh", "--hostfile", str(folder / "hosts"), *train]] * 2
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "2"]
     if launcher == "torchrun, c10d":
         return [[*torchrun, "--rdzv_backend", "c10d", "--rdzv_endpoint", f"{NAMES[0]}:{PORT}", *train]] * 2

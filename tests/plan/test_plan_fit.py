@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from hf_zero.cli import main
 from hf_zero.errors import ConfigError, HfZeroError
 from hf_zero.plan import fit
-from hf_zero.plan.candidates import Candidate, Layout, Space, families_of, layouts_of, tiers_of
+from hf_zero.plan.candidates import Candidate, Family, Layout, Space, Tier, families_of, layouts_of, tiers_of
 from hf_zero.plan.cluster import Cluster, Hardware, Load
 from hf_zero.plan.command import settled
 from hf_zero.plan.costs import Costs, Part, extrapolated
@@ -30,7 +30,7 @@ from hf_zero.plan.planner import Planner
 from hf_zero.plan.rates import MEASURED, rates_of
 from hf_zero.plan.search import Search
 from hf_zero.plan.workers import Task, Workers
-from hf_zero.plan.written import places, write_files
+from hf_zero.plan.written import places, write, write_files
 from hf_zero.tensor_parallel.plan import ranges_of
 from hf_zero.tensor_parallel.symbolic_dims import SymbolicDim, indices
 from tests.support import accelerate_loop
@@ -42,12 +42,12 @@ FP32: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}}
 LENGTH = 16
 
 
-DIVIDED = [Layout(), Layout(tensor=2), Layout(sequence=2), Layout(pipeline=2), Layout(shard_group=2)]
+DIVIDED = [Layout(), Layout(tensor=2), Layout(sequence=2), Layout(pipeline=2), Layout(shard_group=2), Layout(sequence=2, context=2)]
 
 
-def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks: int = 2) -> Planner:
+def planner(settings: dict[str, Any], memory: int, global_batch: int = 4, ranks: int = 2, recomputes: Sequence[int] = (1,)) -> Planner:
     """For ranks on CPUs."""
-    space = Space(FP32, ranks, global_batch, [Layout()], tiers_of(True, ""))
+    space = Space(FP32, ranks, global_batch, [Layout()], tiers_of(True, ""), recomputes=recomputes)
     cluster = Cluster(ranks, ranks, on_host=True)
     return Planner(space, blocks_of(ModelWish("llama", settings)), cluster, Hardware(memory=memory), LENGTH, "sdpa", settled)
 
@@ -64,19 +64,20 @@ def candidates(space: Space) -> list[Candidate]:
 def made_up(one: Candidate) -> Costs:
     """Numbers that grow and fall as real ones do, so that every kind of reason occurs."""
     family, size = one.family, one.micro_batch
-    held = (9_000, 6_000, 5_800, 6_500)[family.stage] + size * (500 if family.recomputes else 1_000) - 800 * (one.accumulation == 1)
-    work = Part(1e9 * (4 if family.recomputes else 3), 0, 0, 10 * one.accumulation, 1e6 * family.stage * one.accumulation, 0, 0)
-    return Costs(0, held + family.recomputes, 0, work, Part(0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
+    held = (9_000, 6_000, 5_800, 6_500)[family.stage] + size * (1_000 - 500 * family.share) - 800 * (one.accumulation == 1)
+    work = Part(1e9 * (3 + family.share), 0, 0, 10 * one.accumulation, 1e6 * family.stage * one.accumulation, 0, 0)
+    return Costs(0, held + 4 * family.share, 0, work, Part(0, 0, 0, 0, 0, 0, 0), 0, 0, 0)
 
 
 @pytest.mark.parametrize("real", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
-    everything = planner(TOY, 1, 4 if real else 16)
+    choices = (2, 1) if real else (4, 2, 1)
+    everything = planner(TOY, 1, 4 if real else 16, recomputes=choices)
     rates = rates_of({}, {}, 2, on_host=True)
     costs = {one: everything.costs(one, whole=True)[0] if real else made_up(one) for one in candidates(everything.space)}
     hosts = sorted({one.host for one in costs.values()})
     for limit in hosts if not real else (hosts[0], hosts[len(hosts) // 2], hosts[-1]):
-        searching = planner(TOY, 2 * round(limit), everything.space.global_batch)
+        searching = planner(TOY, 2 * round(limit), everything.space.global_batch, recomputes=choices)
         searching._costs = {(one, True): found for one, found in costs.items()}
         answer = Search(searching, rates).run()
         fits = {one for one, found in costs.items() if found.host <= limit}
@@ -96,7 +97,7 @@ def test_the_search_finds_what_trying_everything_finds(real: bool) -> None:
 def _serves_better(other: Candidate, one: Candidate) -> bool:
     """Whether ``one`` only recomputes or moves more than ``other``, which fits with as many samples."""
     mine, theirs = one.family, other.family
-    adds = mine != theirs and theirs.recomputes <= mine.recomputes and theirs.moves <= mine.moves and theirs.tier.within(mine.tier)
+    adds = mine != theirs and theirs.share <= mine.share and theirs.moves <= mine.moves and theirs.tier.within(mine.tier)
     return adds and (mine.layout, mine.stage) == (theirs.layout, theirs.stage) and other.micro_batch >= one.micro_batch
 
 
@@ -119,18 +120,20 @@ class Remembering(Workers):
 def made_up_device(task: Task) -> Costs:
     """A model of 10^9 parameters on 8 devices, by formulas of the field; the last stage of a pipeline is the smaller one."""
     zero, accumulation, size = task.config["zero_optimization"], task.config["gradient_accumulation_steps"], task.load.micro_batch
-    tensor, sequence = task.config.get("tensor_parallel", {}).get("autotp_size", 1), task.config.get("sequence_parallel_size", 1)
+    tensor, heads = task.config.get("tensor_parallel", {}).get("autotp_size", 1), task.config.get("sequence_parallel_size", 1)
+    sequence = heads * task.config.get("hf_zero", {}).get("context_parallel_size", 1)
     stages, group, stage = task.config.get("pipeline", {}).get("stages", 1), zero.get("mics_shard_size", 0), zero["stage"]
-    parts, again, away = tensor * stages, task.model.checkpointing, task.model.moves
+    parts, away = tensor * stages, task.model.moves
+    again = 1 / task.model.checkpointing if task.model.checkpointing else 0.0
     shards = group or 8 // parts
     owned, parameters = 12e9 / parts / (shards if stage else 1), 2e9 / parts / (shards if stage == 3 else 1)
     moved = "offload_optimizer" in zero
     held = (
         parameters * ("offload_param" not in zero) + owned * (not moved) + 2e9 / parts / (shards if stage > 1 else 1) * (accumulation > 1)
     )
-    kept = size * 1e9 / (parts * sequence) * (0.3 if again else 1)
+    kept = size * 1e9 / (parts * sequence) * (1 - 0.7 * again)
     held += kept * (0.4 if away else 1) + 0.2e9 * (stage == 3) + 1e6 * again
-    work, sends = 64e12 / 8 * (4 if again else 3), 2e9 / parts * (accumulation if stage > 1 else 1) * (3 if stage == 3 else 1)
+    work, sends = 64e12 / 8 * (3 + again), 2e9 / parts * (accumulation if stage > 1 else 1) * (3 if stage == 3 else 1)
     alone = {
         "node_alone": 64 * 2e8 * (tensor - 1) + 64 * 2e7 * (sequence - 1),
         "calls_alone": 100.0 * accumulation * (tensor * sequence > 1),
@@ -157,7 +160,8 @@ def made_up_device(task: Task) -> Costs:
 def test_of_all_ways_to_divide_ranks_the_search_finds_the_best(real: bool) -> None:
     """Of plans by formulas, and of those of the engine, with pipelines and offload: none of the five fastest is lost to a bound."""
     ranks, batch = (4, 4) if real else (8, 64)
-    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""), moves=not real)
+    choices = {} if real else {"moves": True, "recomputes": (2, 1)}
+    space = Space(FP32, ranks, batch, DIVIDED[:4] if real else DIVIDED, tiers_of(real, ""), **choices)
     workers = Remembering(Task.costs if real else made_up_device)
     blocks, cluster = blocks_of(ModelWish("llama", TOY)), Cluster(ranks, ranks if real else 4, on_host=real)
 
@@ -195,16 +199,22 @@ def test_nothing_fits_into_a_byte() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stage", [0, 1, 3])
-def test_few_blocks_say_what_all_do(stage: int) -> None:
-    whole = planner({**LLAMA, "num_hidden_layers": 8}, 1)
-    assert whole.blocks.alike
-    one = next(one for one in candidates(whole.space) if (one.family.stage, one.family.recomputes, one.micro_batch) == (stage, False, 1))
+@pytest.mark.parametrize(("stage", "every"), [(0, 0), (1, 0), (3, 0), (2, 2), (3, 2)])
+def test_few_blocks_say_what_all_do(stage: int, every: int) -> None:
+    step = max(1, every)
+    whole = planner({**LLAMA, "num_hidden_layers": 6 + 2 * step}, 1, recomputes=(2, 1))
+    assert whole.blocks.alike and whole.blocks.every
+    one = next(one for one in candidates(whole.space) if (one.family.stage, one.family.recomputes, one.micro_batch) == (stage, every, 1))
     config = settled(whole.space.config(one), 1)
-    tasks = [Task(whole.blocks.few(count), config, whole.cluster, Load(1, LENGTH)) for count in (4, 5, 6)]
-    few = [found for found in Workers().costs(tasks) if isinstance(found, Costs)]
-    told, real = extrapolated(few, 2), whole.costs(one, whole=True)[0]
-    assert told == extrapolated(few[:2], 3)
+    few_of = [replace(whole.blocks.few(count), checkpointing=every) for count in (4, 4 + step, 4 + 2 * step)]
+    few = [
+        found
+        for found in Workers().costs([Task(wish, config, whole.cluster, Load(1, LENGTH)) for wish in few_of])
+        if isinstance(found, Costs)
+    ]
+    more = 2 // step
+    told, real = extrapolated(few, more), whole.costs(one, whole=True)[0]
+    assert told == extrapolated(few[:2], more + 1)
     assert told is not None
     assert (told.device, told.disk, told.on_host) == (real.device, real.disk, real.on_host)
     assert told.host == real.host
@@ -220,6 +230,7 @@ def test_few_blocks_stand_for_all_only_where_no_limit_lies_between() -> None:
     assert blocks.counts({"zero_optimization": zero}, 2, 1) == (11, 12, 13)  # each of two ranks has half of a block
     assert blocks.counts({"zero_optimization": {**zero, "stage3_max_reuse_distance": 60 * blocks.numel}}, 1, 2) is None
     assert blocks.counts({"zero_optimization": {**zero, "stage": 2}}, 1, 2) == (4, 5, 6)
+    assert (blocks.counts({}, 1, 2, 4), replace(blocks, count=41).counts({}, 1, 2, 4)) == ((4, 8, 12), (5, 9, 13))
     matched = blocks_of(ModelWish("llama", {**LLAMA, "num_hidden_layers": 40}, trainable="match:layers.7"))
     assert matched.counts({}, 1, 2) is None
 
@@ -267,7 +278,19 @@ def test_processes_beside_this_one_tell_the_same() -> None:
 def test_layouts_keep_to_what_the_configuration_says() -> None:
     assert layouts_of({}, 8, 4, ("tensor", "replicas")) == [Layout(), Layout(shard_group=4), Layout(tensor=2), Layout(tensor=4)]
     assert layouts_of({"tensor_parallel": {"autotp_size": 2}}, 8, 4, ("sequence",)) == [Layout(tensor=2)]
+    assert layouts_of({"hf_zero": {"context_parallel_size": 2}}, 8, 4, ("sequence",)) == [Layout(context=2)]
+    alone, nodes = [Layout(context=size) for size in (2, 4, 8)], [Layout(sequence=2, context=4), Layout(sequence=4, context=2)]
+    assert layouts_of({}, 8, 4, ("context",)) == [Layout(), *alone]
+    assert layouts_of({}, 8, 4, ("sequence", "context")) == [Layout(), Layout(sequence=2), Layout(sequence=4), *alone, *nodes]
+    assert layouts_of({}, 8, 8, ("sequence", "context"))[-1] == Layout(context=8)  # one node
+    assert ("context" in fit._axes(None, False, fit.LONG), "context" in fit._axes(None, False, fit.LONG - 1)) == (True, False)
     space = Space({}, 8, 48, [Layout()], tiers_of(False, "/disk"), nvme_path="/disk")
+    divided = space.candidate(Family(nodes[0], 3, Tier(), True), 6)
+    assert (str(divided), divided.accumulation) == (
+        "stage 3, sequence parallel 2, context parallel 4, recomputed activations, 8 x micro batch 6",
+        8,
+    )
+    assert space.config(divided)["sequence_parallel_size"] == 2 and space.config(divided)["hf_zero"] == {"context_parallel_size": 4}
     assert space.micro_batches(Layout(tensor=2)) == [1, 2, 3, 4, 6, 12]
     assert space.micro_batches(Layout()) == [1, 2, 3, 6]
     disk = next(family for family in families_of(space, Layout(tensor=2)) if (family.stage, family.tier.optimizer) == (1, "nvme"))
@@ -317,6 +340,17 @@ def test_what_is_written_is_the_best(found: tuple[Path, dict[str, Any]]) -> None
         "deepspeed_config_file": str(folder / "ds.json"),
         "zero3_init_flag": best["config"]["zero_optimization"]["stage"] == 3,
     }
+
+
+def test_what_the_script_must_switch_on_is_said(tmp_path: Path) -> None:
+    config = {"zero_optimization": {"stage": 3}, "sequence_parallel_size": 2}
+    _, said = write(tmp_path / "slices", config, Cluster(4, 4), 2, True)
+    assert "recomputes the activations of 1 in 2 blocks, with those of the others on the host" in said
+    assert 'gradient_checkpointing_kwargs={"every_n_layers": 2}' in said and "save_on_cpu()" in said
+    launched = config_args.load_config_from_file(str(tmp_path / "slices" / "accelerate.yaml"))
+    assert launched.parallelism_config == {"parallelism_config_sp_size": 2}  # without it accelerate cuts no batches
+    assert len(write(tmp_path / "both", {**config, "hf_zero": {"context_parallel_size": 2}}, Cluster(4, 4), 0)) == 1
+    assert not config_args.load_config_from_file(str(tmp_path / "both" / "accelerate.yaml")).parallelism_config  # the engine cuts them
 
 
 @pytest.mark.slow

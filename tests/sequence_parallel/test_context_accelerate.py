@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,16 @@ def parallelism(size: int, strategy: str = "allgather", **sizes: int) -> Any:
     return ParallelismConfig(cp_size=size, cp_handler=TorchContextParallelConfig(cp_comm_strategy=strategy), **sizes)
 
 
+AXES = ("tp_size", "sp_size")  # given in the ParallelismConfig; all others are keys of the configuration
+
+
+def split(size: int, axes: dict[str, Any]) -> tuple[int, dict[str, int], dict[str, Any]]:
+    """Return the number of groups, the sizes for a ParallelismConfig and the keys of a configuration."""
+    sizes = {name: value for name, value in axes.items() if name in AXES}
+    keys = {name: value for name, value in axes.items() if name not in AXES}
+    return ranks.world() // (size * math.prod(axes.values())), sizes, keys
+
+
 def whole_loop(accumulation: int, groups: int, length: int) -> Result:
     """One process with the batches of all groups, in their order."""
     model = build(llama)
@@ -46,17 +58,18 @@ def whole_loop(accumulation: int, groups: int, length: int) -> Result:
 
 def loop(stage: int, accumulation: int, size: int, length: int, cuts: bool, axes: dict[str, Any]) -> None:
     from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.state import AcceleratorState
 
     with clean_state():
-        sharers = size * axes.get("sequence_parallel_size", 1) * axes.get("tp_size", 1)
-        groups = ranks.world() // sharers
-        sizes = {"tp_size": axes["tp_size"]} if "tp_size" in axes else {}
-        json = {**config(stage, accumulation), **{name: value for name, value in axes.items() if name != "tp_size"}}
-        accelerator = Accelerator(
-            deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=json),
-            gradient_accumulation_steps=accumulation,
-            parallelism_config=parallelism(size, dp_shard_size=groups, **sizes),
-        )
+        groups, sizes, keys = split(size, axes)
+        given = parallelism(size, dp_shard_size=groups, **sizes)
+        for _ in range(2):  # the second time as in a notebook that runs a cell again
+            AcceleratorState._reset_state(True)
+            accelerator = Accelerator(
+                deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config(stage, accumulation), **keys}),
+                gradient_accumulation_steps=accumulation,
+                parallelism_config=given,
+            )
         model = build(llama)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
         model, optimizer, loader = accelerator.prepare(model, optimizer, DataLoader(samples(length), batch_size=2))
@@ -72,7 +85,7 @@ def loop(stage: int, accumulation: int, size: int, length: int, cuts: bool, axes
                     with accelerator.maybe_context_parallel(
                         buffers=buffers, buffer_seq_dims=[1] * 3, no_restore_buffers={batch["input_ids"], batch["attention_mask"]}
                     ):
-                        assert batch["labels"].shape[1] == length * accelerator.torch_device_mesh["tp"].size() // sharers if sizes else True
+                        assert batch["labels"].shape[1] == length * groups * axes.get("tp_size", 1) // ranks.world()
                         loss = model(**batch).loss
                         accelerator.backward(loss)
                     assert torch.equal(batch["labels"], before) and batch["input_ids"].shape[1] < length
@@ -99,14 +112,33 @@ def test_accelerate_loop_over_two_ranks(stage: int, accumulation: int) -> None:
     ranks.run_ranks(both, 2, stage, accumulation, 2)
 
 
-def axes_of_four() -> None:
+def handlers() -> list[str]:
+    """Errors of an ``sp_handler`` beside ``cp_size`` that the run cannot follow."""
+    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate.utils import DeepSpeedSequenceParallelConfig
+
+    found = []
+    for handler in ({"sp_seq_length": 8, "sp_seq_length_is_variable": False}, {"sp_attn_implementation": "flash_attention_2"}):
+        with clean_state(), pytest.raises(ConfigError) as caught:
+            given = parallelism(2, sp_size=2, sp_handler=DeepSpeedSequenceParallelConfig(**handler))
+            accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config=config(1, 1)), parallelism_config=given)
+            model = build(llama)
+            accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(samples(8), batch_size=2))
+        found.append(str(caught.value))
+    return found
+
+
+def axes_of_four() -> list[str]:
     loop(2, 2, 2, LENGTH, True, {})
-    loop(3, 1, 2, LENGTH, True, {"sequence_parallel_size": 2})
+    loop(3, 1, 2, LENGTH, True, {"sp_size": 2})
     loop(1, 1, 2, LENGTH, True, {"tp_size": 2})
+    return handlers()
 
 
 def test_accelerate_loop_over_four_ranks() -> None:
-    ranks.run_ranks(axes_of_four, 4)
+    for length, attention in ranks.run_ranks(axes_of_four, 4):
+        assert "sp_seq_length_is_variable of the ParallelismConfig is False (sp_seq_length is 8)" in length
+        assert "sp_attn_implementation of the ParallelismConfig is 'flash_attention_2' and the model was made with" in attention
 
 
 def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False, **extra: Any) -> dict[str, list[float]]:
@@ -116,12 +148,8 @@ def trainer_run(folder: str, stage: int | None, size: int, resume: bool = False,
     with clean_state():
         for name in [name for name in os.environ if name.startswith("PARALLELISM_CONFIG_")]:
             del os.environ[name]
-        accumulation, groups = extra.get("gradient_accumulation_steps", 1), ranks.world() // size
-        axes = extra.pop("axes", {})
-        shared = {name: value for name, value in axes.items() if name != "tp_size"}
-        product = size * axes.get("sequence_parallel_size", 1) * axes.get("tp_size", 1)
-        groups = ranks.world() // product
-        sizes = {"tp_size": axes["tp_size"]} if "tp_size" in axes else {}
+        accumulation = extra.get("gradient_accumulation_steps", 1)
+        groups, sizes, shared = split(size, extra.pop("axes", {}))
         args = TrainingArguments(
             output_dir=folder, per_device_train_batch_size=2 // groups, per_device_eval_batch_size=4, max_steps=6, learning_rate=1e-2,
             logging_steps=1, report_to=[], use_cpu=True, disable_tqdm=True, seed=3, lr_scheduler_type="constant", save_strategy="steps",
@@ -156,6 +184,7 @@ def _divided(folder: str, stage: int, size: int, extra: dict[str, Any]) -> dict[
         (4, 2, {}),
         (2, 2, {"label_smoothing_factor": 0.1}),
         pytest.param(4, 3, {"axes": {"sequence_parallel_size": 2}}, marks=pytest.mark.slow),
+        pytest.param(4, 2, {"axes": {"sp_size": 2}, "gradient_accumulation_steps": 2}, marks=pytest.mark.slow),
         (4, 3, {"axes": {"tp_size": 2}}),
     ],
 )
@@ -204,24 +233,29 @@ def test_sft_trains_and_logs_like_one_rank(tmp_path: Path) -> None:
 
 
 def contradictions() -> None:
-    from accelerate import Accelerator, DeepSpeedPlugin
+    from accelerate import Accelerator, DeepSpeedPlugin, FullyShardedDataParallelPlugin
     from accelerate.utils import ParallelismConfig
 
     tries = [
         (parallelism(2), {"hf_zero": {"context_parallel_size": 1}}, None),
         (parallelism(3), {}, "3 ranks .pp x cp x sp x tp. are to share their samples; 1 or 2 would fit"),
-        (parallelism(2), {"sequence_parallel_size": 4}, "8 ranks .pp x cp x sp x tp. are to share"),
+        (parallelism(2), {"sequence_parallel_size": 2}, "4 ranks .pp x cp x sp x tp. are to share"),
         (ParallelismConfig(sp_size=2), {"hf_zero": {"context_parallel_size": 2}}, "4 ranks .pp x cp x sp x tp. are to share"),
+        (parallelism(2, sp_size=1), {"sequence_parallel_size": 1}, None),
+        (parallelism(2, sp_size=2), {}, "4 ranks .pp x cp x sp x tp. are to share"),
         (parallelism(2, "alltoall"), {"hf_zero": {"context_parallel_strategy": "allgather"}}, "cp_comm_strategy of the ParallelismConfig"),
     ]
     for given, extra, text in tries:
         with clean_state():
             plugin = DeepSpeedPlugin(hf_ds_config={**config(1, 1), **extra})
-            if text is None:
+            with pytest.raises(ConfigError, match=text) if text is not None else nullcontext():
                 Accelerator(deepspeed_plugin=plugin, parallelism_config=given)
-                continue
-            with pytest.raises(ConfigError, match=text):
-                Accelerator(deepspeed_plugin=plugin, parallelism_config=given)
+    with clean_state(), pytest.raises(ConfigError, match="but nothing divides the sequences of LlamaForCausalLM"):
+        accelerator = Accelerator(deepspeed_plugin=DeepSpeedPlugin(hf_ds_config={**config(1, 1), "sequence_parallel_size": 2}))
+        model = build(llama)
+        accelerator.prepare(model, torch.optim.AdamW(model.parameters()), DataLoader(samples(8), batch_size=2))
+    with clean_state(), pytest.raises(ConfigError, match="cp_size 2 and sp_size 2, which need a DeepSpeed plugin"):
+        Accelerator(parallelism_config=parallelism(2, sp_size=2), fsdp_plugin=FullyShardedDataParallelPlugin(fsdp_version=2))
 
 
 def test_sizes_that_contradict_each_other_are_one_error() -> None:

@@ -222,6 +222,9 @@ def own_mask() -> None:
     expected = build(llama)(**batch, attention_mask=mask).loss
     engine = hf_zero.initialize(model=build(llama), config=config(Run(stage=3), 2))[0]
     assert float(engine(**batch, attention_mask=mask).loss) == pytest.approx(float(expected), rel=1e-6)
+    one_row = mask[:, :, 3:4]  # stands for all
+    expected = build(llama)(**batch, attention_mask=one_row).loss
+    assert float(engine(**batch, attention_mask=one_row).loss) == pytest.approx(float(expected), rel=1e-6)
     with pytest.raises(UnsupportedError, match="pad_to_multiple_of=4"):
         engine(**{name: value[:, :22] for name, value in batch.items()}, attention_mask=mask[:, :, :22, :22])
 
@@ -324,8 +327,9 @@ def in_a_forward() -> None:
         engine(**batch, output_attentions=True)
     with pytest.raises(StateError, match="were given different input_ids, labels in the first step"):
         engine(**script_batch(Data(), ranks.rank()))
-    with pytest.raises(ConfigError, match="context parallelism: attention_mask of a batch has shape"):
-        engine(**batch, attention_mask=torch.ones(2, 5))
+    for shape in ((2, 5), (2, 24, 24), (2, 1, 20, 20), (2, 1, 12, 24)):
+        with pytest.raises(ConfigError, match="context parallelism: attention_mask of a batch has shape"):
+            engine(**batch, attention_mask=torch.ones(shape))
 
 
 def test_batches_that_cannot_be_divided_are_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from hf_zero.activation_checkpointing import host_activations
 from hf_zero.activation_checkpointing.host_activations import HostActivations
@@ -22,6 +24,9 @@ from tests.support.parity import Run, Trace, check_bitwise, initialize, train
 LAYERS = 4
 FLAGS = ("save_on_cpu", "save_on_cpu, pinned", "activation_offloading", "offload")
 KINDS = {"kept": None, "not reentrant": False, "reentrant": True}
+EVERY = "1 in 2 blocks"
+if "every_n_layers" in inspect.signature(getattr(PreTrainedModel, "activation_checkpointing_enable", lambda: None)).parameters:
+    KINDS[EVERY] = False
 
 
 def llama(adapters: bool = False) -> nn.Module:
@@ -80,7 +85,11 @@ class Training:
         if reentrant is not None:
             offload = self.flag == "offload"
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-            enable({"use_reentrant": reentrant}, **({"offload": True} if offload else {}))
+            enable(
+                {"use_reentrant": reentrant},
+                **({"offload": True} if offload else {}),
+                **({"every_n_layers": 2} if self.kind == EVERY else {}),
+            )
         engine = initialize(model, self.run)
         storages = {unit.whole.flat.untyped_storage()._cdata for unit in engine.units}
         torch.manual_seed(1 + ranks.rank())

@@ -1,0 +1,67 @@
+"""Start the script of one rank: with ``--local_rank``, as DeepSpeed's launcher does and torchrun does not, and with output of its own.
+
+On a node of `hf-zero launch` over ssh, each rank writes into pipes of the node's agent (``agent``), so its lines stay whole and have its
+rank in front. torchrun starts this module instead of the script, and this module replaces itself by the script.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import stat
+import sys
+
+from hf_zero.launch.agent import OUTPUTS, REPORT
+from hf_zero.system.text_file import LIMIT_BYTES, read_bytes
+
+_DECLARED = re.compile(r"""["']--local_rank["']""")
+_FLAGS = ("--local_rank", "--module", "--no_python")
+
+
+def wants_local_rank(options: argparse.Namespace) -> bool:
+    """Return whether the script in ``options`` declares the argument ``--local_rank``; scripts that do not would reject it."""
+    if options.no_local_rank or options.no_python or options.module:
+        return False
+    try:
+        return _DECLARED.search(read_bytes(options.script, LIMIT_BYTES).decode("utf-8", errors="replace")) is not None
+    except (OSError, ValueError):
+        return False  # the interpreter will report the missing script
+
+
+def main() -> None:
+    """Replace this process by the script in its arguments, which begin with flags: ``--local_rank`` passes this argument on, the others
+    say that the script is a module or a program.
+    """
+    words, flags = sys.argv[1:], set()
+    while words[0] in _FLAGS:
+        flags.add(words.pop(0))
+    script, *arguments = words
+    if "--local_rank" in flags:
+        arguments.insert(0, f"--local_rank={os.environ['LOCAL_RANK']}")
+    _take_pipes()
+    if "--no_python" in flags:
+        os.execvp(script, [script, *arguments])  # nosec B606
+    os.execv(sys.executable, [sys.executable, "-u", *(["-m"] if "--module" in flags else []), script, *arguments])  # nosec B606
+
+
+def _take_pipes() -> None:
+    """Make the agent's pipes for this rank its output and errors, if there are any; children of the rank inherit them like any output."""
+    place, _ = os.environ.pop(OUTPUTS, ""), os.environ.pop(REPORT, None)
+    if not place:
+        return
+    agent, *numbers = place.split(",")
+    first = 2 * int(os.environ["LOCAL_RANK"])
+    for stream, number in enumerate(numbers[first : first + 2], start=1):
+        if stat.S_ISREG(os.fstat(stream).st_mode):
+            continue  # torchrun writes this stream to a file
+        try:
+            pipe = os.open(f"/proc/{agent}/fd/{number}", os.O_WRONLY)
+        except OSError:
+            return  # its lines then come through torchrun, without the rank in front
+        os.dup2(pipe, stream)
+        os.close(pipe)
+
+
+if __name__ == "__main__":
+    main()
