@@ -44,12 +44,14 @@ def take_float8(model: nn.Module, optimizer: Any, params: Iterable[Any] | None) 
     plain: dict[int, nn.Parameter] = {}
     owners = Counter(id(getattr(param, "_tensor", param)) for module in model.modules() for param in module._parameters.values())
     for module in model.modules():
-        for name, param in module._parameters.items():
-            if param is not None and type(param).__name__ == _WRAPPER:
+        held: dict[str, Any] = dict(module._parameters)
+        for name, param in held.items():
+            if type(param).__name__ == _WRAPPER:
                 inner = param._tensor
                 if id(inner) not in plain:  # a tied weight is in one wrapper for each layer
                     found = inner if isinstance(inner, nn.Parameter) else nn.Parameter(inner, requires_grad=param.requires_grad)
-                    plain[id(inner)] = found.requires_grad_(param.requires_grad)
+                    found.requires_grad_(param.requires_grad)
+                    plain[id(inner)] = found
                 replaced[id(param)] = plain[id(inner)]
                 if _one_scale(module) and owners[id(inner)] == 1:
                     mark_float8(plain[id(inner)], param._dtype)
@@ -76,7 +78,7 @@ def refuse_float8(model: nn.Module) -> None:
 
 def _one_scale(layer: Any) -> bool:
     """Return whether a layer casts its weight in both products with one scale, which [Note: gathers of float8] has."""
-    config = getattr(layer, "config", None)
+    config: Any = getattr(layer, "config", None)
     casts = getattr(config, "cast_config_weight", None), getattr(config, "cast_config_weight_for_grad_input", None)
     kinds = {getattr(getattr(cast, name, None), "value", None) for cast in casts for name in ("scaling_type", "scaling_granularity")}
     return kinds == {"dynamic", "tensorwise"} and not config.round_scales_to_power_of_2

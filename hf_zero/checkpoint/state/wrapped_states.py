@@ -48,8 +48,8 @@ def wrapped(state: dict[str, Any], inner: torch.optim.Optimizer, entry: WholePar
         present = own.get(key)
         if not isinstance(present, torch.Tensor) or type(present).__name__ != saved[_KIND]:
             raise CheckpointError(
-                f"the checkpoint has the optimizer state {key!r} of {entry.slot.name} as a {saved[_KIND]}, and {type(inner).__name__} keeps "
-                f"a {type(present).__name__}: use the optimizer that saved it, or pass load_optimizer_states=False"
+                f"the checkpoint has the optimizer state {key!r} of {entry.slot.name} as a {saved[_KIND]}, and {type(inner).__name__} "
+                f"keeps a {type(present).__name__}: use the optimizer that saved it, or pass load_optimizer_states=False"
             )
         _fill(inner_tensors(present), saved[_TENSORS], f"the optimizer state {key!r} of {entry.slot.name}")
     return {key: own[key] if key in codes else value for key, value in state.items()}
