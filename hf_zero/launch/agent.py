@@ -424,7 +424,8 @@ def main() -> None:
     settings = json.loads(sys.stdin.buffer.readline())
     environment = {**os.environ, **settings["variables"]}
     problems, versions = find_problems(settings, environment)
-    os.write(1, framed_report({"problems": problems, "versions": versions}))
+    # A start-up file of the login shell may have printed something without a line's end.
+    os.write(1, b"\n" + framed_report({"problems": problems, "versions": versions}))
     sys.stdout.flush()
     sys.exit(Node(settings, environment).run())
 

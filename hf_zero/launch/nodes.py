@@ -187,9 +187,10 @@ class _Connection:
         )
         program = read_bytes(agent.__file__, LIMIT_BYTES)
         self._first = b"%d\n%s%s\n" % (len(program), program, json.dumps(settings).encode())
-        self._threads = [threading.Thread(target=task, daemon=True) for task in (self._introduce, self._read, self._read_errors)]
-        for thread in self._threads:
-            thread.start()
+        self._errors_reader = threading.Thread(target=self._read_errors, daemon=True)
+        self._errors_reader.start()  # before the reader of the output, which waits for it
+        for task in (self._introduce, self._read):
+            threading.Thread(target=task, daemon=True).start()
 
     def send(self, line: bytes) -> None:
         """Send a line to the agent, unless it is gone."""
@@ -232,21 +233,28 @@ class _Connection:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            if not line.startswith(agent.MARK):  # a start-up file of the login shell prints
-                self._screen.show(1, f"[{self.host}] ".encode() + line)
-                continue
-            kind, _, rest = line[len(agent.MARK) :].partition(b" ")
-            if kind == b"!":
-                report = json.loads(rest)
-                name = "end" if "end" in report else "report"
-                self.is_checked = True
-                self._events.put((name, self, report))
-                continue
-            rank, _, text = rest.partition(b" ")
-            head = f"[{self.host}] " if rank == b"-" else f"[{self.host} rank {rank.decode()}] "
-            self._screen.show(2 if kind == b"2" else 1, head.encode() + text)
-        self._threads[-1].join()
+            try:
+                self._take(line)
+            except ValueError:  # the connection has ended inside a line
+                self._screen.show(1, f"[{self.host}] ".encode() + line.rstrip(b"\n") + b"\n")
+        self._errors_reader.join()
         self._events.put(("closed", self, self._process.wait()))
+
+    def _take(self, line: bytes) -> None:
+        """Show a line of output, or put a report among the events."""
+        if not line.startswith(agent.MARK):
+            if line.strip():  # a start-up file of the login shell prints
+                self._screen.show(1, f"[{self.host}] ".encode() + line)
+            return
+        kind, _, rest = line[len(agent.MARK) :].partition(b" ")
+        if kind == b"!":
+            report = json.loads(rest)
+            self.is_checked = True
+            self._events.put(("end" if "end" in report else "report", self, report))
+            return
+        rank, _, text = rest.partition(b" ")
+        head = f"[{self.host}] " if rank == b"-" else f"[{self.host} rank {rank.decode()}] "
+        self._screen.show(2 if kind == b"2" else 1, head.encode() + text)
 
     def _read_errors(self) -> None:
         assert self._process.stderr is not None
@@ -433,7 +441,10 @@ class _Run:
     def _close(self) -> None:
         """Close all connections, and end those that do not end by themselves."""
         for connection in self._connections:
-            connection.close()
+            if connection.is_checked:
+                connection.close()
+            else:  # ssh may wait for its host
+                connection.kill()
         deadline = time.monotonic() + _LATE_SECONDS
         for connection in self._connections:
             connection.wait(deadline - time.monotonic())

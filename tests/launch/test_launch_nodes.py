@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import socket
 import stat
 import subprocess
@@ -110,7 +111,7 @@ STAND_IN = f"""#!{sys.executable}
 import os, sys
 host, command = sys.argv[sys.argv.index("--") + 1 :]
 os.chdir("/")
-print("Welcome to", host, flush=True)
+print("Welcome to", host, end="", flush=True)  # without a line's end
 os.execve("/bin/sh", ["sh", "-c", command], {{"HOST": host, "PATH": "/usr/bin:/bin"}})
 """
 SECRETS = {"HF_TOKEN": "hf_S3CRETtoken", "FILE_TOKEN": "S3CRET \"file's", "NCCL_KEY": "S3CRET é;$(x)"}  # pragma: allowlist secret
@@ -190,6 +191,15 @@ def test_one_command_starts_two_hosts(tmp_path: Path) -> None:
     first = next(number for number, line in enumerate(errors) if line.startswith("[hf_zero]"))
     assert errors[first] == "[hf_zero] rank 1 on node-b ended first, with exit status 1:" and errors[-1] == "ValueError: a broken sample"
     assert sum(line.startswith("[hf_zero]") for line in errors) == 1
+
+
+@pytest.mark.parametrize("last", ['! {"end": 0, "fai', "1", "! [1"])
+def test_a_connection_that_ends_inside_a_line(last: str, tmp_path: Path) -> None:
+    (tmp_path / "said").write_bytes(MARK + b'! {"versions": {}, "problems": []}\n' + MARK + last.encode())
+    events: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    node = nodes.Node("a", [], 0, 1, {})
+    nodes._Connection(node, ["cat", str(tmp_path / "said")], {}, events, nodes._Screen(events))
+    assert [events.get(timeout=MOST_SECONDS)[0] for _ in range(2)] == ["report", "closed"] and events.empty()
 
 
 def test_the_cause_is_the_first_failure_that_follows_from_no_other() -> None:
