@@ -166,25 +166,32 @@ def torch_requirement() -> str:
     return f"{pinned[0]}+cpu" if sys.platform == "linux" and platform.machine() == "x86_64" else pinned[0]
 
 
-def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scratch: Path, torch: str) -> str:
+def installing(python: Path, uv: bool) -> tuple[str, ...]:
+    """Return the words before the packages of a command that installs them for ``python``."""
+    if uv:
+        return ("uv", "pip", "install", "--quiet", "--python", str(python))
+    return (str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install")
+
+
+def check_install(name: str, wanted: str, wheels: list[Path], source: Path, scratch: Path, torch: str, uv: bool) -> str:
     """Install ``torch`` and the wheel into a new environment of the Python ``name``, and try them; return the line for the report."""
     venv = scratch / f"venv-{wanted}"
     run(name, "-m", "venv", venv)
     python = venv / "bin" / "python"
-    pip = (python, "-m", "pip", "--disable-pip-version-check", "--quiet")
-    has_torch = subprocess.run([*map(str, pip), "install", torch], capture_output=True, cwd="/").returncode == 0
+    install = installing(python, uv)
+    has_torch = subprocess.run([*install, torch], capture_output=True, cwd="/").returncode == 0
     pure = next(wheel for wheel in wheels if wheel.name.endswith("-any.whl"))
     if not has_torch:
-        run(*pip, "install", *_WITHOUT_TORCH)
+        run(*install, *_WITHOUT_TORCH)
         results = []
         for wheel in (pure, best_wheel(wheels)):
-            run(*pip, "install", "--no-deps", "--force-reinstall", wheel)
+            run(*install, "--no-deps", "--force-reinstall", wheel)
             results.append(run(python, "-c", _IMPORTS).strip())
         run(python, "-m", "compileall", "-q", *venv.glob("lib/python*/site-packages/hf_zero"))
         assert (venv / "bin" / "hf-zero").is_file()
         return f"no {torch} to be had; {results[-1]}; without the library too"
     pins = ("-c", source / "constraints.txt") if tuple(map(int, wanted.split("."))) >= FIRST_PINNED else ()
-    run(*pip, "install", *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")
+    run(*install, *pins, f"hf_zero[examples,test] @ {best_wheel(wheels).as_uri()}")
     results = [run(python, "-c", _IMPORTS).strip()]
     for part in ("hf_zero", "_hf_zero_startup.py"):
         # Scripts and tests run beside the installed package: the sources' own copy is removed, and tests that read it follow the link.
@@ -230,6 +237,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "dist", help="folder of the files (%(default)s)")
     parser.add_argument("--python", nargs="*", default=PYTHONS, help="versions to install into (%(default)s)")
     parser.add_argument("--torch", default=torch_requirement(), help="torch for the installs; without +cpu it is gigabytes (%(default)s)")
+    parser.add_argument("--uv", action="store_true", help="install with uv, which takes seconds and reads UV_FIND_LINKS")
     given = parser.parse_args()
     number = version()
     out: Path = given.out.resolve()
@@ -242,7 +250,7 @@ def main() -> None:
         check_files(sdist, wheels)
         for wanted in given.python:
             name = interpreter(wanted)
-            tried = check_install(name, wanted, wheels, source, scratch, given.torch) if name else "not found here, not tried"
+            tried = check_install(name, wanted, wheels, source, scratch, given.torch, given.uv) if name else "not found here, not tried"
             say(f"Python {wanted}: {tried}")
             shutil.rmtree(scratch / f"venv-{wanted}", ignore_errors=True)
     print(what_remains(number, out))

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from hf_zero.assembly.float8_layers import refuse_float8
 from hf_zero.assembly.mesh import is_to_split, mesh_of, shards
 from hf_zero.assembly.packed_weights import refuse_packed
 from hf_zero.comm.axes import divide_experts, divide_stages, model_parallel_group
@@ -110,6 +111,7 @@ def divide(model: nn.Module, source: dict[str, Any], axes: Axes) -> nn.Module:
             refuse_packed(model, axis)
     pipeline = plan_pipeline(model, source.get("pipeline") or {}, axes.topology)
     if is_to_split(axes.mesh) or is_split(model):
+        refuse_float8(model)
         keeps = modules_of_experts(model) if axes.mesh.ep > 1 else ()
         model = split_model(model, source.get("tensor_parallel") or {}, axes.topology.layers, keeps=keeps)
     elif axes.mesh.tp > 1 and axes.topology.model is not None:

@@ -166,6 +166,9 @@ class PartsBuilder:
     ) -> EngineParts:
         config, progress = self.config, Progress()
         reports = reports_of(config, self.module, self.networks, runtime, units, optimizer, progress)
+        checkpoints = EngineCheckpoints(policies.checkpoint_settings(config, optimizer is not None), self.collectives)
+        if checkpoints.snapshots is not None:
+            reports.measures = (*reports.measures, checkpoints.remind_of_snapshots)
         held = chain(loose_tensors(self.module), holdings(units, optimizer))
         return EngineParts(
             runtime=runtime,
@@ -179,7 +182,7 @@ class PartsBuilder:
             progress=progress,
             clock=reports.clock,
             reports=reports,
-            checkpoints=EngineCheckpoints(policies.checkpoint_settings(config), self.collectives),
+            checkpoints=checkpoints,
             optimizer=optimizer,
             stepper=stepper,
             scheduler=scheduler,

@@ -176,8 +176,8 @@ def unshard_limits(config: ZeroConfig, updates_overlap: bool) -> UnshardLimits:
     )
 
 
-def checkpoint_settings(config: ZeroConfig) -> CheckpointSettings:
-    """Return the settings for writing and reading checkpoints."""
+def checkpoint_settings(config: ZeroConfig, trains: bool = True) -> CheckpointSettings:
+    """Return the settings for writing and reading checkpoints; an engine that does not train takes no snapshots."""
     writer, cache = config.checkpoint.writer, config.datastates_ckpt
     gigabytes = cache.host_cache_size if cache is not None else None
     return CheckpointSettings(
@@ -189,6 +189,8 @@ def checkpoint_settings(config: ZeroConfig) -> CheckpointSettings:
         tag_validation=config.checkpoint.tag_validation,
         pickle_client_state=config.hf_zero.pickle_client_state,
         url=config.hf_zero.checkpoint_url or "",
+        snapshot_steps=config.hf_zero.snapshot_steps if trains else 0,
+        snapshot_folder=config.hf_zero.snapshot_folder or "",
     )
 
 

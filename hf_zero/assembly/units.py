@@ -22,7 +22,7 @@ from hf_zero.core.units.construct import NamedParam, build_unit
 from hf_zero.core.units.grouping import BlockSpec, build_blocks
 from hf_zero.core.units.layout import FROZEN
 from hf_zero.core.units.listener import ParamListener
-from hf_zero.core.units.packed import is_packed, is_wrapped
+from hf_zero.core.units.packed import float8_type, is_packed, is_wrapped
 from hf_zero.core.units.registration import register_loose
 from hf_zero.core.units.shard import ShardStorage
 from hf_zero.core.units.tp_shard import is_elsewhere, is_expert, stages_of, tp_shard_of
@@ -155,22 +155,32 @@ class UnitBuilder:
 
     def block(self, spec: BlockSpec, kept: KeptTypes) -> Block:
         """Make a block with one unit per element type and kind; a single unit has the block's name. Collective."""
-        kinds: dict[tuple[bool, bool, bool, bool, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
+        kinds: dict[tuple[bool, bool, bool, bool, torch.dtype | None, torch.dtype, tuple[int, ...]], list[NamedParam]] = {}
         for member in spec.members:
             param, pieces, frozen = member.param, pieces_of(member), member.group == FROZEN
             held = pieces[0].param
             split = self.quantized.any(frozen) and self._is_split(param)
-            kind = is_expert(param), frozen, is_packed(held), split, self.precision.unit_dtype(held, kept), stages_of(param)
+            dtype = self.precision.unit_dtype(held, kept)
+            kind = is_expert(param), frozen, is_packed(held), split, self._sent_as(param, dtype), dtype, stages_of(param)
             kinds.setdefault(kind, []).extend(pieces)
         units = []
-        for (expert, frozen, packed, split, dtype, stages), members in kinds.items():
+        for (expert, frozen, packed, split, sent, dtype, stages), members in kinds.items():
             of = f"{'expert ' if expert else ''}{'frozen ' if frozen else ''}{'packed ' if packed else ''}{'tied ' if stages else ''}"
-            of += "split " if split else ""
+            of += f"{'split ' if split else ''}{'float8 ' if sent is not None else ''}"
             suffix = "" if len(kinds) == 1 and not stages else f" [{of}{str(dtype).removeprefix('torch.')}]"
             shard_storage = self.offloading.shard_storage(sum(full_shape(member.param).numel() for member in members), not frozen)
-            units.append(build_unit(spec.name + suffix, members, dtype, self._unit_spec(dtype, shard_storage, frozen, expert, packed)))
+            settings = self._unit_spec(dtype, shard_storage, frozen, expert, packed, sent)
+            units.append(build_unit(spec.name + suffix, members, dtype, settings))
             self.offloading.take(units[-1])
         return Block(spec.name, spec.module, units, spec.read_in_backward)
+
+    def _sent_as(self, param: nn.Parameter, dtype: torch.dtype) -> torch.dtype | None:
+        """Return the float8 dtype in which a weight is gathered, [Note: gathers of float8]; None for its own.
+
+        A node's copy (``zero_hpz_partition_size``, ``hf_zero.param_shard_size``) holds the values themselves.
+        """
+        wanted = float8_type(param) if self.stage.parameters_sharded and self.node is None and not is_expert(param) else None
+        return wanted if dtype in (torch.float32, torch.bfloat16, torch.float16) else None
 
     def _is_split(self, param: nn.Parameter) -> bool:
         """Return whether each rank of the model axis has a different part of ``param``; only asked for units with quantized messages.
@@ -190,7 +200,9 @@ class UnitBuilder:
             )
         return True
 
-    def _unit_spec(self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool) -> UnitSpec:
+    def _unit_spec(
+        self, dtype: torch.dtype, shard_storage: ShardStorage, frozen: bool, expert: bool, packed: bool, sent: torch.dtype | None
+    ) -> UnitSpec:
         of_experts = expert and self.experts is not None
         collectives = self.experts if expert and self.experts is not None else self.collectives
         return UnitSpec(
@@ -201,7 +213,9 @@ class UnitBuilder:
             shard_storage=shard_storage,
             listener=self.listener if self.stage.parameters_sharded else ParamListener(),
             # Few ranks gather experts, so they are gathered unquantized, from all of these ranks.
-            quantized=can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained),
+            quantized=sent is not None
+            or (can_quantize(dtype) and not (packed or of_experts) and (self.quantized.frozen if frozen else self.quantized.trained)),
+            float8=sent,
             node=None if of_experts else self.node,
             copy_lasts=self.stage.parameters_in_node and not of_experts,
         )

@@ -1,7 +1,8 @@
 """Save and load checkpoints; every rank writes its part, and any number of ranks at any ZeRO stage can load them.
 
-An engine calls ``engine_checkpoints``, which calls ``save`` and ``load``. ``contents`` plans the part of one rank: entries of named
-files, and records of the places of parameters in them. The subpackages, in the order in which they import each other:
+An engine calls ``engine_checkpoints``, which calls ``save`` and ``load``, and ``snapshots`` for snapshots in host memory ([Note: a
+snapshot]). ``contents`` plans the part of one rank: entries of named files, and records of the places of parameters in them. The
+subpackages, in the order in which they import each other:
 
 - ``format/``: the index ``index.json``: file names (``names``), records (``records``), values without pickle (``values``), arithmetic of
   tensor-parallel shards (``tp_shards``), checksums; checks that the parts of an index fit each other (``consistency``) and that its
@@ -12,7 +13,7 @@ files, and records of the places of parameters in them. The subpackages, in the 
 - ``commit/``: a checkpoint becomes complete on all ranks or on none: ``agreement`` (one outcome for all ranks), ``folders`` (names of
     checkpoints, and which are complete), ``staging`` ([Note: one folder for each save]), ``store_saves`` (in an object store), ``targets``
     (a folder or an object store), ``node_local``, ``background`` (a thread writes a copy of the state, [Note: a save in the background]),
-    ``trainer_folders``
+    ``file_exchange`` and ``snapshot_nodes`` (files of one node on another), ``trainer_folders``
 - ``state/``: the saved state: ``training_state``, ``averages`` of weights, ``optimizer_state`` (states divided like the shards),
   ``param_states`` (states of whole parameters), ``rank_states`` (1-bit Adam and LoCo), ``takeover`` (from another optimizer class)
 - ``model/``: unsharded weights alone: a state dict (``export``), safetensors files (``model_files``), or a stream of buckets

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +16,7 @@ from hf_zero.checkpoint.commit.trainer_folders import note_place
 from hf_zero.checkpoint.format.tp_shards import SavedTpShard
 from hf_zero.checkpoint.load import LoadRequest, load_averages, load_checkpoint
 from hf_zero.checkpoint.save import SaveRequest, save_checkpoint
+from hf_zero.checkpoint.snapshots import Snapshots, folder_for, newest_in, unpack
 from hf_zero.checkpoint.state.training_state import TensorAxis, TrainingState
 from hf_zero.comm.back_end import open_collectives
 from hf_zero.comm.collectives import Collectives
@@ -28,7 +29,7 @@ from hf_zero.core.optimizer.sharded import ShardedOptimizer
 from hf_zero.core.step.written import WrittenValues
 from hf_zero.core.units.tp_shard import tp_shard_of
 from hf_zero.errors import CheckpointError, ConfigError, StateError, UnsupportedError
-from hf_zero.observe import log_rank0, warn_once
+from hf_zero.observe import log_rank0, logger, warn_once
 from hf_zero.system import signals
 from hf_zero.system.object_store import ObjectPath, is_url, place_of, raw
 from hf_zero.tensor_parallel.same_data import SameData
@@ -49,6 +50,8 @@ class CheckpointSettings:
         pickle_client_state: Pickle values of a client state that nothing else can keep, and read such.
         masters_from_fp32: Without optimizer states, take masters from the saved fp32 values; else from the training type.
         url: Place in an object store of what would go to local folders; empty for none.
+        snapshot_steps: Optimizer steps between two snapshots in host memory; 0 for none.
+        snapshot_folder: Folder that snapshots go to; empty for the system's shared memory.
     """
 
     direct: bool
@@ -59,6 +62,8 @@ class CheckpointSettings:
     tag_validation: str
     pickle_client_state: bool
     url: str = ""
+    snapshot_steps: int = 0
+    snapshot_folder: str = ""
 
 
 class EngineCheckpoints:
@@ -70,6 +75,7 @@ class EngineCheckpoints:
 
     Attributes:
         background: Writer beside the training loop; None when nothing is written in the background.
+        snapshots: Snapshots in host memory; None when there are none.
     """
 
     def __init__(self, settings: CheckpointSettings, collectives: Collectives) -> None:
@@ -92,6 +98,17 @@ class EngineCheckpoints:
         elif settings.in_background:
             topology = collectives.topology
             self.background = Background(joint_topology(topology).rank, group_timeout(topology).total_seconds(), settings.copy_bytes)
+        self.snapshots = self._open_snapshots() if settings.snapshot_steps and not collectives.pretended else None
+
+    def _open_snapshots(self) -> Snapshots | None:
+        net, folder = self.everyone(), folder_for(self._settings.snapshot_folder)
+        if net.any_rank(folder is None, "snapshots") or folder is None:
+            warn_once(
+                "hf_zero.snapshot_steps is set, but no launcher would start these ranks again, so no snapshot is taken. Start them with "
+                "torchrun --max-restarts 3 or accelerate launch --max_restarts 3"
+            )
+            return None
+        return Snapshots(self._settings.snapshot_steps, folder, net, group_timeout(self._collectives.topology).total_seconds())
 
     def save(
         self, engine: Engine, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
@@ -135,6 +152,34 @@ class EngineCheckpoints:
                 how = "copied, and is being written in the background to"
         log_rank0("checkpoint %s %s (%.2f s)", how, folder, time.monotonic() - start)
 
+    def snapshot(self, engine: Engine, client_state: Callable[[], Mapping[str, Any]]) -> bool:
+        """Take a snapshot of ``engine`` if one is due; see ``Engine.snapshot``."""
+        snapshots = self.snapshots
+        if snapshots is None or not snapshots.is_due(engine.progress.global_steps):
+            return False
+        start, net = time.monotonic(), self.everyone()
+        if not snapshots.is_ready(net):
+            return False
+
+        def ask() -> TrainingState:
+            WrittenValues(engine.units, self._collectives.data, engine.runtime.idle).agree(self._collectives.data)
+            return self.state_of(engine)
+
+        snapshots.take(self._agreed("snapshot()", ask), client_state(), self._settings.pickle_client_state)
+        logger.debug("snapshot of step %d copied (%.3f s)", engine.progress.global_steps, time.monotonic() - start)
+        return True
+
+    @property
+    def snapshot_folder(self) -> str | None:
+        """Return the folder of the snapshots in host memory; None if none are taken."""
+        return str(self.snapshots.folder) if self.snapshots is not None else None
+
+    def remind_of_snapshots(self, steps: int) -> Mapping[str, float]:
+        """Warn after ``steps`` optimizer steps if the script takes no snapshots; a measure of ``Reports`` without numbers."""
+        if self.snapshots is not None:
+            self.snapshots.remind(steps)
+        return {}
+
     def load(
         self, engine: Engine, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool
     ) -> Restored | None:
@@ -157,19 +202,41 @@ class EngineCheckpoints:
             return request, self.state_of(engine)
 
         request, state = self._agreed("load_checkpoint()", ask)
-        loaded = load_checkpoint(state, request)
+        whole = request.optimizer_states and request.scheduler_states and not request.module_only and custom is None
+        snapshot = self._newer_snapshot(request) if whole and self.snapshots is not None else None
+        loaded = load_checkpoint(state, snapshot or request)
         if loaded is None:
             return None
-        _name_newest(request.load_dir)
+        if self.snapshots is not None and whole:
+            steps = (loaded.counters or {}).get("global_steps", 0)
+            self.snapshots.loaded((snapshot.tag or "") if snapshot is not None else "", steps)
+            if snapshot is not None:
+                # Trainer restores them at the position of its data where they belong.
+                drawn = Path(request.load_dir).parent != self.snapshots.folder
+                loaded = replace(loaded, client_state=unpack(loaded.client_state, state.everyone, drawn))
+        if snapshot is None:
+            _name_newest(request.load_dir)
         model_axis = self._collectives.topology.model
         if model_axis is not None:
             # What else is resumed, loaders and random states, may be that of other groups.
             SameData(engine.module, open_collectives(model_axis), tensor_only=self._collectives.topology.pipe is None)
         log_rank0("checkpoint loaded from %s", loaded.path)
-        whole = request.optimizer_states and not request.module_only and custom is None
-        engine.averages.loaded_from = raw(loaded.path) if whole else ""
+        has_states = request.optimizer_states and not request.module_only and custom is None
+        engine.averages.loaded_from = raw(loaded.path) if has_states else ""
         engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
         return Restored(raw(loaded.path), loaded.client_state, loaded.counters)
+
+    def _newer_snapshot(self, request: LoadRequest) -> LoadRequest | None:
+        """Return the request for the newest snapshot, unless ``request`` names a checkpoint or finds one with more steps; collective."""
+        snapshots, net = self.snapshots, self.everyone()
+        if snapshots is None or request.tag is not None:
+            return None
+        where = place_of(request.load_dir)
+        least = agreement.on_first(net, f"looking at {request.load_dir}", lambda: folders.steps_of_newest(where))
+        tag = newest_in(snapshots.folder, net, least)
+        return (
+            None if tag is None else replace(request, load_dir=str(snapshots.folder), tag=tag, node_local=snapshots.on_nodes, else_from="")
+        )
 
     def load_averages(self, engine: Engine, folder: str, averages: AveragedWeights) -> None:
         """Reads averages that were made after ``folder`` was loaded; see ``load.load_averages``."""
@@ -185,7 +252,9 @@ class EngineCheckpoints:
             self.background.finish(self.everyone())
 
     def close(self) -> None:
-        """Lets go of what writes in the background; local."""
+        """Lets go of what writes in the background, and removes the snapshots; local."""
+        if self.snapshots is not None:
+            self.snapshots.close()
         if self.background is not None:
             self.background.close()
 

@@ -128,6 +128,27 @@ def load_averages(state: TrainingState, folder: Place, averages: AveragedWeights
     agreement.on_all(state.everyone, f"loading averages from {folder}", read)
 
 
+def read_client_state(folder: Place, rank: int, may_unpickle: bool) -> Any:
+    """Return the client state that ``rank`` saved in a complete checkpoint; local.
+
+    Raises:
+        CheckpointError: The checkpoint is damaged, or the value is a pickle that ``may_unpickle`` does not permit.
+    """
+    index = Index.from_json(folders.read_index(folder), str(folder / INDEX_FILE))
+    return _client_state(index, RangeReader(folder, index.files), rank, may_unpickle)
+
+
+def _client_state(index: Index, reader: RangeReader, rank: int, may_unpickle: bool) -> Any:
+    """Return the client state that ``rank`` saved; rank 0's if both are the same, or if there was no such rank."""
+    own = index.client_states.get(str(rank))
+    return _decoder(reader, 0 if own is None else rank, may_unpickle).decode(index.client_state if own is None else own)
+
+
+def _decoder(reader: RangeReader, rank: int, may_unpickle: bool) -> Decoder:
+    """Return a decoder of values whose tensors ``rank`` has written."""
+    return Decoder(lambda name: reader.whole(values_file(rank), name), str(reader.folder / INDEX_FILE), may_unpickle)
+
+
 def _find(request: LoadRequest) -> tuple[str, str] | None:
     """Return folder and index text, on rank 0; sizes of all files are checked here, once."""
     load_dir = place_of(request.load_dir)
@@ -154,8 +175,8 @@ class _Plan:
         self.index = Index.from_json(text, str(folder / INDEX_FILE))
         self.reader = RangeReader(folder, self.index.files)
         self.catalog = Catalog(self.index)
-        decoder = Decoder(lambda name: self.reader.whole(values_file(0), name), str(folder / INDEX_FILE), request.may_unpickle)
-        self.client_state = self._client_state(state.everyone.rank, decoder, str(folder / INDEX_FILE))
+        decoder = _decoder(self.reader, 0, request.may_unpickle)
+        self.client_state = _client_state(self.index, self.reader, state.everyone.rank, request.may_unpickle)
         self._decoder = decoder
         # A model of Hugging Face that was converted does not tell buffers from parameters.
         loose = {record.name: record.file for record in self.index.loose}
@@ -182,13 +203,6 @@ class _Plan:
             self._optimizer = OptimizerPlan(state.optimizer, state.tensor, self.catalog, decoder)
 
     # -- planning
-
-    def _client_state(self, rank: int, decoder: Decoder, path: str) -> Any:
-        """Return the client state that ``rank`` saved; rank 0's if both are the same, or if there was no such rank."""
-        own = self.index.client_states.get(str(rank))
-        if own is None:
-            return decoder.decode(self.index.client_state)
-        return Decoder(lambda name: self.reader.whole(values_file(rank), name), path, self.request.may_unpickle).decode(own)
 
     def _check_names(self) -> None:
         excluded = {self.catalog.canonical(name) for name in self.index.excluded}

@@ -17,6 +17,7 @@ import torch
 
 from hf_zero.checkpoint.commit import agreement, folders, node_local, staging
 from hf_zero.checkpoint.commit.background import Background, Task, Written
+from hf_zero.checkpoint.commit.file_exchange import beside, send_files, to_next_node
 from hf_zero.checkpoint.commit.targets import Target, target_of
 from hf_zero.checkpoint.contents import contents_of
 from hf_zero.checkpoint.files.rows import Entry, whole
@@ -27,6 +28,7 @@ from hf_zero.checkpoint.format.records import FileRecord, OptimizerRecord
 from hf_zero.checkpoint.format.values import Encoder
 from hf_zero.checkpoint.state import optimizer_state
 from hf_zero.checkpoint.state.training_state import TrainingState
+from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.observe import note, span, warn_once
 from hf_zero.system.object_store import Place, place_of
@@ -88,14 +90,19 @@ def save_checkpoint(state: TrainingState, request: SaveRequest, background: Back
         told = _agree(state, save, request)
         request = save.request
         what = _what(request)
+        if request.node_local and background is not None:
+            agreement.quickly(net, what, lambda: save.copy(background))
+            files = beside(net)
+            background.start(Task(what, save.target, everywhere=lambda: _save_on_nodes(files, save, told, twice=True)), told)
+            return place_of(request.save_dir) / request.tag
         if request.node_local:
-            return _save_on_nodes(state, save, told)
+            return _save_on_nodes(net, save, told)
         try:
             if background is None or background.limited:  # files are written before this returns, so the folder must be there
                 agreement.on_first(net, what, save.begin)
             if background is not None:
                 agreement.quickly(net, what, lambda: save.copy(background))
-                background.start(Task(what, save.target, save.write_files, save.commit), told)
+                background.start(Task(what, save.target, write=save.write_files, commit=save.commit), told)
                 return place_of(request.save_dir) / request.tag
             written = agreement.on_all(net, what, save.write_files)
             agreement.on_first(net, what, lambda: save.commit(told, written))
@@ -110,9 +117,9 @@ def _what(request: SaveRequest) -> str:
     return f"saving checkpoint {request.tag!r} to {without_credentials(request.save_dir)}{' on every node' if request.node_local else ''}"
 
 
-def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]) -> Path:
-    """Write the agreed files to every node's disk; see [Note: node-local checkpoints]."""
-    net, request = state.everyone, save.request
+def _save_on_nodes(net: Collectives, save: _Save, told: list[dict[str, Any]], twice: bool = False) -> Path:
+    """Write the agreed files to every node's disk, and with ``twice`` to that of the next node too; see [Note: node-local checkpoints]."""
+    request = save.request
     if not isinstance(save.folder, Path):
         raise CheckpointError(
             f"{_what(request)}: checkpoint.use_node_local_storage is true, and every node reaches this place; set it to false"
@@ -122,6 +129,9 @@ def _save_on_nodes(state: TrainingState, save: _Save, told: list[dict[str, Any]]
         disks = node_local.begin(net, what, place, request.number, [rank_told["process"] for rank_told in told])
         written = agreement.on_all(net, what, save.write_files)
         node_local.share(net, disks, what, save.folder, [own.files for own in written])
+        if twice:
+            sizes = [{name: record.nbytes for name, record in own.files.items() if not node_local.is_shared(name)} for own in written]
+            send_files(net, what, save.folder, to_next_node(disks.leaders, sizes))
         text = agreement.on_first(net, what, lambda: save.index(told, written).to_json())
         node_local.complete(net, disks, what, place, save.folder, text, request.latest)
     except CheckpointError:
@@ -295,7 +305,7 @@ class _Save:
 
     def copy(self, background: Background) -> None:
         """Copy the values; values that do not fit into the copy are written to disk before this returns."""
-        if self.head is not None and not background.limited:
+        if self.head is not None and not background.limited and not self.request.node_local:
             self.begin()
         direct, self.files = background.copy(self.files)
         self._direct = self._write(direct)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from hf_zero.comm.process_groups import backend_with_host, copy_group, exists
 from hf_zero.comm.topology import Topology
 
-Purpose = Literal["gathers", "reductions"]
+Purpose = Literal["gathers", "reductions", "files"]
 
 # [Note: the engine's own groups] nccl needs the collectives of one communicator in the same order on all ranks. A script's collectives
 # inside a forward (SyncBatchNorm, losses over all ranks) come in the order of the script; gathers come in the order of the unshard pass,
@@ -35,7 +35,8 @@ def own_topology(topology: Topology, purpose: Purpose = "gathers") -> Topology:
     key = topology.group, purpose
     if key not in _made:
         alone = str(dist.get_backend(topology.group))
-        backend = backend_with_host(topology.group, topology.device) if purpose == "gathers" else alone
+        # Files are in host memory, and a thread sends them.
+        backend = {"gathers": backend_with_host(topology.group, topology.device), "files": "gloo"}.get(purpose, alone)
         crossed = any(axis is not None for axis in (topology.model, topology.joint, topology.expert))
         group = copy_group(topology.group, topology.device, backend, crossed)
         _made[key] = replace(topology, group=group, script_group=topology.group)

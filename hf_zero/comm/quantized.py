@@ -6,6 +6,8 @@ carries them as bytes. One rank sends nothing, so nothing is coded there.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 
 from hf_zero.comm.collectives import Collectives, Pending
@@ -14,6 +16,28 @@ from hf_zero.native.quantize import dequantize, quantize
 
 WEIGHT_BITS = 8
 GRADIENT_BITS = 4
+
+
+class Codes(Protocol):
+    """Codes that carry the values of a unit in its all-gathers."""
+
+    def all_gather(self, collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        """Gather like ``Collectives.all_gather``; every rank's part of ``full``, this one's included, gets the values of its codes."""
+
+    def coded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Return ``shard`` (n,) after coding and decoding, as an all-gather delivers it, as a new tensor; local."""
+
+
+class BlockCodes:
+    """8 bits per element, a scale for each block of neighbouring elements."""
+
+    def all_gather(self, collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:
+        """Call ``all_gather_codes``."""
+        return all_gather_codes(collectives, full, shard, unit)
+
+    def coded(self, shard: torch.Tensor) -> torch.Tensor:
+        """Call ``coded``."""
+        return coded(shard)
 
 
 def all_gather_codes(collectives: Collectives, full: torch.Tensor, shard: torch.Tensor, unit: str) -> Pending:

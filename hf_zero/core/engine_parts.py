@@ -47,10 +47,17 @@ class Restored:
 class Checkpoints(Protocol):
     """Interface that writes and reads the checkpoints of an engine."""
 
+    @property
+    def snapshot_folder(self) -> str | None:
+        """Return the folder of the snapshots in host memory; None if none are taken."""
+
     def save(
         self, engine: Any, save_dir: str | os.PathLike[str], tag: Any, client_state: Mapping[str, Any], latest: bool, trained: bool
     ) -> None:
         """Write a checkpoint, of trained parameters only if ``trained``; collective."""
+
+    def snapshot(self, engine: Any, client_state: Callable[[], Mapping[str, Any]]) -> bool:
+        """Take a snapshot into host memory if one is due, and return whether it was taken; collective then."""
 
     def load(
         self, engine: Any, load_dir: str | os.PathLike[str], tag: Any, custom: Callable[..., Any] | None, **wanted: bool

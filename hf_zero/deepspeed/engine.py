@@ -164,6 +164,9 @@ class Engine(ConfiguredEngine):
         """
         self.checkpoints.wait()
 
+    snapshot = requests.snapshot
+    load_snapshot = requests.load_snapshot
+
     # -- life -------------------------------------------------------------------------------------------------------------
 
     def compile(self, backend: str = "inductor", compile_kwargs: Mapping[str, Any] | None = None, *args: Any, **kwargs: Any) -> None:  # type: ignore[override]

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from hf_zero.assembly.axes import axes_of, divide
+from hf_zero.assembly.float8_layers import take_float8
 from hf_zero.assembly.log import announce, describe
 from hf_zero.assembly.optimizers import inner_optimizer
 from hf_zero.assembly.parts import PartsBuilder
@@ -85,6 +86,7 @@ def initialize(
         require_undivided(model)
     source = _source_of(args, config if config is not None else config_params)
     init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
+    model_parameters = take_float8(model, optimizer, model_parameters)
     require_same_settings(source, None if isinstance(model, PipelineModule) else mpu, mesh_param, model)
     # A PipelineModule defines the positions of ranks itself; scripts nevertheless pass its grid as mpu.
     axes, source = axes_of(read_config(source), None if isinstance(model, PipelineModule) else mpu, mesh_param, model)

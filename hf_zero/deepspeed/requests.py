@@ -19,6 +19,43 @@ from hf_zero.errors import ConfigError, StateError
 from hf_zero.observe import warn_once
 
 
+def snapshot(engine: ConfiguredEngine, client_state: Mapping[str, Any] | None = None) -> bool:
+    """Take a snapshot of all that a checkpoint holds into host memory, every ``hf_zero.snapshot_steps`` optimizer steps; otherwise return
+    at once. Call it after each ``step``, on every rank.
+
+    The values are copied; a thread writes them while training goes on. Ranks that their launcher starts again load the newest snapshot with
+    ``load_checkpoint`` or ``load_snapshot``.
+
+    Args:
+        engine: The engine.
+        client_state: Values of the caller on this rank, as for ``save_checkpoint``.
+
+    Returns:
+        Whether a snapshot was taken.
+
+    Raises:
+        CheckpointError: On every rank, if the first snapshot finds too little memory, or a value cannot be saved.
+        StateError: The engine has no optimizer.
+    """
+    if engine.stepper is None:
+        raise StateError("snapshot() on an engine without optimizer: there is no training that could go on from it")
+    with engine.clock.aside():
+        return engine.checkpoints.snapshot(engine, lambda: client_state or {})
+
+
+def load_snapshot(engine: ConfiguredEngine) -> tuple[str | None, dict[str, Any] | None]:
+    """Load the newest snapshot of this run, if its launcher has started the ranks again; collective.
+
+    Returns:
+        The folder and the client state, as ``load_checkpoint`` does; (None, None) if there is no snapshot.
+
+    Raises:
+        CheckpointError: On every rank, if the snapshot does not fit the engine or is damaged.
+    """
+    folder = engine.checkpoints.snapshot_folder
+    return (None, None) if folder is None else engine.load_checkpoint(folder)
+
+
 def empty_partition_cache(engine: ConfiguredEngine) -> None:
     """Reshard parameters that stay gathered between forwards; small parameters that always stay gathered are kept."""
     engine.runtime.reshard_for_update()

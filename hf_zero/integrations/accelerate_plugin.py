@@ -12,7 +12,7 @@ from accelerate.utils import DummyScheduler as AccelerateDummyScheduler
 from typing_extensions import TypedDict, Unpack
 
 from hf_zero.config.read import read_config
-from hf_zero.errors import ConfigError, UnsupportedError
+from hf_zero.errors import ConfigError
 from hf_zero.integrations.typed_values import config_of_launcher, lay_over, put
 from hf_zero.observe import warn_once
 
@@ -20,7 +20,7 @@ __all__ = ["DummyOptim", "DummyScheduler", "ZeroPlugin"]
 
 Device = Literal["none", "cpu", "nvme"]
 _DEVICES = ("none", "cpu", "nvme")
-_PRECISIONS = ("no", "fp16", "bf16")
+_PRECISIONS = ("no", "fp16", "bf16", "fp8")
 # accelerate computes these from `model.config.hidden_size`, and fails for models whose sizes are in a sub-config.
 _RESOLVED_FROM_MODEL = (
     "zero_optimization.reduce_bucket_size",
@@ -56,14 +56,13 @@ class ZeroPlugin(DeepSpeedPlugin):
             `offload_optimizer` section.
         offload_param: Device that stores parameters between uses (stage 3); the same values, or an `offload_param` section.
         tensor_parallel_size: Number of ranks that hold one copy of each layer together.
-        mixed_precision: ``"no"``, ``"fp16"`` or ``"bf16"``.
+        mixed_precision: ``"no"``, ``"fp16"``, ``"bf16"`` or ``"fp8"``: bf16 with torchao's products in float8, also for the Accelerator.
         gradient_accumulation_steps: Micro-steps per optimizer step; None uses the Accelerator's value.
         gradient_clipping: Largest gradient norm; 0 turns clipping off.
         **options: Further arguments of `DeepSpeedPlugin` (``zero3_init_flag``, ``is_train_batch_min``, ...).
 
     Raises:
         ConfigError: An argument has a value outside its range, or arguments contradict the JSON (all are listed).
-        UnsupportedError: ``mixed_precision="fp8"``.
     """
 
     def __init__(
@@ -74,13 +73,11 @@ class ZeroPlugin(DeepSpeedPlugin):
         offload_optimizer: Device | Mapping[str, Any] | None = None,
         offload_param: Device | Mapping[str, Any] | None = None,
         tensor_parallel_size: int | None = None,
-        mixed_precision: Literal["no", "fp16", "bf16"] | None = None,
+        mixed_precision: Literal["no", "fp16", "bf16", "fp8"] | None = None,
         gradient_accumulation_steps: int | None = None,
         gradient_clipping: float | None = None,
         **options: Unpack[PluginOptions],
     ) -> None:
-        if mixed_precision == "fp8":
-            raise UnsupportedError("ZeroPlugin(mixed_precision='fp8') is not supported; use 'bf16'")
         _check("stage", stage, (0, 1, 2, 3))
         _check("mixed_precision", mixed_precision, _PRECISIONS)
         _check_at_least("tensor_parallel_size", tensor_parallel_size, 1)
@@ -95,6 +92,7 @@ class ZeroPlugin(DeepSpeedPlugin):
             **_offload_values("offload_optimizer", offload_optimizer),
             **_offload_values("offload_param", offload_param),
         }
+        self.asks_for = mixed_precision if mixed_precision == "fp8" else None
         source = config if config is not None else config_of_launcher()
         self._config_in_code = config is not None
         if source is None:
@@ -151,6 +149,20 @@ class ZeroPlugin(DeepSpeedPlugin):
                 f'ZeroPlugin has its own configuration, so the answers of accelerate config to {", ".join(answers)} only fill "auto" values'
             )
 
+    def set_mixed_precision(self, mixed_precision: str) -> None:
+        """Take the Accelerator's precision.
+
+        Raises:
+            ConfigError: The plugin was given ``"fp8"``, and the Accelerator has another precision.
+        """
+        if self.asks_for not in (None, mixed_precision):
+            raise ConfigError(
+                f"ZeroPlugin: mixed_precision is {self.asks_for!r}, and the Accelerator's is {mixed_precision!r}. Give both the same, or "
+                "leave it out in one; accelerate itself changes fp8 to fp16 on a GPU without products in float8 (before compute "
+                "capability 8.9)"
+            )
+        super().set_mixed_precision(mixed_precision)
+
     def is_auto(self, ds_key_long: str) -> bool:
         """Return whether accelerate has to fill a key that is on "auto"; False for keys that the engine computes from the model."""
         return ds_key_long not in _RESOLVED_FROM_MODEL and bool(super().is_auto(ds_key_long))
@@ -183,7 +195,7 @@ class DummyScheduler(AccelerateDummyScheduler):
 def _precision_values(mixed_precision: str | None) -> dict[str, Any]:
     if mixed_precision is None:
         return {}
-    return {"fp16.enabled": mixed_precision == "fp16", "bf16.enabled": mixed_precision == "bf16"}
+    return {"fp16.enabled": mixed_precision == "fp16", "bf16.enabled": mixed_precision in ("bf16", "fp8")}
 
 
 def _offload_values(name: str, section: str | Mapping[str, Any] | None) -> dict[str, Any]:

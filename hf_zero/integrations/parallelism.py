@@ -40,6 +40,8 @@ _USE = "ACCELERATE_USE_PARALLELISM_CONFIG"
 def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, **kwargs: Any) -> None:
     """Replace ``AcceleratorState.__init__``: also build the mesh in the first state with a DeepSpeed plugin, which is collective.
 
+    A precision that only the plugin was given (fp8, which no JSON has) becomes the Accelerator's.
+
     Raises:
         ConfigError: The sources contradict each other or do not fit the ranks.
         UnsupportedError: A source requests a combination of axes that is not supported.
@@ -47,6 +49,9 @@ def start_accelerator_state(method: Callable[..., Any], state: Any, *args: Any, 
     given = kwargs.get("parallelism_config")
     if given is not None and not type(state)._shared_state:
         _restore(given)
+    wished = getattr(kwargs.get("deepspeed_plugin"), "asks_for", None)
+    if wished is not None and kwargs.get("mixed_precision") is None:
+        kwargs["mixed_precision"] = wished
     method(state, *args, **kwargs)
     if not _is_ours(state):
         _say_if_left_out(state, kwargs.get("deepspeed_plugin"))

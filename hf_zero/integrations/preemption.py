@@ -19,7 +19,7 @@ from hf_zero.comm.process_groups import exists
 from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
-from hf_zero.integrations import callers, methods
+from hf_zero.integrations import callers, methods, trainer_snapshots
 from hf_zero.observe import announce, log_rank0, warn_once
 from hf_zero.system import last_words, signals
 
@@ -122,7 +122,7 @@ def save_by_itself(engine: Engine) -> None:
 
 # -- Trainer ----------------------------------------------------------------------------------------------------------
 
-_at_work: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose Trainer is saving at the moment
+_at_work: weakref.WeakSet[Engine] = weakref.WeakSet()  # engines whose Trainer is logging, evaluating or saving at the moment
 _looked_at: weakref.WeakKeyDictionary[Engine, int] = weakref.WeakKeyDictionary()  # step after which Trainer was last asked to save
 
 
@@ -137,7 +137,8 @@ def _engine_of(trainer: Any) -> ConfiguredEngine | None:
 
 
 def train(function: Callable[..., Any], trainer: Any, *args: Any, **kwargs: Any) -> Any:
-    """Replace ``Trainer.train``: stop recording signals when training ends."""
+    """Replace ``Trainer.train``: stop recording signals when training ends, and go on from a snapshot that is newer than the checkpoint."""
+    args, kwargs = trainer_snapshots.resume(trainer, args, kwargs)
     own = getattr(type(trainer), "_maybe_log_save_evaluate", None)
     if own is not None and not hasattr(own, "hf_zero_method"):  # a subclass has overridden it, perhaps without calling super()
         trainer._maybe_log_save_evaluate = functools.partial(log_save_evaluate, own, trainer)
@@ -164,16 +165,21 @@ def log_save_evaluate(function: Callable[..., Any], trainer: Any, *args: Any, **
     An evaluation that is due runs first, as it does without a signal, because it draws random numbers and decides which checkpoint is the
     best. For the same reason the last step of an epoch is saved after ``on_epoch_end``, where Trainer calls this method once more. If the
     signal arrives while Trainer saves anyway, that checkpoint serves. A complete training is saved and then ends normally, because Trainer
-    takes one step too many when it resumes from the last step.
+    takes one step too many when it resumes from the last step. A snapshot that is due is taken last.
     """
     engine = _engine_of(trainer)
-    if engine is None or not engine.preemption.listens or engine in _at_work:
+    if engine is None or engine in _at_work:
         return function(trainer, *args, **kwargs)
     _at_work.add(engine)
     try:
-        return _save_where_agreed(function, trainer, engine, args, kwargs)
+        if engine.preemption.listens:
+            result = _save_where_agreed(function, trainer, engine, args, kwargs)
+        else:
+            result = function(trainer, *args, **kwargs)
     finally:
         _at_work.discard(engine)
+    trainer_snapshots.take(trainer, engine)
+    return result
 
 
 def _save_where_agreed(function: Callable[..., Any], trainer: Any, engine: ConfiguredEngine, args: Any, kwargs: Any) -> Any:

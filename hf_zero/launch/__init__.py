@@ -1,1 +1,1 @@
-"""Start ranks: read the environment variables of MPI and Slurm, and build the commands of `hf-zero launch`. Standard library only."""
+"""Start ranks: read the variables of MPI and Slurm, build commands of `hf-zero launch`, run its nodes over ssh. Standard library only."""

@@ -14,6 +14,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.comm.link import Link
+from hf_zero.core.schedule.forward_hooks import as_written
 from hf_zero.errors import UnsupportedError
 from hf_zero.observe import log_rank0
 from hf_zero.pipeline import micro_batches
@@ -159,7 +160,7 @@ class PipelinedForward:
                     "are no tensors, so other modules may run for each. Give all the same, or train with forward, backward and step"
                 )
             if not first.types.known:  # a schedule must know the types at the borders in advance
-                with torch.no_grad(), evaluating(self._own.model):
+                with trying(self._own.model):
                     self._once(first.plan, given[0], first.types)
         return Batch(first, given, around)
 
@@ -236,7 +237,7 @@ class PipelinedForward:
         taken. Where none agrees, batches run whole: the result is exact, and stages do not overlap.
         """
         given = _with_uneven_labels(given, count)
-        with torch.no_grad(), evaluating(self._own.model):
+        with trying(self._own.model):
             whole, parts = ([self._once(plan, part, types) for part in micro_batches.split(given, pieces)] for pieces in (1, count))
         found = None
         if self._last and all(micro_batches.mergeable(part, micro_batches.rows_of(given) // count) for part in parts):
@@ -320,12 +321,13 @@ class PipelinedForward:
 
 
 @contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Keep ``model`` in evaluation mode inside the context."""
+def trying(model: nn.Module) -> Iterator[None]:
+    """Keep ``model`` in evaluation mode and uncompiled inside the context: a trial of a few sizes would make graphs that no step uses."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        yield
+        with torch.no_grad(), as_written(model):
+            yield
     finally:
         for module in training:  # a script may have put some modules into evaluation mode
             module.training = True

@@ -55,7 +55,7 @@ def _at_end() -> None:
     texts = [text for lost in _promises if (text := lost(child))]
     for text in texts:
         logger.error("%s", text)
-    if not texts or _ends_with_an_exception():
+    if not texts or ends_with_an_exception():
         return
     if child and "--multiprocessing-fork" not in sys.orig_argv:  # a forked child; this flag is set in spawned ones
         for stream in (sys.stdout, sys.stderr):
@@ -65,7 +65,8 @@ def _at_end() -> None:
     sys.stderr = _LastFlushFails(sys.stderr)  # type: ignore[assignment]
 
 
-def _ends_with_an_exception() -> bool:
+def ends_with_an_exception() -> bool:
+    """Return whether an exception ends this process; called at its end. ``sys.exit`` in the main process leaves no sign of its status."""
     raised = sys.exc_info()[1]  # set if the function of a child raised
     if isinstance(raised, SystemExit):
         return bool(raised.code)

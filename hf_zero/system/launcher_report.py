@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from hf_zero.system import launcher_folders
 from hf_zero.system.failure import INTERRUPTED, PIPE, describe, is_handed_over
 from hf_zero.system.last_words import MARK
 from hf_zero.system.text_file import SMALL_BYTES, read_text
@@ -26,7 +27,8 @@ _MOST_LINES = 15  # lines of a cause, so that report and launcher's lines fit in
 
 
 def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call torch's function that starts the ranks of this machine and waits for them; report the cause of an exception.
+    """Call torch's function that starts the ranks of this machine and waits for them; report the cause of an exception, and remove the
+    snapshots of the ranks.
 
     Args:
         method: The function itself.
@@ -39,6 +41,8 @@ def launch_agent(method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     except BaseException as error:
         sys.excepthook = _Report(sys.excepthook, error, getattr(getattr(config, "logs_specs", None), "root_log_dir", None), start)
         raise
+    finally:
+        launcher_folders.remove_own()
 
 
 class _Report:

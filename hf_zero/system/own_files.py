@@ -8,7 +8,8 @@ change. All of this happens in one open folder ([Note: by descriptor]). A test c
 [Note: what is deleted] Only this module deletes files (a test counts the calls), and it never deletes files of other programs. A file that
 is being written has a hidden name with the process that writes it, or is in a folder with a record of that process (``writer.json``).
 That process removes it, or another process does when it finds the writer dead. In a folder of this user, files are removed if their owner
-knows the names, but never in deeper folders or behind a link; the folder itself is removed if nothing else was in it.
+knows the names, but never in deeper folders or behind a link; the folder itself is removed if nothing else was in it. Only a folder that
+no other program writes into (``remove_private``) goes away with all that is in it.
 """
 
 from __future__ import annotations
@@ -421,6 +422,27 @@ def remove_folder(
             return not os.path.lexists(folder)
     except OSError:  # a link, a file, or nothing
         return not os.path.lexists(folder)
+
+
+def remove_private(path: Path) -> None:
+    """Remove a folder that only hf_zero writes into, with everything in it; leave a link, a folder of another user, and what the file
+    system refuses to remove.
+    """
+    with suppress(OSError), Folder(path.parent) as above, above.below(path.name) as inner:
+        if inner.is_own(above):
+            _remove_below(inner)
+            above.remove_empty(inner)
+
+
+def _remove_below(folder: Folder) -> None:
+    for name in folder.names():
+        with suppress(OSError):
+            if stat.S_ISDIR(folder.status(name).st_mode):
+                with folder.below(name) as deeper:
+                    _remove_below(deeper)
+                    folder.remove_empty(deeper)
+            else:
+                folder.remove(name)
 
 
 def sweep(folder: Path, is_ours: Callable[[str], bool] = WRITER_FILE.__eq__) -> None:

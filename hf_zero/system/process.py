@@ -34,6 +34,21 @@ class Process:
         """Return this process."""
         return Process(_place(), os.getpid(), _started(os.getpid()))
 
+    @staticmethod
+    def launcher() -> Process | None:
+        """Return the process of torch's elastic agent (torchrun, accelerate launch) that started this rank and would start it again; None
+        if no such agent did.
+
+        A shell or another program between the agent and the rank has the rank's variables, unlike the agent.
+        """
+        if "TORCHELASTIC_RUN_ID" not in os.environ:
+            return None
+        mark, pid = f"TORCHELASTIC_ERROR_FILE={os.environ.get('TORCHELASTIC_ERROR_FILE')}", os.getppid()
+        with suppress(OSError, IndexError, ValueError):
+            while pid > 1 and mark in Path(f"/proc/{pid}/environ").read_text(encoding="utf-8", errors="replace").split("\0"):
+                pid = int(_stat(pid)[1])
+        return Process(_place(), pid, _started(pid))
+
     def as_json(self) -> dict[str, Any]:
         """Return a JSON object for a file or a message."""
         return {"place": self.place, "pid": self.pid, "started": self.started}

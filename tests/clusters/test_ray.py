@@ -24,9 +24,8 @@ pytestmark = [
     pytest.mark.timeout(7200),
     pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="pip install ray"),
 ]
-KNOWN = (
-    "checkpoint_manager_snapshot.json"  # Ray's controller writes it when it has a report of every rank; the reports of a lost node are lost
-)
+# Ray's controller writes this file when it has the report of every rank; reports that a lost node had not sent yet are lost with it.
+KNOWN = "checkpoint_manager_snapshot.json"
 
 
 @pytest.fixture(scope="module")

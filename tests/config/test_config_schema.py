@@ -88,6 +88,8 @@ OWN_KEYS = {
     "hf_zero.pickle_client_state",
     "hf_zero.preemption_save_dir",
     "hf_zero.preemption_signal",
+    "hf_zero.snapshot_folder",
+    "hf_zero.snapshot_steps",
     "hf_zero.spike_action",
     "hf_zero.spike_factor",
     "hf_zero.step_metrics",

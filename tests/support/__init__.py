@@ -20,6 +20,7 @@ Processes and ranks
     launches: Run scripts on the ranks of the pool with the variables of a launcher.
     alias_first, preloaded: Imports of the server that ranks are forked from, first and last.
     collective_log, collective_order: Record what ranks issue and wait for; check that it could not hang on NCCL.
+    snapshot_runs: A run with snapshots that torchrun starts again after deaths, and the same run without one.
     signalled: Send signals to ranks, and end a run by one.
     memory: Measure resident pages, the peak of a call, and the bytes of tensors.
     reads: Count what is read of safetensors files.

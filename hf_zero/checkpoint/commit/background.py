@@ -68,12 +68,14 @@ class Task:
         target: Where it goes.
         write: Writes this rank's files.
         commit: Completes the checkpoint, on rank 0; gets what every rank told before and what it has written.
+        everywhere: Does all of that on every rank, over a network of its own, where ranks have no folder in common; None otherwise.
     """
 
     what: str
     target: Target
-    write: Callable[[], Written]
-    commit: Callable[[list[dict[str, Any]], list[Written]], str]
+    write: Callable[[], Written] | None = None
+    commit: Callable[[list[dict[str, Any]], list[Written]], str] | None = None
+    everywhere: Callable[[], object] | None = None
 
 
 class Background:
@@ -83,10 +85,12 @@ class Background:
         rank: This process among those that save together.
         timeout: Seconds without any progress after which rank 0 stops waiting for another rank.
         limit_bytes: Host memory for the copy; what does not fit is written before ``save_checkpoint`` returns. None: no limit.
+        promised: A save that is lost at the end of the process changes its exit status.
     """
 
-    def __init__(self, rank: int, timeout: float, limit_bytes: int | None = None) -> None:
+    def __init__(self, rank: int, timeout: float, limit_bytes: int | None = None, promised: bool = True) -> None:
         self._rank = rank
+        self._promised = promised
         self._timeout = timeout
         self._limit = limit_bytes
         self._memory = torch.empty(0, dtype=torch.uint8)  # kept: allocating it anew would double the time of a copy
@@ -158,21 +162,25 @@ class Background:
             _wait_before_pools_end(running)
         running.thread = threading.Thread(target=self._run, args=(running, task, told), name="hf_zero checkpoint", daemon=False)
         running.thread.start()
-        running.heard = exit_status.promise(running.lost)
+        if self._promised:
+            running.heard = exit_status.promise(running.lost)
         self._running = running
 
     def _run(self, running: _Running, task: Task, told: list[dict[str, Any]]) -> None:
         try:
-            written = task.write()
-            if self._rank == 0:
-                task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
-            else:
-                task.target.tell(staging.note_of(self._rank), written.to_json())
+            if task.everywhere is not None:
+                task.everywhere()
+            elif task.write is not None and task.commit is not None:
+                written = task.write()
+                if self._rank == 0:
+                    task.commit(told, [written, *self._others(task, [one["process"] for one in told])])
+                else:
+                    task.target.tell(staging.note_of(self._rank), written.to_json())
             running.done = True
         except Exception as error:  # kept for ``finish``, which tells all ranks
             running.error = error
             logger.error("%s: %s: %s. The previous checkpoint stays", task.what, type(error).__name__, error)
-            if self._rank != 0:
+            if self._rank != 0 and task.everywhere is None:
                 _tell(task.target, staging.failure_of(self._rank), error)
 
     def _others(self, task: Task, processes: list[Process]) -> list[Written]:
@@ -212,6 +220,11 @@ class Background:
     def limited(self) -> bool:
         """Return whether some files may find no room in the copy."""
         return self._limit is not None
+
+    @property
+    def busy(self) -> bool:
+        """Return whether the last save is still being written."""
+        return self._running is not None and self._running.thread.is_alive()
 
     def finish(self, net: Collectives) -> None:
         """Waits until the last save is on the disk; collective.
@@ -254,13 +267,13 @@ class _Running:
     """
 
     thread: threading.Thread
-    heard: Callable[[], None]
 
     def __init__(self, what: str, target: Target) -> None:
         self.what = what
         self.target = target
         self.done = False
         self.error: Exception | None = None
+        self.heard: Callable[[], None] = lambda: None
 
     def raise_error(self) -> None:
         """Raises what this rank has to tell."""

@@ -174,6 +174,14 @@ def _newest_first(found: list[tuple[str, Place]]) -> list[tuple[str, Place]]:
     return sorted(found, key=lambda item: _age(item[1]), reverse=True)
 
 
+def steps_of_newest(load_dir: Place) -> int:
+    """Return the number of optimizer steps of the checkpoint that ``find_latest`` would return; -1 if there is none, or it does not say."""
+    tag = read_latest(load_dir)
+    found = complete_or_previous(load_dir, tag) if tag is not None else None
+    found = found if found is not None else newest_complete(load_dir)
+    return _age(found)[0] if found is not None else -1
+
+
 def _age(folder: Place) -> tuple[int, int]:
     """Return the number of optimizer steps of a checkpoint, from its index, and the time when it was finished.
 

@@ -114,10 +114,15 @@ def share(net: Collectives, disks: Disks, what: str, folder: Path, written: list
         return
     for owner, files in enumerate(written):
         for name, record in files.items():
-            if not (name.startswith(f"{MODULE}-") or name == values_file(0)):
+            if not is_shared(name):
                 continue
             place = folder / name if disks.leads and disks.leaders[owner] != disks.rank else None
             _copy_file(net, owner, folder / name, place, record.nbytes, what)
+
+
+def is_shared(name: str) -> bool:
+    """Return whether every node keeps the file of that name, because every rank may read it."""
+    return name.startswith(f"{MODULE}-") or name == values_file(0)
 
 
 def _copy_file(net: Collectives, owner: int, source: Path, target: Path | None, nbytes: int, what: str) -> None:

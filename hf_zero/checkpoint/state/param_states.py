@@ -14,6 +14,7 @@ from hf_zero.checkpoint.format.names import DTYPES, state_kind
 from hf_zero.checkpoint.format.records import ParamStateRecord
 from hf_zero.checkpoint.format.values import Decoder, Encoder
 from hf_zero.checkpoint.state.optimizer_state import GroupsPlan
+from hf_zero.checkpoint.state.wrapped_states import unwrapped, wrapped
 from hf_zero.core.optimizer.clones import state_at_start
 from hf_zero.core.optimizer.owner_states import WholeParam
 from hf_zero.core.optimizer.whole_tensors import WholeTensorOptimizer
@@ -37,7 +38,7 @@ def param_states(
     records = []
     for number, entry in enumerate(optimizer.whole):
         if entry.writes and entry.state and number % replicas == replica:
-            values = encoder.encode(dict(entry.state), f"optimizer.state[{entry.slot.name}]")
+            values = encoder.encode(unwrapped(entry.state), f"optimizer.state[{entry.slot.name}]")
             records.append(ParamStateRecord(entry.slot.name, file, values))
     return tuple(records), [whole(name, tensor) for name, tensor in encoder.tensors.items()]
 
@@ -108,7 +109,8 @@ class ParamStatesPlan(GroupsPlan):
             name = entry.slot.name
             group = self.optimizer.param_groups[entry.slot.group]
             state = self._state(name) or state_at_start(self.optimizer.inner, entry.slot.group, entry.param)
-            entry.install(_placed(state, entry.param.device, bool(group.get("capturable") or group.get("fused"))))
+            state = _placed(state, entry.param.device, bool(group.get("capturable") or group.get("fused")))
+            entry.install(wrapped(state, self.optimizer.inner, entry))
 
     def _state(self, name: str) -> dict[str, Any]:
         record = self._whole.get(name)

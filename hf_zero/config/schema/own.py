@@ -63,6 +63,16 @@ class OwnSettings(Section):
         "to the folder a/b goes to URL/b. Under Trainer its own small files go there too, and save_total_limit holds there. Keys and "
         "passwords belong into the environment (AWS_ACCESS_KEY_ID, ...)",
     )
+    snapshot_steps: Size = used(
+        0,
+        "Optimizer steps between two snapshots of all that a checkpoint holds, in host memory that outlives the ranks. Ranks that torchrun "
+        "or accelerate launch start again (max_restarts) go on from the newest one. Trainer takes and loads them by itself; a loop calls "
+        "engine.snapshot(client_state) after each step. 0 is off",
+    )
+    snapshot_folder: str | None = used(
+        None,
+        "With snapshot_steps: folder in host memory (a tmpfs) with room for two snapshots of the ranks of a node; unset is /dev/shm",
+    )
     pickle_client_state: Bool = used(
         False,
         "Pickle values of client_state that are neither plain nor tensors, and read such values; a pickle can run any code of its writer",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
@@ -157,6 +158,20 @@ def state_at_start(optimizer: torch.optim.Optimizer, group: int, param: Tensor) 
             return dict(build_anew(optimizer, [{"params": [param], **options}]).state.get(param, {}))
         except Exception:  # another library's constructor may raise any error
             return {}
+
+
+def state_after_a_step(optimizer: torch.optim.Optimizer, group: int, param: Tensor) -> dict[str, Any]:
+    """Return the state that the optimizer keeps for a parameter like ``param`` after one step without a gradient's effect.
+
+    It shows the classes of tensors that the optimizer keeps; ``param`` and the optimizer are not changed.
+    """
+    twin = torch.nn.Parameter(torch.zeros_like(param))
+    twin.grad = torch.zeros_like(twin)
+    state: Any = defaultdict(dict)
+    options = copy.deepcopy(options_of(optimizer.param_groups[group]))
+    with torch.random.fork_rng(devices=[]), torch.compiler.set_stance("force_eager"):
+        clone(optimizer, [{**options, "params": [twin]}], state).step()
+    return dict(state[twin])
 
 
 def state_types(optimizer: torch.optim.Optimizer, dtype: torch.dtype, device: torch.device) -> dict[str, torch.dtype]:

@@ -12,6 +12,7 @@ from torch import nn
 from hf_zero.comm.collectives import Collectives
 from hf_zero.core.optimizer.param_states import no_state
 from hf_zero.core.units.layout import ParamSlot
+from hf_zero.core.units.packed import is_wrapped
 from hf_zero.core.units.unit import Unit
 from hf_zero.errors import StateError
 
@@ -64,8 +65,7 @@ class OwnerStates:
     def read(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """Return the complete state, which the owner sends to all ranks; see ``ParamStates.read``."""
         name = unit.layout.slots[index].name
-        value = self._present(name, key)
-        value = value.detach().clone() if value is not None else None
+        value = self._numbers(name, key)
         if not _travels(unit):
             return value
         net, owner = self._net, self._owners.get(name)
@@ -97,7 +97,10 @@ class OwnerStates:
 
     def read_own(self, unit: Unit, index: int, key: str) -> torch.Tensor | None:
         """Return the complete state on the owner, None on other ranks; see ``ParamStates.read_own``."""
-        value = self._present(unit.layout.slots[index].name, key)
+        name = unit.layout.slots[index].name
+        value = self._present(name, key)
+        if value is not None and is_wrapped(value):
+            value = self._numbers(name, key)
         return value.reshape(-1) if value is not None else None
 
     def write_own(self, unit: Unit, index: int, key: str, value: torch.Tensor) -> None:
@@ -111,6 +114,13 @@ class OwnerStates:
         if present.numel() != value.numel():
             raise _other_shape(key, name, tuple(present.shape), value)
         present.copy_(value.detach().reshape(present.shape))
+
+    def _numbers(self, name: str, key: str) -> torch.Tensor | None:
+        """Return a copy of the state tensor ``key`` of parameter ``name``; the numbers that codes of a library's own class stand for."""
+        value = self._present(name, key)
+        if value is None or not is_wrapped(value):
+            return value.detach().clone() if value is not None else None
+        return torch.empty(value.shape, dtype=value.dtype, device=value.device).copy_(value)
 
     def _present(self, name: str, key: str) -> torch.Tensor | None:
         """Return the state tensor ``key`` of parameter ``name`` on this rank; None if this rank keeps none."""

@@ -102,6 +102,11 @@ class UnitLayout:
         return sum(slot.numel for slot in self.slots)
 
     @cached_property
+    def spans(self) -> tuple[tuple[int, int], ...]:
+        """Return (start, stop) of the elements of each parameter."""
+        return tuple((slot.range.start, slot.range.stop) for slot in self.slots)
+
+    @cached_property
     def gaps(self) -> tuple[tuple[int, int], ...]:
         """Return (start, stop) of the elements that belong to no parameter: gaps between parameters, and the padding."""
         starts = [0, *(slot.offset + slot.numel for slot in self.slots)]

@@ -13,6 +13,7 @@ from hf_zero.comm.collectives import is_narrow
 
 _PACKED = "_hf_zero_packed"
 OUTER = "_hf_zero_outer"
+_FLOAT8 = "_hf_zero_float8"
 
 
 def mark_packed(param: torch.Tensor) -> None:
@@ -23,6 +24,17 @@ def mark_packed(param: torch.Tensor) -> None:
 def is_packed(param: torch.Tensor) -> bool:
     """Return whether ``param`` was marked as packed, or has a floating-point dtype of one byte (its scales are separate tensors)."""
     return getattr(param, _PACKED, False) or is_narrow(param)
+
+
+def mark_float8(param: torch.Tensor, dtype: torch.dtype) -> None:
+    """Mark ``param`` as a weight that its layer casts to ``dtype`` with one scale, so that a gather may send these values."""
+    setattr(param, _FLOAT8, dtype)
+
+
+def float8_type(param: torch.Tensor) -> torch.dtype | None:
+    """Return the float8 dtype that ``param`` was marked with; None without."""
+    found: torch.dtype | None = getattr(param, _FLOAT8, None)
+    return found
 
 
 def is_wrapped(param: torch.Tensor) -> bool:

@@ -14,7 +14,8 @@ from torch import nn
 
 from hf_zero import observe
 from hf_zero.comm.collectives import Collectives, Pending
-from hf_zero.comm.quantized import all_gather_codes, coded
+from hf_zero.comm.float8 import Float8Codes
+from hf_zero.comm.quantized import BlockCodes, Codes
 from hf_zero.core.units.alone import AloneParams
 from hf_zero.core.units.layout import FROZEN, UnitLayout, UnitState
 from hf_zero.core.units.listener import ParamListener
@@ -84,6 +85,7 @@ class UnitSpec:
         shard_storage: Where shards are kept between uses.
         listener: Is notified of changes to the parameters.
         quantized: Whether the schedule's all-gathers carry 8-bit codes, see [Note: exact values].
+        float8: Dtype of these codes if each parameter has one scale, [Note: gathers of float8]; None for a scale for each block.
         node: Network of the ranks that keep secondary copies between them, see [Note: secondary copies].
         copy_lasts: Whether updates refill these copies, see [Note: parameters in the node].
     """
@@ -96,6 +98,7 @@ class UnitSpec:
     shard_storage: ShardStorage = ON_DEVICE
     listener: ParamListener = field(default_factory=ParamListener)
     quantized: bool = False
+    float8: torch.dtype | None = None
     node: Collectives | None = None
     copy_lasts: bool = False
 
@@ -150,6 +153,7 @@ class Unit:
         state: Sharded, unsharding or unsharded.
         lent: Whether it was pinned with gradients on since the last update: functions may have saved its parameters.
         quantized: Whether the schedule's all-gathers carry codes.
+        codes: The codes.
         exact: Whether the whole buffer holds, or is about to hold, the values of the shards; otherwise the values of their codes.
         gathers: Number of open ``GatheredParameters`` contexts that contain the unit.
         written: Parameters that this rank has seen written since the last step, by position; the ranks compare them.
@@ -185,6 +189,8 @@ class Unit:
         self.own.shard = spec.shard_storage.rest(self, shard)
         self.exact = True
         self.quantized = spec.quantized
+        ends = self.owned.start, self.owned.stop
+        self.codes: Codes = BlockCodes() if spec.float8 is None else Float8Codes(spec.float8, layout.spans, ends)
         self.built: Built | None = None
         self._pending: Pending | None = None
 
@@ -245,7 +251,7 @@ class Unit:
         """Start the all-gather of the shards into the whole buffer, which has memory; collective. ``exact`` as in ``start_unshard``."""
         self.own.settle()
         self.exact = exact or not self.quantized
-        gather = self.collectives.all_gather if self.exact else partial(all_gather_codes, self.collectives)
+        gather = self.collectives.all_gather if self.exact else partial(self.codes.all_gather, self.collectives)
         own = self.whole.flat[self.owned.start : self.owned.stop]
         with self.shard_storage.bringing(self, own) as source:
             pending = gather(self.whole.flat, source, self.name)
@@ -362,7 +368,7 @@ class Unit:
             counted.add(index)
             self.written.add(index)
             if not self.exact and self.whole.holds(value):  # for codes: an element that still equals its code's value was not written
-                own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, coded(self.shard))
+                own, coded_own = self.shard_part(index, self.shard), self.shard_part(index, self.codes.coded(self.shard))
                 part = self.layout.slots[index].range.intersect(self.owned).shift(-self.layout.slots[index].offset)
                 value = value.reshape(-1).clone()
                 value[part.start : part.stop] = torch.where(value[part.start : part.stop] == coded_own, own, value[part.start : part.stop])

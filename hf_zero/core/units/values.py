@@ -8,7 +8,6 @@ from functools import partial
 import torch
 
 from hf_zero.comm.collectives import Pending
-from hf_zero.comm.quantized import coded
 from hf_zero.core.units.layout import UnitState
 from hf_zero.core.units.shard import same_bits
 from hf_zero.core.units.sharded_parameter import point
@@ -59,7 +58,7 @@ def write_back(unit: Unit) -> None:
         values = unit.full[unit.owned.start : unit.owned.stop]
         if not unit.exact:  # elements that still equal their code's value were not written to
             shard = unit.shard.to(values.device)
-            values = torch.where(values == coded(shard), shard, values)
+            values = torch.where(values == unit.codes.coded(shard), shard, values)
         unit.shard.copy_(values)
         shard_changed(unit)
     unit.own.refresh_master()
