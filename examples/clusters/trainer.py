@@ -18,7 +18,7 @@ LENGTH = 64
 parser = HfArgumentParser(ZeroTrainingArguments)
 parser.set_defaults(zero_stage=3, per_device_train_batch_size=8, learning_rate=3e-3, report_to="none")
 parser.set_defaults(save_steps=50, save_total_limit=2)  # a rank that dies costs at most the steps since the last save
-parser.set_defaults(logging_steps=10, logging_first_step=True, log_on_each_node=False, disable_tqdm=True)  # one line per step in a log
+parser.set_defaults(logging_steps=10, logging_first_step=True, disable_tqdm=True)  # a log file has no use for a progress bar
 (args,) = parser.parse_args_into_dataclasses()
 
 # A tiny model with random weights. Replace these lines by AutoTokenizer.from_pretrained("...") and

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hf_zero.observe import log_rank0
+from hf_zero.observe import announce
 from hf_zero.system import signals
 
 
@@ -63,4 +63,4 @@ class Preemption:
         signals.answer()
         if not self.signal:
             self.signal = signal.Signals(number).name
-            log_rank0("a rank received %s: all ranks save a checkpoint and end after this step", self.signal)
+            announce(f"a rank received {self.signal}: all ranks save a checkpoint and end after this step")

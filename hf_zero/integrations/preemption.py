@@ -20,7 +20,7 @@ from hf_zero.core.engine import Engine
 from hf_zero.deepspeed.configured import ConfiguredEngine
 from hf_zero.errors import PREEMPTED_STATUS, ConfigError, Preempted, StateError
 from hf_zero.integrations import callers, methods, trainer_snapshots
-from hf_zero.observe import log_rank0, warn_once
+from hf_zero.observe import announce, log_rank0, warn_once
 from hf_zero.system import last_words, signals
 
 _engines: list[weakref.ref[ConfiguredEngine]] = []  # engines that train, in the order of their creation, the same on all ranks
@@ -63,7 +63,7 @@ def end_preempted() -> NoReturn:
         engine.stepper.signal_of_any()  # type: ignore[union-attr]  # waits for all ranks, which may still write files
     signals.end()
     told = f"preempted by {engines[0].preemption.signal}: {signals.newest()}. All ranks end with status {PREEMPTED_STATUS}"
-    log_rank0("%s", told)
+    announce(told)
     last_words.leave(told)
     raise Preempted
 

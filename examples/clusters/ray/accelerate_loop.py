@@ -45,7 +45,7 @@ def train(settings: dict) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 
-    step, newest = 0, ray.train.get_checkpoint()  # the newest one that all ranks have reported; None at the first start
+    step, newest = 0, ray.train.get_checkpoint()  # the newest one that Ray knows of; None at the first start
     if newest is not None:
         accelerator.load_state(newest.path)
         step = int(newest.path.rpartition("-")[2])

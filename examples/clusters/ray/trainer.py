@@ -35,7 +35,7 @@ def train(settings: dict) -> None:
     # The arguments come before the model, so that at stage 3 each rank creates only its shards.
     words = HfArgumentParser(ZeroTrainingArguments)
     words.set_defaults(zero_stage=3, per_device_train_batch_size=8, learning_rate=3e-3, report_to="none")
-    words.set_defaults(save_steps=50, logging_steps=10, logging_first_step=True, log_on_each_node=False, disable_tqdm=True)
+    words.set_defaults(save_steps=50, logging_steps=10, logging_first_step=True, disable_tqdm=True)
     (args,) = words.parse_args_into_dataclasses(settings["words"])
 
     # A tiny model with random weights. Replace these lines by AutoTokenizer.from_pretrained("...") and
@@ -49,7 +49,7 @@ def train(settings: dict) -> None:
     samples = [{"input_ids": block, "labels": block} for block in tokens.split(length)[:-1]]  # drop the last block, which is shorter
 
     trainer = Trainer(model=model, args=args, train_dataset=samples, processing_class=tokenizer, callbacks=[Report()])
-    newest = ray.train.get_checkpoint()  # the newest one that all ranks have reported; None at the first start
+    newest = ray.train.get_checkpoint()  # the newest one that Ray knows of; None at the first start
     trainer.train(resume_from_checkpoint=newest.path if newest else None)
     trainer.save_model()  # collective: every rank must call it; rank 0 writes the whole weights
 
