@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_zero import observe
 from hf_zero.checkpoint import snapshots
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.observe import logger
@@ -127,6 +128,7 @@ def _refusals(folder: Path) -> list[str]:
     train(first, 8, "bf16", seen)
     _written(first)
     first.save_checkpoint(folder / "disk", tag="global_step7")
+    assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
     path, state = after.load_snapshot()
     assert path == str(kept / "global_step8") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
@@ -146,7 +148,7 @@ def _refusals(folder: Path) -> list[str]:
     explicit.destroy()
     torch.distributed.barrier()
     assert not kept.exists()
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), mock.patch.object(observe, "_warned", set()):
         del os.environ["TORCHELASTIC_RUN_ID"]
         alone: Any = _engine(folder)
         assert alone.snapshot() is False and alone.load_snapshot() == (None, None)
