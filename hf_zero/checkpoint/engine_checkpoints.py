@@ -203,7 +203,7 @@ class EngineCheckpoints:
 
         request, state = self._agreed("load_checkpoint()", ask)
         whole = request.optimizer_states and request.scheduler_states and not request.module_only and custom is None
-        snapshot = self._newer_snapshot(request) if whole and self.snapshots is not None else None
+        snapshot = self._newer_snapshot(request, load_dir) if whole and self.snapshots is not None else None
         loaded = load_checkpoint(state, snapshot or request)
         if loaded is None:
             return None
@@ -212,7 +212,7 @@ class EngineCheckpoints:
             self.snapshots.loaded((snapshot.tag or "") if snapshot is not None else "", steps)
             if snapshot is not None:
                 # Trainer restores them at the position of its data where they belong.
-                drawn = Path(request.load_dir).parent != self.snapshots.folder
+                drawn = Path(load_dir).parent != self.snapshots.folder
                 loaded = replace(loaded, client_state=unpack(loaded.client_state, state.everyone, drawn))
         if snapshot is None:
             _name_newest(request.load_dir)
@@ -226,13 +226,23 @@ class EngineCheckpoints:
         engine.averages.loaded_steps = (loaded.counters or {}).get("global_steps", 0)
         return Restored(raw(loaded.path), loaded.client_state, loaded.counters)
 
-    def _newer_snapshot(self, request: LoadRequest) -> LoadRequest | None:
-        """Return the request for the newest snapshot, unless ``request`` names a checkpoint or finds one with more steps; collective."""
+    def _newer_snapshot(self, request: LoadRequest, given: str | os.PathLike[str]) -> LoadRequest | None:
+        """Return the request for the newest snapshot where it is to be loaded in place of ``request``; collective.
+
+        It is loaded if ``given`` is the folder of the snapshots or one in it. In place of checkpoints of another folder it is loaded only
+        before the first step of this process: later the script wants what it asks for, such as the best model. A checkpoint that is named,
+        or has more steps, stays the choice.
+        """
         snapshots, net = self.snapshots, self.everyone()
         if snapshots is None or request.tag is not None:
             return None
-        where = place_of(request.load_dir)
-        least = agreement.on_first(net, f"looking at {request.load_dir}", lambda: folders.steps_of_newest(where))
+        least = -1
+        if snapshots.folder not in (Path(given), Path(given).parent):
+            if snapshots.has_stepped:
+                return None
+            where = place_of(request.load_dir)
+            least = agreement.on_first(net, f"looking at {request.load_dir}", lambda: folders.steps_of_newest(where))
+        snapshots.finish(net)
         tag = newest_in(snapshots.folder, net, least)
         return (
             None if tag is None else replace(request, load_dir=str(snapshots.folder), tag=tag, node_local=snapshots.on_nodes, else_from="")

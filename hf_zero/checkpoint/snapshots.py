@@ -146,6 +146,11 @@ class Snapshots:
         """Return whether the ranks are on several nodes, which have no memory in common."""
         return len(set(self._nodes)) > 1
 
+    @property
+    def has_stepped(self) -> bool:
+        """Return whether the engine has taken an optimizer step in this process; the same on all ranks."""
+        return self._first >= 0
+
     # -- taking --------------------------------------------------------------------------------------------------------
 
     def is_due(self, steps: int) -> bool:
@@ -157,7 +162,7 @@ class Snapshots:
         return due
 
     def remind(self, steps: int) -> None:
-        """Warn once if the script takes no snapshots although the configuration requests them."""
+        """Record an optimizer step; warn once if the script takes no snapshots although the configuration requests them."""
         if self._first < 0:
             self._first = steps
         if not self._asked and steps - self._first >= 2 * self._every:
@@ -175,16 +180,20 @@ class Snapshots:
         if busy:
             log_rank0("a snapshot is left out: the previous one is still being written. Raise hf_zero.snapshot_steps (%d)", self._every)
             return False
-        try:
-            self._background.finish(net)
-            self._kept = self._written or self._kept
-        except CheckpointError as error:
-            self._written = ""
-            log_rank0("%s; the snapshot before it stays", error)
+        self.finish(net)
         agreement.quickly(net, "removing the older snapshots", self._remove_older)
         if full:
             log_rank0("a snapshot is left out: %s has no room for %s", self.folder, gib(self._bytes))
         return not full
+
+    def finish(self, net: Collectives) -> None:
+        """Wait until the last snapshot is written; collective. If it failed, a line in the log says so."""
+        try:
+            self._background.finish(net)
+            self._kept = self._written or self._kept
+        except CheckpointError as error:
+            log_rank0("%s; the snapshot before it stays", error)
+        self._written = ""
 
     def _remove_older(self) -> None:
         """Remove what killed saves have left, and all snapshots but the newest one that every rank knows to be complete."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import shutil
 import signal
 import time
@@ -15,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 
+from hf_zero import observe
 from hf_zero.checkpoint import snapshots
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.observe import logger
@@ -46,13 +48,43 @@ def test_a_loop_and_a_trainer_go_on_after_kills(tmp_path: Path, trainer_models: 
     assert [one["began"] for one in found] == [0, 4, 1]
     assert f"{tmp_path}/memory/hf_zero-" in found[1]["from"]
     seen, end = _reference(plan)
-    assert found[1]["seen"] == seen and found[1]["end"] == end
+    assert all(one["seen"] == seen and one["end"] == end for one in found[1:])
     whole = tmp_path / "whole"
     whole.mkdir()
     logs, last = ranks.run_ranks(train_trainer, 2, whole, trainer_models, None)[0]
     assert found[2]["trainer"] == {**last, "began": 4}, "from the snapshot, not from checkpoint-3"
     assert repr(found[2]["logs"]) == repr(logs)
     assert list((tmp_path / "memory").iterdir()) == [], "the end of the run removes the snapshots"
+
+
+PHASES = ("begun", "file", "written", "sealed", "named", "done")  # of a save, all but the second on rank 0
+
+
+def _random_kills(chance: random.Random, count: int) -> list[dict[str, Any]]:
+    kills: list[dict[str, Any]] = []
+    for _ in range(count):
+        rank, phase = chance.randrange(2), chance.choice(PHASES)
+        inside = {"rank": rank if phase == "file" else 0, "label": f"checkpoint_{phase}", "of": 2 * chance.randrange(1, 20)}
+        kills.append(
+            chance.choice([{"rank": rank, "seconds": chance.uniform(0, 1.2)}, inside, {"rank": rank, "step": chance.randrange(1, 40)}])
+        )
+    return kills
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("stage", "dtype", "offload"), [(3, "bf16", False), (2, "bf16", False), (1, "fp16", False), (3, "fp32", True)])
+def test_random_kills(tmp_path: Path, stage: int, dtype: str, offload: bool) -> None:
+    """Kill ranks at random moments and inside snapshots; those of a plan that a faster run passes by do not happen."""
+    extra = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": "cpu"}}}
+    kills = _random_kills(random.Random(stage), 6)
+    plan = _plan(kills, total=40, stage=stage, dtype=dtype, extra=extra if offload else {}, waits=False)
+    done = launch(tmp_path, plan)
+    found = attempts(tmp_path)
+    assert done.returncode == 0, done.stderr[-6000:]
+    seen, end = _reference(plan)
+    assert [step for step, *_ in seen] == list(range(40))
+    assert found[-1]["seen"] == seen and found[-1]["end"] == end, (kills, [one["began"] for one in found])
+    assert list((tmp_path / "memory").iterdir()) == []
 
 
 RESTARTED = {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_MAX_RESTARTS": "3"}
@@ -96,6 +128,7 @@ def _refusals(folder: Path) -> list[str]:
     train(first, 8, "bf16", seen)
     _written(first)
     first.save_checkpoint(folder / "disk", tag="global_step7")
+    assert first.load_checkpoint(folder / "disk")[0] == str(folder / "disk" / "global_step7"), "no snapshot after the first step"
     after: Any = _engine(folder)
     path, state = after.load_snapshot()
     assert path == str(kept / "global_step8") and state == {"seen": json.loads(json.dumps(seen)), "rank": ranks.rank()}
@@ -115,7 +148,7 @@ def _refusals(folder: Path) -> list[str]:
     explicit.destroy()
     torch.distributed.barrier()
     assert not kept.exists()
-    with mock.patch.dict(os.environ):
+    with mock.patch.dict(os.environ), mock.patch.object(observe, "_warned", set()):
         del os.environ["TORCHELASTIC_RUN_ID"]
         alone: Any = _engine(folder)
         assert alone.snapshot() is False and alone.load_snapshot() == (None, None)

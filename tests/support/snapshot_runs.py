@@ -19,6 +19,7 @@ import torch
 
 from hf_zero.checkpoint.commit.folders import is_complete
 from hf_zero.checkpoint.snapshots import Snapshots
+from hf_zero.checkpoint.state.random_generators import generator_states, restore_generators
 from tests.support import ranks, trainers
 from tests.support.checkpoints import full_state, start
 from tests.support.models import CLASSES, LENGTH, Batch, class_loss
@@ -175,6 +176,8 @@ def main() -> None:
     engine = start(plan["stage"], plan["dtype"], hf_zero=settings, **plan["extra"])
     path, client_state = engine.load_checkpoint(folder / "disk")
     seen = [] if client_state is None else client_state["seen"]
+    if client_state is not None and "random" in client_state:  # from the disk, where a script saves them itself
+        restore_generators(client_state["random"], torch.device("cpu"))
     assert client_state is None or client_state["rank"] == ranks.rank()
     report = {"began": engine.global_steps, "from": path, "begin": digest(engine)}
 
@@ -192,7 +195,8 @@ def main() -> None:
         if step == plan.get("hold_at"):
             _hold(folder)
         if step == plan.get("disk_at"):
-            engine.save_checkpoint(folder / "disk", client_state={"seen": seen, "rank": ranks.rank()})
+            drawn = generator_states(torch.device("cpu"))
+            engine.save_checkpoint(folder / "disk", client_state={"seen": seen, "rank": ranks.rank(), "random": drawn})
 
     train(engine, plan["total"], plan["dtype"], seen, after, plan.get("waits", False))
     report |= {"seen": seen, "end": digest(engine)}
