@@ -271,7 +271,7 @@ _SCRIPT = (Setting("bf16.enabled", "auto"), Setting("fp16.enabled", "auto"))
 _PRECISION = {
     "bf16": Case("set", _HALF, (_BF16,)),
     "fp16": Case("set", f"{_HALF}; the engine scales the loss", (_FP16,)),
-    "fp8": Case("none", "8-bit matrix products are not supported; bf16 is used instead", (_BF16,)),
+    "fp8": Case("set", f"{_HALF}; keep accelerate's mixed_precision fp8 for torchao's products in float8", (_BF16,)),
     "no": Case("set", "fp32, or the precision of the script or the training arguments", _SCRIPT),
 }
 ACCELERATE_KEYS: tuple[FsdpKey, ...] = (
