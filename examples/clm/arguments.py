@@ -70,6 +70,9 @@ def parse_mlm_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace
     add_training_flags(parser)
     add_output_flags(parser, report_name="mlm_no_trainer")
     args = parser.parse_args(argv)
+    if args.deepspeed_config:  # a learning rate in the file replaces the default of the flag; one that is given must equal it
+        parser.set_defaults(learning_rate=learning_rate_of(args.deepspeed_config, args.learning_rate))
+        args = parser.parse_args(argv)
     check_data(parser, args)
     check_run(parser, args)
     check_at_least(parser, args, 1, "freeze_step")
@@ -119,6 +122,15 @@ def check_data(parser: argparse.ArgumentParser, args: argparse.Namespace) -> Non
     """Raise a command-line error for invalid data flags."""
     check_files(parser, args, ("txt", "csv", "json"))
     check_at_least(parser, args, 1, "block_size", "max_train_samples", "max_eval_samples")
+
+
+def learning_rate_of(path: str, otherwise: float) -> float:
+    """Return the learning rate of the optimizer in a DeepSpeed JSON; ``otherwise`` if it has none, or cannot be read."""
+    try:
+        rate = json.loads(Path(path).read_text(encoding="utf-8"))["optimizer"]["params"]["lr"]
+    except (OSError, ValueError, LookupError, TypeError):
+        return otherwise  # `read_deepspeed_config` reports a file that cannot be read
+    return float(rate) if isinstance(rate, (int, float)) else otherwise
 
 
 def read_deepspeed_config(args: argparse.Namespace, ranks: int) -> dict[str, Any]:
