@@ -9,7 +9,7 @@ outputs. Evaluation uses complete sequences.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ import torch
 from hf_zero.errors import ConfigError, StateError
 from hf_zero.integrations.parallelism import require_same_attention
 from hf_zero.integrations.pipelines import mesh_here
+from hf_zero.sequence_parallel.batches import copy_marks
 from hf_zero.sequence_parallel.context_forward import divided_forwards, sliced_step
 from hf_zero.sequence_parallel.layout import Layout
 from hf_zero.sequence_parallel.state import ContextParallel
@@ -103,6 +104,16 @@ def prepare_inputs(method: Callable[..., Any], trainer: Any, model: Any, inputs:
         )
     parts = divided.parts_of(dict(inputs))
     return partial(sliced_step, parts["position_ids"].shape[1]), parts
+
+
+def keep_marks(method: Callable[..., Any], trainer: Any, inputs: Any) -> Any:
+    """Replace ``Trainer._prepare_inputs``, which copies a batch to a device: the copy of a slice is known as one, and who counted its
+    positions.
+    """
+    found = method(trainer, inputs)
+    if isinstance(inputs, Mapping) and isinstance(found, Mapping):
+        copy_marks(inputs, found)
+    return found
 
 
 def _groups_of(accelerator: Any) -> ContextParallel:

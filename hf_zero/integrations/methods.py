@@ -186,6 +186,13 @@ CONTEXT_INPUTS = Method(
     around="hf_zero.integrations.context:prepare_inputs",
     since=(5,),
 )
+INPUTS = Method(
+    "transformers.trainer",
+    "Trainer._prepare_inputs",
+    "where Trainer copies batches to a device, models that count positions by images or masks are given positions of plain text under "
+    "sequence parallelism",
+    around="hf_zero.integrations.context:keep_marks",
+)
 TOKENS = Method(
     "transformers.trainer",
     "Trainer._track_num_input_tokens",
@@ -320,5 +327,5 @@ METHODS = (
     STEP_END, SAVE_CHECKPOINT, JIT, LIGHTNING_SAVE, OLD_LIGHTNING_SAVE, *LIGHTNING_FITS, *LIGHTNING_SIGNALS, SAYS, BACKWARD, STEP,
     ZERO_GRAD, NORM, CLIP,
     FILL, PROCESS, OPTIMIZERS, FILL_SHARDED, CONFIGURATION, ARGUMENTS, AGENT, CONTEXT_SIZE, PREPARE_CP, CONTEXT, CONTEXT_INPUTS,
-    PARALLELISM, RECURRENT,
+    PARALLELISM, RECURRENT, INPUTS,
 )  # fmt: skip

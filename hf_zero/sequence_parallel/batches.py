@@ -55,6 +55,19 @@ def mark_slice(batch: Batch, counted: bool) -> None:
     _cut.update({batch[name]: counted for name in _MARKED if name in batch})
 
 
+def copy_marks(given: Mapping[str, Any], copied: Mapping[str, Any]) -> None:
+    """Give the tensors of ``copied`` the marks of those of ``given`` that have their names: a copy to a device is another tensor.
+
+    A copy "to" ``cpu:0`` is one too, for tensors on the CPU have no index.
+    """
+    for name, value in given.items():
+        other = copied.get(name)
+        if isinstance(value, torch.Tensor) and isinstance(other, torch.Tensor) and other is not value:
+            for marks in (_cut, _behind):
+                if value in marks:
+                    marks[other] = marks[value]
+
+
 def labels_behind(shifted: torch.Tensor | None) -> torch.Tensor | None:
     """Return the slice of a batch's own labels, from whose whole an adapter has made these; None for other tensors."""
     found: torch.Tensor | None = _behind.get(shifted) if shifted is not None else None

@@ -21,7 +21,7 @@ from torch import nn
 
 from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import ConfigError, HfZeroError, StateError, UnsupportedError
-from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, is_medium, is_slice, mark_slice, whole_batch
+from hf_zero.sequence_parallel.batches import IGNORED, LABELS, Batch, counted_by_adapter, is_medium, is_slice, mark_slice, whole_batch
 from hf_zero.sequence_parallel.dividable import require_dividable, sees_later_tokens, shifts_labels
 from hf_zero.sequence_parallel.forward import BoundForwards, Randomness, SliceSettings, bound_forwards
 from hf_zero.sequence_parallel.gathered import ContextAttention
@@ -186,8 +186,9 @@ class DividedForwards(BoundForwards):
         mask = batch.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.shape[-1] == length:
             batch["attention_mask"] = self.layout.cut(mask, 1) if mask.dim() == 2 else self._rows_of(mask, 0)
-        counted = batch.get("position_ids") is None
-        if counted:
+        positions = batch.get("position_ids")
+        counted = positions is None or counted_by_adapter(positions) is True
+        if positions is None:
             batch["position_ids"] = self.layout.tokens(length).to(first.device).expand(first.shape[0], -1)
         labels = batch.get("labels")
         if self._shifts and labels is not None and batch.get("shift_labels") is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,12 +12,14 @@ import torch.distributed as dist
 import hf_zero
 from hf_zero.integrations.ulysses import UlyssesSPAttentionHF
 from hf_zero.sequence_parallel.batches import UlyssesSPDataLoaderAdapter, is_medium
+from tests.sequence_parallel import loops
 from tests.sequence_parallel.compared import PAGE, each_of
-from tests.sequence_parallel.vl_breadth import START, STOP, WORLDS, measure, saved, table
-from tests.support import multimodal, parity, ranks
+from tests.sequence_parallel.vl_breadth import START, STOP, WORLDS, batches, build, measure, saved, table
+from tests.support import multimodal, parity, ranks, zoo
 from tests.support.models import Batch
 from tests.support.parity import Run
-from tests.support.sequences import Result, compare, loss_over_slices
+from tests.support.sequences import Data, Result, compare, loss_over_slices
+from tests.support.trainers import clean_state
 
 pytest.importorskip("transformers", minversion="5.20")
 
@@ -89,3 +92,36 @@ def test_published_results_are_on_the_page() -> None:
 
 def test_some_are_what_was_published() -> None:
     assert [row.name for row in ranks.run_ranks(partial(each_of, measure), 2, SOME)[0] if not row.exact] == []
+
+
+def by_trainer(folder: str, kind: str, sizes: dict[str, int]) -> list[float]:
+    """Losses and norms that Trainer logs for a batch with images (or padded on the left) and one of text; on one rank without ``sizes``."""
+    from accelerate.utils import ParallelismConfig
+    from transformers import Trainer, TrainingArguments
+
+    with clean_state():
+        if kind == "opt":  # counts positions by the mask
+            model, data = zoo.build("OPTForCausalLM"), [Data(length=16, padding="left").batch(step) for step in range(2)]
+            data = [{name: value for name, value in batch.items() if name != "position_ids"} for batch in data]
+        else:  # counts them by images
+            model = build("Qwen2_5_VLForConditionalGeneration")
+            data = list(batches(model))
+        args = TrainingArguments(
+            output_dir=folder, per_device_train_batch_size=1, max_steps=2, learning_rate=0.0, logging_steps=1, report_to=[], use_cpu=True,
+            disable_tqdm=True, save_strategy="no", seed=3, remove_unused_columns=False, deepspeed=loops.config(1, 1) if sizes else None,
+            parallelism_config=ParallelismConfig(**sizes) if sizes else None,
+        )  # fmt: skip
+        trainer = Trainer(model=model, args=args, train_dataset=data, data_collator=lambda rows: dict(rows[0]))  # type: ignore[arg-type]
+        trainer.train()
+        return [float(entry[name]) for entry in trainer.state.log_history if "loss" in entry for name in ("loss", "grad_norm")]
+
+
+def by_trainers(folder: str, divided: bool) -> list[list[float]]:
+    return [by_trainer(folder, kind, sizes if divided else {}) for kind, sizes in (("opt", {"cp_size": 2}), ("images", {"sp_size": 2}))]
+
+
+def test_positions_in_trainer_are_those_of_the_model(tmp_path: Path) -> None:
+    """Trainer copies batches to "cpu:0"; the copies must still be known as slices whose positions nobody has given."""
+    expected = ranks.run_ranks(by_trainers, 1, str(tmp_path), False)[0]
+    for found in ranks.run_ranks(by_trainers, 2, str(tmp_path), True):
+        assert found == [pytest.approx(values, rel=5e-6) for values in expected]
