@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hf_zero.launch import command
+from hf_zero.launch import command, flags
 from tests.support.examples import EXAMPLES
 from tests.support.processes import REPO
 
@@ -67,14 +67,14 @@ def test_a_job_script_parses_and_names_flags_of_sbatch(job: Path) -> None:
     assert f"sbatch examples/clusters/slurm/{job.name}" in text
 
 
-def test_the_job_script_of_hf_zero_launch_becomes_srun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_job_script_of_hf_zero_launch_becomes_srun() -> None:
     text = (FOLDER / "slurm" / "launch.sbatch").read_text()
     (line,) = re.findall(r"^hf-zero launch (?:.*\\\n)*.*$", text, re.M)
     values = {"SLURM_NNODES": "3", "SLURM_NTASKS_PER_NODE": "4", "SLURM_CPUS_PER_TASK": "8", "SLURM_JOB_NAME": "launch"}
     for name, value in values.items():
         line = line.replace(f"${name}", value)
     parser = argparse.ArgumentParser()
-    command.add_arguments(parser)
+    flags.add_arguments(parser)
     options = parser.parse_args(shlex.split(line.replace("\\\n", " ").replace('"$@"', ""))[2:])
     words = command.build_command(options, {}).words
     assert words[:7] == ["srun", "--nodes", "3", "--ntasks-per-node", "4", "--export=ALL", "--cpus-per-task=8"]
@@ -101,8 +101,8 @@ def test_manifests_agree_on_the_image_and_pass_flags_that_the_script_knows() -> 
         assert f"kubectl apply -f examples/clusters/kubernetes/{path.name}" in path.read_text()
         (started, *_) = [args for document in documents(path) for args in inside(document, "args")]
         assert started[0] == "trainer.py" and "examples/clusters/trainer.py" in copied
-        flags = trainer_flags(started[1:])
-        assert flags.checkpoint_url.startswith("s3://") and flags.max_steps == 1000
+        found = trainer_flags(started[1:])
+        assert found.checkpoint_url.startswith("s3://") and found.max_steps == 1000
         graces = [grace for document in documents(path) for grace in inside(document, "terminationGracePeriodSeconds")]
         times = [entry for document in documents(path) for entries in inside(document, "env") for entry in entries]
         waits = [int(entry["value"]) for entry in times if entry["name"] == "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
