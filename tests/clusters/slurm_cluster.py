@@ -17,6 +17,8 @@ from tests.support.processes import REPO, environment, until
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "scancel")
 HEAD = "head"  # the controller's machine, on which jobs are submitted; it runs none
+# States in which a job stays; SIGNALING and others pass.
+ENDS = {"COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY", "BOOT_FAIL"}
 GPUS = 2  # of a node; files stand for the devices, and ranks do not see them
 
 SETTINGS = """
@@ -109,7 +111,7 @@ class Cluster:
     def ended(self, number: str) -> bool:
         """Return whether a job, or every job of an array, has ended."""
         states = re.findall(r"JobState=(\w+)", self.run("scontrol", "show", "job", number))
-        return not {"PENDING", "CONFIGURING", "RUNNING", "COMPLETING", "REQUEUED", "SUSPENDED"} & set(states)
+        return set(states) <= ENDS
 
     def lose(self, node: str) -> None:
         """Kill every process of a node at once, like a machine that loses power."""
