@@ -118,25 +118,34 @@ class Run:
             self.model.destroy()
 
 
-def state_bytes(build: Callable[[], Run]) -> int:
-    """Return the bytes of a run's tensors after its second backward pass, from torch's record of allocations and frees."""
-    from torch.profiler import ProfilerActivity, profile
+def held_bytes() -> int:
+    """Return the bytes of all tensors that this process holds; tensors that share memory count once."""
+    import torch
 
-    gc.collect()  # free garbage of an earlier run before the measurement
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as record:
-        run = build()
-        run.backward()
-        run.update()
-        run.backward()
+    gc.collect()
+    tensors = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
+    tensors += [tensor.grad for tensor in tensors if tensor.is_leaf and tensor.grad is not None]
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu"]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def state_bytes(stage: int | None) -> int:
+    """Return the bytes that a run adds to this process' tensors, after its second backward pass."""
+    before = held_bytes()
+    run = Run(stage)
+    run.backward()
+    run.update()
+    run.backward()
+    added = held_bytes() - before
     run.close()
-    return sum(event.nbytes() for event in record.profiler.kineto_results.events() if event.name() == "[memory]")
+    return added
 
 
 def train_all(rank: int, port: int, folder: Path, steps: int, results: Any) -> None:
     """Train with each method as one of two ranks; the first rank reports all losses and saves the model of stage 3."""
     start(rank, RANKS, port)
     for name, stage in METHODS.items():
-        held = state_bytes(lambda stage=stage: Run(stage))
+        held = state_bytes(stage)
         run = Run(stage)
         for step in range(1, steps + 1):
             loss = run.backward()
