@@ -32,7 +32,7 @@ from hf_zero.comm.collectives import Collectives
 from hf_zero.errors import CheckpointError, ConfigError
 from hf_zero.memory.budget import free_memory
 from hf_zero.observe import log_rank0, logger, warn_once
-from hf_zero.system import exit_status, launcher_folders, own_files
+from hf_zero.system import exit_status, last_words, launcher_folders, own_files
 from hf_zero.system.process import Process
 from hf_zero.system.sizes import gib
 
@@ -287,7 +287,8 @@ def _others_of(own: Snapshots) -> list[weakref.ref[Snapshots]]:
 
 def _close_at_end(snapshots: weakref.ref[Snapshots]) -> None:
     found = snapshots()
-    if found is not None and found in _others() and not exit_status.ends_with_an_exception():
+    failed = exit_status.ends_with_an_exception() or last_words.ends_with_a_status()
+    if found is not None and found in _others() and not failed:
         found.close()
 
 

@@ -42,18 +42,25 @@ _PRINTING_SECONDS = 0.2  # a launcher ends all ranks soon after one has ended
 MARK = "hf_zero"
 """Key of the entries that this module has written, with one of the kinds of ``failure``."""
 _tells = False
+_exits: _Exits | None = None
 
 
 def tell_launcher() -> None:
     """Report the exception or the exit that ends this process to the launcher; the former hook still prints. Only the first call has an
     effect.
     """
-    global _tells
+    global _tells, _exits
     if not _tells:
         _tells = True
         sys.excepthook = _Hook(sys.excepthook)
         if os.environ.get(_VARIABLE):
-            _Exits().listen()
+            _exits = _Exits()
+            _exits.listen()
+
+
+def ends_with_a_status() -> bool:
+    """Return whether the last call of ``sys.exit`` under a launcher had a reason or a status other than 0; for exit handlers."""
+    return _exits is not None and _exits.last is not None
 
 
 def leave(text: str, where: str = "", seconds: float | None = None, kind: str = OTHER) -> None:
@@ -117,10 +124,14 @@ class _Hook:
 
 
 class _Exits:
-    """The last call that asked this process to end with a status other than 0."""
+    """Record of the calls that ask this process to end.
+
+    Attributes:
+        last: Reason, lines before it, and seconds since the epoch of the last call; None if that has the status 0, or there is none.
+    """
 
     def __init__(self) -> None:
-        self._last: tuple[str, str, float] | None = None  # reason, lines before it, seconds since the epoch
+        self.last: tuple[str, str, float] | None = None
 
     def listen(self) -> None:
         """Keep each exit from now on, and report the last one when the process ends."""
@@ -142,15 +153,15 @@ class _Exits:
         return leaving
 
     def _keep(self, status: list[Any]) -> None:
-        self._last = None
+        self.last = None
         if status and isinstance(status[0], (str, int, BaseException)) and status[0]:
             frames = [frame for frame in traceback.extract_stack() if is_of_the_script(frame.filename)]
             text = f"exit status {status[0]}" if isinstance(status[0], int) else str(status[0])
-            self._last = f"SystemExit: {text}", "".join(traceback.format_list(frames[-1:])), time.time()
+            self.last = f"SystemExit: {text}", "".join(traceback.format_list(frames[-1:])), time.time()
 
     def _at_end(self) -> None:
-        if self._last is not None:
-            leave(*self._last)
+        if self.last is not None:
+            leave(*self.last)
 
 
 def _follows(error: BaseException | None) -> bool:

@@ -39,8 +39,9 @@ def _reference(plan: dict[str, Any]) -> tuple[list[list[Any]], str]:
 
 
 def test_a_loop_and_a_trainer_go_on_after_kills(tmp_path: Path, trainer_models: Path) -> None:
-    """Kill a rank inside a snapshot of a loop, then one under the Trainer that the same script runs after it."""
-    plan = _plan([{"rank": 1, "label": "checkpoint_file", "of": 6}, {"rank": 0, "trainer": True, "step": 5}], models=str(trainer_models))
+    """Kill a rank inside a snapshot of a loop, then end one by ``sys.exit`` under the Trainer that the same script runs after it."""
+    kills = [{"rank": 1, "label": "checkpoint_file", "of": 6}, {"rank": 0, "trainer": True, "step": 5, "exits": True}]
+    plan = _plan(kills, models=str(trainer_models))
     done = launch(tmp_path, plan)
     assert done.returncode == 0, done.stderr[-6000:]
     found = attempts(tmp_path)

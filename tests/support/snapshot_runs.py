@@ -85,7 +85,7 @@ def train_trainer(folder: Path, models: Path, kill: Kill | None) -> tuple[Any, d
             if snapshots is not None and state.global_step % EVERY and state.global_step > 1:
                 _wait_for(snapshots, f"global_step{state.global_step - 1}")
             if kill is not None and ranks.rank() == kill["rank"] and state.global_step == kill["step"]:
-                _die()
+                sys.exit(3) if kill.get("exits") else _die()
 
     options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 3, "save_total_limit": 1}
     with trainers.clean_state():
